@@ -18,7 +18,7 @@ from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
-from ludus.trainer.run.checkpoint import model_folder, newest_checkpoint
+from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 
 _START = "initial_model"
 
@@ -39,7 +39,7 @@ class Sampler:
     """Samples from the weights that a run ended with, or, before training, began with."""
 
     def __init__(self, run: Path, *, trained: bool = True) -> None:
-        newest = model_folder(newest_checkpoint(run / CHECKPOINTS_FOLDER)) if trained else None
+        newest = model_folder(find_newest_checkpoint(run / CHECKPOINTS_FOLDER)) if trained else None
         self._chat = ChatTokenizer.load(str(run / _START), TinyModel())
         self._start = load_language_model(run / _START).eval()
         self._engine = TransformersEngine(

@@ -233,7 +233,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
     assert isinstance(run.model, TinyModel)
-    tokenizer = make_tokenizer(conversation_texts([game for game, _ in games]), run.model.vocab_size)
+    tokenizer = make_tokenizer(
+        conversation_texts([game for game, _ in games]), run.model.vocab_size
+    )
     chat = ChatTokenizer(tokenizer)
     played = [with_advantage(to_sample(chat, game), reward) for game, reward in games]
     batches = {"blackjack": played, "random": random_samples(len(tokenizer))}

@@ -111,9 +111,10 @@ async def run(name: str, num_steps: int, folder: Path) -> Row:
         steps = trainer.steps()
         for _ in range(NUM_WARM_STEPS):
             await anext(steps)
-        workers = [one.actor for one in trainer._parts.workers._roster.ready]
+        workers = [one.actor for one in trainer._components.workers._roster.ready]
         await asyncio.gather(*(one.__ray_call__.remote(time_writing) for one in workers))
-        appending = trainer._parts.folder.said = Timed(trainer._parts.folder.said)
+        metrics = trainer._components.metrics
+        appending = metrics.log_transcripts = Timed(metrics.log_transcripts)
         began = time.perf_counter()
         async for step in steps:
             if step.number == num_steps:  # while it stands still, its workers are there

@@ -15,7 +15,7 @@ from ludus.trainer.compat.gymformer.env.problems import sums_below
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES
 from ludus.trainer.compat.gymformer.env.summarization_env import prompt_of as article_prompt
 from ludus.trainer.learner.warm_start import Conversation, Exchange
-from ludus.trainer.setup.prepare import make_tiny_model
+from ludus.trainer.setup.tiny_model import make_tiny_model
 
 CONFIG = TinyModel(
     width=64,

@@ -74,5 +74,8 @@ class RandomPolicy:
         """The text as tokens, cut in two at a random place where that leaves it the same."""
         whole = self._chat.encode_completion(text)
         place = self._draw.randrange(1, len(text) + 1)
-        parts = [*self._chat.encode_completion(text[:place])[:-1], *self._chat.encode_completion(text[place:])]
+        parts = [
+            *self._chat.encode_completion(text[:place])[:-1],
+            *self._chat.encode_completion(text[place:]),
+        ]
         return parts if self._chat.decode(parts) == text else whole

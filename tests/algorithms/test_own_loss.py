@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ludus.proto.config import ClipLoss, FunctionLoss, GrpoConfig, TokenTis
 from ludus.proto.errors import ConfigError
+from ludus.trainer.checks.names import check_names
 from ludus.trainer.core.functions import name_of
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.setup.environments import check_names
 from tests.algorithms.test_policy_loss import gradient, run
 
 if TYPE_CHECKING:

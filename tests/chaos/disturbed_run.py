@@ -51,7 +51,7 @@ async def put_into(workers: RolloutWorkers, number: int, change: Callable[[Any],
 async def train(config: Path, overrides: list[str]) -> None:
     """Train the run to its end; after two of its steps a worker is broken."""
     async with Trainer(config, overrides=overrides) as trainer:
-        workers = trainer._parts.workers
+        workers = trainer._components.workers
         assert isinstance(workers, RolloutWorkers)
         async for step in trainer.steps():
             if step.number == BREACH_AT:

@@ -17,7 +17,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
 from ludus.trainer.data.counts import total
-from ludus.trainer.run.checkpoint import RunState, newest_checkpoint, read_state
+from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
 from tests.e2e.runs import Run, processes_of
 
 ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", " ludus.env "
@@ -85,7 +85,7 @@ class Account:
 
 def state_of(run: Run) -> RunState:
     """Where the run stood when it ended."""
-    return read_state(newest_checkpoint(run.folder / "checkpoints"))
+    return read_state(find_newest_checkpoint(run.folder / "checkpoints"), RunState)
 
 
 def account_of(run: Run) -> Account:

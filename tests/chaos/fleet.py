@@ -24,8 +24,13 @@ from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.setup.environments import Environment, connected, local_servers
-from ludus.trainer.setup.prepare import make_canary, prepare_model
+from ludus.trainer.setup.environments import (
+    ConnectedEnvironment,
+    connect_environments,
+    start_local_servers,
+)
+from ludus.trainer.setup.first_prompts import make_canary
+from ludus.trainer.setup.tiny_model import prepare_model
 from ludus.trainer.weights import VersionStore, make_manifest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -43,7 +48,7 @@ class Fleet:
     """What rollout workers need around them."""
 
     run: LanguageModelRun
-    environment: Environment
+    environment: ConnectedEnvironment
     model_path: str
     canary: tuple[ScoringRequest, ...]
     state: StateDict
@@ -100,10 +105,10 @@ def answer_of(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
 async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
     """Ray, an environment server and a model, until the block ends."""
     run = load_run_config(EXAMPLE, [*SMALL, *overrides])
-    with local_servers(run, folder) as servers:
+    with start_local_servers(run, folder) as servers:
         start_ray()
         try:
-            async with connected(run, servers) as environments:
+            async with connect_environments(run, servers) as environments:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
                 chat = ChatTokenizer.load(model_path, run.model)

@@ -123,7 +123,7 @@ async def play(address: str, until: asyncio.Event) -> None:
 
 async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
     """Write the rows of a run that learns, a step every half a second."""
-    exporter.connected(ENVIRONMENTS)
+    exporter.set_environment_options(ENVIRONMENTS)
     exporter.write(phase(Phase.TRAIN))
     step = 0
     while not until.is_set():

@@ -32,7 +32,8 @@ from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.heads import head_of
 from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.policy import Policy
-from ludus.trainer.classic.run import NetworkRunStopped, check, opened, train
+from ludus.trainer.classic.run import check, opened, train
+from ludus.trainer.run.lifecycle import RunStopped
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAKE = {"is_slippery": False}
@@ -232,7 +233,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(
     whole, parts = run_of(tmp_path / "whole", **options), run_of(tmp_path / "parts", **options)
     folder = train(whole, resume=Resume.NEVER, overwrite=False)
     with (
-        pytest.raises(NetworkRunStopped),
+        pytest.raises(RunStopped),
         opened(parts, resume=Resume.NEVER, overwrite=False) as run,
     ):
         run.stop()

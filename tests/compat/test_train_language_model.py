@@ -21,7 +21,7 @@ from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LM
 from ludus.trainer.compat.gymformer.trainer.language_run import make_run
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.run.folder import path_of
+from ludus.trainer.run.folder import run_path
 from tests.compat.readme_environment import SummarizationEnv as Printed
 from tests.compat.tiny_models import tiny_model
 
@@ -191,5 +191,5 @@ async def test_the_printed_environment_trains_a_model_in_place_in_a_notebooks_ev
     assert done != truncated and episode == 10
     assert running == pytest.approx(returns.running[9])
     [folder] = [one for one in tmp_path.iterdir() if (one / "metrics.jsonl").is_file()]
-    assert path_of(run_of(request, model)) == folder
+    assert run_path(run_of(request, model)) == folder
     assert (folder / "summary.json").is_file()

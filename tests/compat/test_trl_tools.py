@@ -77,7 +77,9 @@ class Scripted(RolloutTrainer):
         outputs = []
         for prompt in prompts:
             number = next(n for n, first in enumerate(self._first) if prompt[: len(first)] == first)
-            ids = self._chat.encode_completion(next(self._script[number]))[: overrides["max_tokens"]]
+            ids = self._chat.encode_completion(next(self._script[number]))[
+                : overrides["max_tokens"]
+            ]
             outputs.append(
                 {
                     "prompt_ids": prompt,

@@ -17,7 +17,7 @@ from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState
 from ludus.trainer.compat.trl.run_settings import Batches
 from ludus.trainer.core.functions import import_object
-from ludus.trainer.driver.parts import Step
+from ludus.trainer.driver.loops.steps import Step
 
 ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
 TINY = {"kind": "tiny", "max_tokens": 128}

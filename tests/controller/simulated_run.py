@@ -32,12 +32,18 @@ from ludus.trainer.core.types import (
     lost_group,
 )
 from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
-from ludus.trainer.driver.controller import Controller
-from ludus.trainer.driver.parts import Parts
+from ludus.trainer.driver.loops.components import Components
+from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
+from ludus.trainer.run.checkpoint import (
+    CheckpointFolder,
+    RunState,
+    find_newest_checkpoint,
+    read_state,
+)
 from ludus.trainer.run.folder import RunFolder
-from ludus.trainer.run.schedule import in_steps
+from ludus.trainer.run.metrics_writer import MetricsWriter
+from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
@@ -171,7 +177,7 @@ class SimulatedWorkers:
     """Every group with the version that began it."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         return "1 of 1 rollout workers ready"
 
     async def slot(self) -> Slot:
@@ -267,19 +273,23 @@ class SimulatedRun:
 
     async def go(self, *, resume: bool = False) -> RunState:
         """The state in which the run ended."""
-        run = in_steps(self.config, self.num_tasks)
+        run = resolve_num_steps(self.config, self.num_tasks)
         path = self.folder / "run"
-        state = read_state(newest_checkpoint(path / "checkpoints")) if resume else RunState()
+        state = RunState()
         if resume:
-            folder = RunFolder.reopen(run, state.step)
-            self.learner.load(newest_checkpoint(path / "checkpoints") / "learner")
+            checkpoint = find_newest_checkpoint(path / "checkpoints")
+            state = read_state(checkpoint, RunState)
+            folder = RunFolder.reopen(run)
+            self.learner.load(checkpoint / "learner")
         else:
             folder = RunFolder.create(run, overwrite=True)
+        metrics = MetricsWriter(run, path, resume_from=state.step if resume else None)
+        metrics.num_steps = run.training.num_steps
         buffer = SimulatedBuffer(run, self.batches)
         workers = SimulatedWorkers(buffer)
-        parts = Parts(
+        components = Components(
             run=run,
-            folder=folder,
+            metrics=metrics,
             checkpoints=CheckpointFolder(folder.checkpoints, keep=2),
             learners=self.learner,
             workers=workers,
@@ -290,11 +300,12 @@ class SimulatedRun:
             servers={},
             num_tasks=self.num_tasks,
         )
-        controller = Controller(parts, state)
+        controller = Controller(components, state)
         self.prepare(workers, controller)
         try:
             await controller.run()
         finally:
+            metrics.close()
             folder.close()
             self.begun.extend(spec for spec, _ in workers.begun)
         return state

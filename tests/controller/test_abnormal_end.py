@@ -19,9 +19,15 @@ from ludus.proto.errors import (
 from ludus.trainer.__main__ import main
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import SavedFile
-from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.run.checkpoint import list_checkpoints, newest_checkpoint, read_state, step_of
+from ludus.trainer.run.checkpoint import (
+    RunState,
+    checkpoint_step,
+    find_newest_checkpoint,
+    list_checkpoints,
+    read_state,
+)
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,7 +109,7 @@ class Failure:
 
 def saved_steps(folder: Path) -> list[int]:
     """The steps of which there are checkpoints."""
-    return [step_of(path) for path in list_checkpoints(folder / "run" / "checkpoints")]
+    return [checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,7 @@ async def test_the_step_in_progress_ends_and_is_saved_whatever_fails_beside_it(
     assert saved_steps(tmp_path) == [5]
     assert run.learner.steps == 5
     assert [row.step for row in run.rows] == list(range(1, 6))
-    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert saved.games_trained == 5 * 4 * 2
 
     run.prepare = lambda workers, controller: None
@@ -178,7 +184,7 @@ async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_ru
 async def test_a_learner_that_does_not_answer_holds_up_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.driver.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.2)
     run = make_run(tmp_path)
     run.prepare = Failure(run, 4, Broken("a bug")).prepare
 
@@ -239,7 +245,7 @@ def test_the_command_line_says_what_to_continue_from(
         error.add_note("continue with --resume from step 7")
         raise error
 
-    monkeypatch.setattr("ludus.trainer.driver.main.train", fail)
+    monkeypatch.setattr("ludus.trainer.driver.commands.train", fail)
     (tmp_path / "run.toml").write_text('name = "run"')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 1
     said = "error: the server is away; continue with --resume from step 7\n"

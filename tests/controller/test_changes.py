@@ -12,9 +12,9 @@ from ludus.proto.config.changes import describe_changes
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.run.changes import changes_since
 from ludus.trainer.run.folder import RunFolder
-from ludus.trainer.run.metrics import StepValues
+from ludus.trainer.run.lifecycle import find_config_changes
+from ludus.trainer.run.metrics_writer import MetricsWriter
 from tests.controller.test_checkpoints import save
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -43,7 +43,7 @@ def test_another_model_or_algorithm_is_another_run(
     tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        changes_since(tmp_path, changed(begun, override))
+        find_config_changes(tmp_path, changed(begun, override))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_another_model_or_algorithm_is_another_run(
 def test_what_makes_figures_unlike_is_told(
     tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
-    changes = changes_since(tmp_path, changed(begun, override))
+    changes = find_config_changes(tmp_path, changed(begun, override))
     assert told in describe_changes(changes)
 
 
@@ -68,20 +68,20 @@ def test_what_makes_figures_unlike_is_told(
 def test_how_far_and_where_a_run_goes_is_nobodys_business(
     tmp_path: Path, begun: LanguageModelRun, override: str
 ) -> None:
-    assert changes_since(tmp_path, changed(begun, override)) == []
+    assert find_config_changes(tmp_path, changed(begun, override)) == []
 
 
 def test_a_configuration_that_cannot_be_read_is_named(
     tmp_path: Path, begun: LanguageModelRun
 ) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
-    with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' expected the configuration"):
-        changes_since(tmp_path, begun)
+    with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' must contain the configuration"):
+        find_config_changes(tmp_path, begun)
 
 
 def test_many_changes_are_counted(tmp_path: Path, begun: LanguageModelRun) -> None:
     names = [f"environments.more{n}.package=math_env" for n in range(30)]
-    words = describe_changes(changes_since(tmp_path, changed(begun, *names)))
+    words = describe_changes(find_config_changes(tmp_path, changed(begun, *names)))
     assert words.endswith("and 10 more")
 
 
@@ -94,7 +94,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 async def test_a_run_that_may_not_continue_so_leaves_everything_as_it_was(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
-    folder.trained(7, 70, StepValues({}, {}))
+    metrics = MetricsWriter(run, folder.path)
+    metrics.log_step(7, 70, {}, {})
+    metrics.close()
     folder.close()
     await save(folder.checkpoints, 5)
     before = files_of(folder.path)
@@ -109,8 +111,9 @@ def test_a_run_that_continues_has_its_new_configuration_once_it_has_loaded(tmp_p
     folder = RunFolder.create(run, overwrite=False)
     folder.close()
     before = (folder.path / CONFIG_FILE).read_bytes()
-    again = RunFolder.reopen(changed(run, "learner.learning_rate=0.5"), 0)
+    resumed = changed(run, "learner.learning_rate=0.5")
+    again = RunFolder.reopen(resumed)
     assert (folder.path / CONFIG_FILE).read_bytes() == before
-    again.configure()
+    again.write_config(resumed)
     assert load_run_config(folder.path / CONFIG_FILE).learner.learning_rate == 0.5
     again.close()

@@ -18,11 +18,11 @@ def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_pat
     damaged = tmp_path / "step-00000001"
     damaged.mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as missing:
-        read_state(tmp_path / "step-00000002")
+        read_state(tmp_path / "step-00000002", RunState)
     assert str(damaged) in str(missing.value), "those that are there are named"
     assert "--overwrite" not in str(missing.value)
     with pytest.raises(CheckpointError, match=r"cannot be read.*--overwrite"):
-        read_state(damaged)
+        read_state(damaged, RunState)
 
 
 async def test_a_run_does_not_go_on_with_other_random_numbers(
@@ -30,7 +30,7 @@ async def test_a_run_does_not_go_on_with_other_random_numbers(
 ) -> None:
     run = LanguageModelRun(output_dir=str(tmp_path))
     checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
-    with checkpoints.writing(5) as aside:
+    with checkpoints.prepare(5) as aside:
         saved = await checkpoints.commit(aside, RunState(step=5), [])
     before = sorted(path for path in tmp_path.rglob("*"))
     monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
@@ -38,7 +38,7 @@ async def test_a_run_does_not_go_on_with_other_random_numbers(
         async with Trainer(run, resume="always"):
             raise AssertionError("it went on")
     assert sorted(path for path in tmp_path.rglob("*")) == before
-    assert read_state(saved).step == 5, "it can be judged all the same"
+    assert read_state(saved, RunState).step == 5, "it can be judged all the same"
 
 
 def test_a_checkpoint_that_says_nothing_of_its_random_numbers_is_older_than_they_are() -> None:

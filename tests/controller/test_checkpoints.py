@@ -12,12 +12,12 @@ import pytest
 
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.core.types import SavedFile
-from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     RunState,
+    find_newest_checkpoint,
     list_checkpoints,
-    newest_checkpoint,
     read_state,
 )
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
@@ -38,7 +38,7 @@ def write(aside: Path) -> list[SavedFile]:
 async def save(folder: Path, step: int, keep: int = 2) -> Path:
     """Write a checkpoint of `step`."""
     checkpoints = CheckpointFolder(folder, keep)
-    with checkpoints.writing(step) as aside:
+    with checkpoints.prepare(step) as aside:
         return await checkpoints.commit(aside, RunState(step=step), write(aside))
 
 
@@ -60,17 +60,17 @@ def truncate(file: Path) -> None:
 async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.run.checkpoint._APPEARS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("ludus.trainer.run.checkpoint.VISIBLE_TIMEOUT_S", 0.0)
     await save(tmp_path, 5, keep=1)
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     with (
         pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"),
-        checkpoints.writing(10) as aside,
+        checkpoints.prepare(10) as aside,
     ):
         written = write(aside)
         damage(aside / name)
         await checkpoints.commit(aside, RunState(step=10), written)
-    assert read_state(newest_checkpoint(tmp_path)).step == 5
+    assert read_state(find_newest_checkpoint(tmp_path), RunState).step == 5
 
 
 @pytest.mark.parametrize("before", [[], [5], [5, 7]], ids=str)
@@ -82,11 +82,11 @@ async def test_what_does_not_fit_on_the_disk_leaves_nothing_and_names_the_newest
     if len(before) > 1:
         truncate(tmp_path / f"step-{before[-1]:08d}" / NAMES[0])
     there = sorted(tmp_path.iterdir())
-    newest = r"'.*/step-00000005'" if before else "there is none of an earlier step"
+    newest = r"'.*/step-00000005'" if before else "there is no earlier checkpoint"
     told = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
     with (
         pytest.raises(CheckpointError, match=told),
-        CheckpointFolder(tmp_path, keep=1).writing(10) as aside,
+        CheckpointFolder(tmp_path, keep=1).prepare(10) as aside,
     ):
         write(aside)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -97,7 +97,7 @@ async def test_a_file_that_appears_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=1)
-    with checkpoints.writing(10) as aside:
+    with checkpoints.prepare(10) as aside:
         written = write(aside)
         late = aside / "learner" / "__1_0.distcp"
         text = late.read_text()
@@ -106,7 +106,7 @@ async def test_a_file_that_appears_late_is_waited_for(
             "ludus.trainer.run.checkpoint.time.sleep", lambda _: late.write_text(text)
         )
         checkpoint = await checkpoints.commit(aside, RunState(step=10), written)
-    assert checkpoint == newest_checkpoint(tmp_path)
+    assert checkpoint == find_newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [remove, truncate])
@@ -119,7 +119,7 @@ async def test_a_damaged_checkpoint_is_passed_over_with_a_word(
 ) -> None:
     first = await save(tmp_path, 5)
     damage(await save(tmp_path, 10) / name)
-    assert newest_checkpoint(tmp_path) == first
+    assert find_newest_checkpoint(tmp_path) == first
     assert "step-00000010' cannot be read" in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ async def test_where_every_checkpoint_is_damaged_the_first_is_named(tmp_path: Pa
     for step in (5, 10):
         remove(await save(tmp_path, step) / "learner" / ".metadata")
     with pytest.raises(CheckpointError, match="step-00000005' cannot be read"):
-        newest_checkpoint(tmp_path)
+        find_newest_checkpoint(tmp_path)
 
 
 async def test_a_run_that_passed_over_a_checkpoint_keeps_those_that_it_writes(
@@ -165,7 +165,7 @@ def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]
         async def in_step(number: int) -> None:
             if number in to_come:
                 to_come.discard(number)
-                damage(controller.parts.checkpoints.newest_first()[0])
+                damage(controller.components.checkpoints.newest_first()[0])
                 run.learner.die()
 
         run.learner.in_step = in_step

@@ -10,8 +10,8 @@ import pytest
 
 from ludus.proto.config import run_config_from
 from ludus.trainer import __main__ as command
-from ludus.trainer.driver.build import resolved
-from ludus.trainer.driver.main import _named_checkpoint
+from ludus.trainer.driver.commands import find_checkpoint
+from ludus.trainer.setup.resolve import resolve_config
 
 
 def test_a_full_disk_is_a_sentence(
@@ -20,7 +20,7 @@ def test_a_full_disk_is_a_sentence(
     def save(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "demo" / "state"))
 
-    monkeypatch.setitem(command._VERBS, "train", save)
+    monkeypatch.setitem(command._COMMANDS, "train", save)
     config = tmp_path / "run.json"
     config.write_text("{}")
     assert command.main(["train", "--config", str(config)]) == 1
@@ -31,9 +31,9 @@ def test_a_full_disk_is_a_sentence(
 
 def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> None:
     (tmp_path / "step-00000150").mkdir()
-    assert _named_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
-    assert _named_checkpoint(tmp_path, tmp_path / "other") == tmp_path
-    missing = _named_checkpoint(Path("step-1"), tmp_path)
+    assert find_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
+    assert find_checkpoint(tmp_path, tmp_path / "other") == tmp_path
+    missing = find_checkpoint(Path("step-1"), tmp_path)
     assert missing == Path("step-1").absolute()
 
 
@@ -46,4 +46,4 @@ def test_a_models_folder_means_the_same_one_wherever_a_process_runs(
     monkeypatch.setenv("HOME", str(tmp_path))
     model = {"kind": "pretrained", "path": path}
     run = run_config_from({"environment": {"package": "math_env"}, "model": model}, [])
-    assert resolved(run).model.path == str(tmp_path / "here")
+    assert resolve_config(run).model.path == str(tmp_path / "here")

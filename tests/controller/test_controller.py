@@ -15,7 +15,8 @@ from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import read_metrics
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec
-from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.loops.controller import Controller
+from ludus.trainer.driver.loops.delivery import Delivery
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.env.polling import eventually
 
@@ -165,7 +166,7 @@ async def test_a_breach_is_counted_and_a_run_whose_other_workers_pass_goes_on(
 async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learner_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.driver.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.05)
     run = make_run(tmp_path)
 
     async def in_step(step: int) -> None:
@@ -188,7 +189,7 @@ async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learne
 async def test_a_version_that_is_not_published_in_time_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.driver.delivery._GRACE_S", 0.0)
+    monkeypatch.setattr(Delivery, "grace_s", 0.0)
     run = make_run(tmp_path, weights={"kind": "ray", "timeout_s": 0.05})
 
     async def never(*_: object) -> None:

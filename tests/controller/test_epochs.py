@@ -14,8 +14,8 @@ from ludus.proto.runs import read_metrics
 from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.data.seeds import GroupSeeds
-from ludus.trainer.driver.controller import Controller
-from ludus.trainer.run.schedule import in_steps
+from ludus.trainer.driver.loops.controller import Controller
+from ludus.trainer.run.schedule import resolve_num_steps
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.controller.test_recovery import die_in
 
@@ -88,7 +88,7 @@ async def test_a_run_stopped_amid_a_pass_goes_on_with_the_rows_that_are_left(
         async def in_step(step: int) -> None:
             await begin(step)
             if step == 2:
-                controller.stop()
+                controller.stop_request.set()
 
         run.learner.in_step = in_step
 
@@ -180,14 +180,16 @@ def configured(**training: Any) -> LanguageModelRun:
     [(1, 64, 8), (2, 64, 16), (1, 65, 9), (0.5, 64, 4), (0.1, 240, 3), (1, 3, 1)],
 )
 def test_passes_become_steps(num_epochs: float, num_tasks: int, num_steps: int) -> None:
-    run = in_steps(configured(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks})
+    run = resolve_num_steps(
+        configured(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks}
+    )
     assert run.training.num_steps == num_steps
 
 
 def test_passes_over_nothing_that_is_counted_are_refused() -> None:
     with pytest.raises(ConfigError, match="every seed of 'coins' is another task"):
-        in_steps(configured(num_epochs=1), {})
-    assert in_steps(configured(num_steps=7), {}).training.num_steps == 7
+        resolve_num_steps(configured(num_epochs=1), {})
+    assert resolve_num_steps(configured(num_steps=7), {}).training.num_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ludus.proto.config import RewardTerm
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
 from ludus.proto.metrics import TrainMetric
 from ludus.trainer.core.types import GroupSpec, RolloutGroup
-from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.group import play_group

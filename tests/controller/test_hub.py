@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.checks.models import check_model_path
+from ludus.trainer.checks.start import check_start
 from ludus.trainer.models import load
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.setup.prepare import check_model_path
 
 MODEL = "nobody/model"
 
@@ -92,7 +92,7 @@ def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
     run = LanguageModelRun.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
     with pytest.raises(NotFoundError, match="does not respond"):
-        preflight(run, Resume.NEVER)
+        check_start(run, Resume.NEVER)
 
 
 def test_a_hub_that_comes_back_is_asked_again(

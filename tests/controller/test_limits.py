@@ -12,7 +12,7 @@ from ludus.proto.config import LanguageModelRun, RayWeightStore
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.core.tasks import limited
+from ludus.trainer.core.tasks import wait_with_limit
 from ludus.trainer.core.types import Coefficients
 from ludus.trainer.driver.build import make_learner_spec
 
@@ -32,7 +32,7 @@ async def forever(ended: list[str]) -> None:
 async def test_what_takes_too_long_is_named_and_ended(caplog: pytest.LogCaptureFixture) -> None:
     ended: list[str] = []
     with pytest.raises(TimeoutError, match=r"waited for a friend longer than patience = 0\.01 s"):
-        await limited(forever(ended), "a friend", timeout_s=0.01, setting="patience")
+        await wait_with_limit(forever(ended), "a friend", timeout_s=0.01, setting="patience")
     await asyncio.sleep(0)
     assert ended == ["forever"]
 
@@ -41,9 +41,9 @@ async def test_what_is_waited_for_is_said_meanwhile(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("ludus.trainer.core.tasks._SAY_EVERY_S", 0.001)
+    monkeypatch.setattr("ludus.trainer.core.tasks.LOG_INTERVAL_S", 0.001)
     with pytest.raises(TimeoutError):
-        await limited(forever([]), "a friend", timeout_s=0.02, setting="patience")
+        await wait_with_limit(forever([]), "a friend", timeout_s=0.02, setting="patience")
     assert "waiting for a friend" in caplog.text
 
 
@@ -51,15 +51,15 @@ async def test_what_comes_in_time_is_returned_and_a_failure_is_its_own() -> None
     async def fail() -> None:
         raise TimeoutError("its own")
 
-    assert await limited(asyncio.sleep(0, 7), "it", timeout_s=60, setting="patience") == 7
+    assert await wait_with_limit(asyncio.sleep(0, 7), "it", timeout_s=60, setting="patience") == 7
     with pytest.raises(TimeoutError, match=r"^its own$"):
-        await limited(fail(), "it", timeout_s=60, setting="patience")
+        await wait_with_limit(fail(), "it", timeout_s=60, setting="patience")
 
 
 async def test_who_is_cancelled_takes_along_what_was_waited_for() -> None:
     ended: list[str] = []
     waiting = asyncio.create_task(
-        limited(forever(ended), "a friend", timeout_s=60, setting="patience")
+        wait_with_limit(forever(ended), "a friend", timeout_s=60, setting="patience")
     )
     await asyncio.sleep(0.01)
     waiting.cancel()

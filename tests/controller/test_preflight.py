@@ -14,7 +14,7 @@ from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
-from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.checks.start import check_start
 from ludus.trainer.core.functions import name_of
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 def check(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
     place = f"output_dir={json.dumps(str(folder))}"
-    preflight(load_run_config(EXAMPLE, [place, "name=run", *overrides]), resume)
+    check_start(load_run_config(EXAMPLE, [place, "name=run", *overrides]), resume)
 
 
 def test_a_run_that_can_start_passes_and_nothing_is_written(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_run_that_can_start_passes_and_nothing_is_written(tmp_path: Path) -> N
         ('environment.baselines=["card_counter"]', "card_counter"),
         ('environment.rewards=[{"function": "no_such_module:f"}]', "no_such_module"),
         ('model={"kind": "pretrained", "path": "./no-such-model"}', "./no-such-model"),
-        ("learner.num_gpus_per_rank=64", "the run asks for"),
+        ("learner.num_gpus_per_rank=64", "the run needs"),
     ],
 )
 def test_what_a_start_would_trip_over_is_told(tmp_path: Path, override: str, told: str) -> None:
@@ -51,7 +51,7 @@ def test_what_a_start_would_trip_over_is_told(tmp_path: Path, override: str, tol
 
 def test_a_folder_that_is_a_file_or_in_use_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file' is no folder that may be written to"):
+    with pytest.raises(UserError, match="file' is not a writable folder"):
         check(tmp_path / "file")
     (tmp_path / "run").mkdir()
     lock = RunLock.take(tmp_path / "run")
@@ -70,7 +70,7 @@ async def test_a_resume_with_other_random_numbers_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
-    with checkpoints.writing(5) as aside:
+    with checkpoints.prepare(5) as aside:
         await checkpoints.commit(aside, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 2, got 1"):
@@ -101,10 +101,10 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
     ("function", "told"),
     [
         (raises, "raised TypeError: a chart of nothing"),
-        (wants_a_deck, "expected a function without arguments"),
+        (wants_a_deck, "must be a function without arguments"),
         (lambda: None, "raised TypeError"),
         (lambda: [], "returned 0 prompts"),
-        (two_sets_of_answers, "the same answers in all of them"),
+        (two_sets_of_answers, "all of them must have the same answers"),
     ],
 )
 def test_prompts_that_cannot_be_made_are_told_before_the_run_and_not_after_it(

@@ -14,11 +14,13 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
+from ludus.trainer.checks.environments import check_first_prompts
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.renderer import make_renderer
-from ludus.trainer.setup.environments import Environment
-from ludus.trainer.setup.prepare import check_first_prompts, make_canary, prepare_model
+from ludus.trainer.setup.environments import ConnectedEnvironment
+from ludus.trainer.setup.first_prompts import make_canary
+from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountObservation
 from tests.rollout.fragile_env import FragileEnv
 
@@ -58,7 +60,7 @@ def run_with(**rollout: Any) -> LanguageModelRun:
 @asynccontextmanager
 async def environments_of(
     run: LanguageModelRun, factory: type[FragileEnv], max_sessions: int = 256
-) -> AsyncIterator[dict[str, Environment]]:
+) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
     """The one environment, on a real server."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     async with (
@@ -68,7 +70,7 @@ async def environments_of(
         config = run.environments["fragile"]
         description = await client.describe()
         yield {
-            "fragile": Environment(
+            "fragile": ConnectedEnvironment(
                 config, server.grpc_address, client, description, make_renderer(config)
             )
         }
@@ -88,7 +90,7 @@ async def test_warm_start_games_that_fail_are_left_out(
     async with environments_of(run, FragileEnv, max_sessions=4) as environments:
         model = await prepare_model(run, environments, tmp_path / "model")
     assert (Path(model) / "config.json").is_file()
-    assert "of 24 games of the warm start have failed" in caplog.text
+    assert "of 24 episodes of the warm start failed" in caplog.text
     assert "no picture" in caplog.text
 
 
@@ -97,7 +99,7 @@ async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
 ) -> None:
     run = run_with()
     async with environments_of(run, NeverBegins) as environments:
-        with pytest.raises(EpisodesFailedError, match=r"24 of 24 games.*licence has run out"):
+        with pytest.raises(EpisodesFailedError, match=r"24 of 24 episodes.*licence has run out"):
             await prepare_model(run, environments, tmp_path / "model")
 
 
@@ -118,6 +120,6 @@ async def test_a_first_prompt_that_is_too_long_is_refused_with_both_numbers(
     async with environments_of(well, FailsAtFirst) as environments:
         await check_first_prompts(well, environments, chat)
         with pytest.raises(
-            ConfigError, match=r"'fragile'.*max_tokens = 24, got prompts of \d+ tokens"
+            ConfigError, match=r"'fragile'.*max_tokens = 24, but the shortest prompt has \d+ tokens"
         ):
             await check_first_prompts(too_few, environments, chat)

@@ -12,8 +12,8 @@ import pytest
 from ludus.proto.errors import BufferLostError, LearnerLostError, WeightSyncError
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec, SavedFile
-from ludus.trainer.driver.controller import Controller
-from ludus.trainer.run.checkpoint import newest_checkpoint, read_state
+from ludus.trainer.driver.loops.controller import Controller
+from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -143,7 +143,7 @@ async def test_a_lost_buffer_ends_the_run_with_a_checkpoint_of_the_step_it_was_i
         BufferLostError, match=r"the buffer died\ncontinue with --resume from step 7"
     ):
         await run.go()
-    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert saved.step == run.learner.steps == 7
     assert saved.buffered_groups == []
     assert [row.step for row in run.rows] == list(range(1, 8))
@@ -170,7 +170,7 @@ async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
         BufferLostError, match=r"the buffer died\ncontinue with --resume from step 5"
     ):
         await run.go()
-    assert read_state(newest_checkpoint(tmp_path / "run" / "checkpoints")).step == 5
+    assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5
 
 
 async def test_weights_that_went_with_their_learner_are_its_loss_and_not_a_failed_sync(
@@ -205,14 +205,14 @@ async def test_a_stopped_run_loses_nothing(tmp_path: Path) -> None:
 
         async def in_step(step: int) -> None:
             if step == 6:
-                controller.stop()
+                controller.stop_request.set()
 
         run.learner.in_step = in_step
 
     run.prepare = stop_in_step
     state = await run.go()
     assert state.step == 7, "the step it was in"
-    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert saved.step == 7
     under_way = [spec.index for spec in saved.unfinished_groups]
     under_way += [group.index for group in saved.buffered_groups]
@@ -270,7 +270,7 @@ async def test_a_run_resumed_without_an_environment_plays_in_those_it_has(tmp_pa
     run = make_run(tmp_path, num_steps=5)
     run.settings["environments"] = {"coins": {}, "dice": {}}
     await run.go()
-    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    saved = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
     assert {spec.environment for spec in saved.unfinished_groups} == {"coins", "dice"}
     del run.settings["environments"]
     run.settings["training"]["num_steps"] = 8

@@ -12,11 +12,11 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.checks import environments
+from ludus.trainer.checks.environments import check_remote_addresses
+from ludus.trainer.checks.start import check_start
 from ludus.trainer.driver import build
-from ludus.trainer.driver.build import infrastructure_of
-from ludus.trainer.setup import environments
-from ludus.trainer.setup.environments import check_remote
+from ludus.trainer.driver.build import start_infrastructure
 from tests.env.served import port_of_nobody
 
 
@@ -29,7 +29,7 @@ def nobody() -> Iterator[str]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "_ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(environments, "RESPONSE_TIMEOUT_S", 0.2)
 
 
 def alone(address: str) -> LanguageModelRun:
@@ -42,7 +42,7 @@ def several(**addresses: str) -> LanguageModelRun:
 
 
 async def begin(run: LanguageModelRun, folder: Path) -> None:
-    async with infrastructure_of(run, folder):
+    async with start_infrastructure(run, folder):
         pass
 
 
@@ -64,7 +64,7 @@ async def test_a_dead_address_is_refused_before_ray_starts(
 @pytest.mark.usefixtures("impatient")
 def test_a_dry_run_tells_it_too(nobody: str) -> None:
     with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{nobody}'"):
-        preflight(alone(f"ws://{nobody}"), Resume.NEVER)
+        check_start(alone(f"ws://{nobody}"), Resume.NEVER)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -77,7 +77,7 @@ async def test_all_that_are_dead_are_named_at_once_and_without_credentials(nobod
         last=f"grpc://{nobody}/chess",
     )
     with pytest.raises(ConfigError) as caught:
-        await check_remote(run)
+        await check_remote_addresses(run)
     told = str(caught.value)
     assert f"environments.first.address = 'http://{nobody}'" in told
     assert f"environments.last.address = 'grpc://{nobody}/chess'" in told
@@ -90,7 +90,7 @@ async def test_a_server_that_is_about_to_listen_is_waited_for() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         run = alone(f"grpc://127.0.0.1:{server.getsockname()[1]}")
-        checking = asyncio.create_task(check_remote(run))
+        checking = asyncio.create_task(check_remote_addresses(run))
         await asyncio.sleep(0.05)
         assert not checking.done()
         server.listen()

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ludus.proto.config import LanguageModelRun
-from ludus.trainer.run.schedule import coefficients
+from ludus.trainer.run.schedule import compute_coefficients
 
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
@@ -18,7 +18,7 @@ def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **le
 
 def rates(run: LanguageModelRun) -> list[float]:
     """The learning rate of each step."""
-    return [coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
+    return [compute_coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
 
 
 def test_a_constant_rate_stays_after_its_warm_up() -> None:
@@ -57,6 +57,6 @@ def test_coefficients_reach_their_final_values_in_the_annealed_share_of_the_run(
             "anneal_fraction": 0.5,
         },
     )
-    entropies = [coefficients(run, step).entropy for step in range(11)]
+    entropies = [compute_coefficients(run, step).entropy for step in range(11)]
     assert entropies == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, *[0.0] * 6])
-    assert {coefficients(run, step).kl for step in range(11)} == {0.2}
+    assert {compute_coefficients(run, step).kl for step in range(11)} == {0.2}

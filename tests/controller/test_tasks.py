@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ludus.proto.errors import GroupMismatchError
-from ludus.trainer.core.tasks import Tasks, together
+from ludus.trainer.core.tasks import Tasks, gather_or_cancel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,7 +88,7 @@ async def test_the_cause_of_a_failure_is_kept() -> None:
         raise GroupMismatchError("expected sessions to begin alike") from ValueError("why")
 
     with pytest.raises(GroupMismatchError) as caught:
-        await together(fail(), forever([]))
+        await gather_or_cancel(fail(), forever([]))
     assert str(caught.value.__cause__) == "why"
 
 
@@ -97,8 +97,8 @@ async def test_results_come_in_the_order_of_their_calls_and_a_failure_waits_for_
         await asyncio.sleep(0.01 / value)
         return value
 
-    assert await together(later(1), later(2)) == [1, 2]
+    assert await gather_or_cancel(later(1), later(2)) == [1, 2]
     ended: list[str] = []
     with pytest.raises(GroupMismatchError):
-        await together(forever(ended), fail_soon())
+        await gather_or_cancel(forever(ended), fail_soon())
     assert ended == ["forever"]

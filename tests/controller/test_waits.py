@@ -19,8 +19,8 @@ from ludus.proto.errors import (
 )
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.driver.controller import Controller
 from ludus.trainer.driver.evaluation import Evaluator
+from ludus.trainer.driver.loops.controller import Controller
 from tests.controller.fake_workers import FakeActor, FakeFleet, Method, weights_of
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.env.polling import eventually
@@ -84,13 +84,13 @@ async def test_what_each_worker_does_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     async with FakeFleet(behave).running(monkeypatch, TWO) as workers:
         slot = await workers.slot()
-        await eventually(lambda: "builds" in workers.in_words())
-        assert workers.in_words() == (
+        await eventually(lambda: "builds" in workers.describe())
+        assert workers.describe() == (
             "1 of 2 rollout workers ready; worker 1 loads the model and builds its engine; "
             f"worker 0 plays {slot.size} groups"
         )
         workers.resize(1)
-        await eventually(lambda: workers.in_words().startswith("1 of 1 "))
+        await eventually(lambda: workers.describe().startswith("1 of 1 "))
 
 
 @pytest.mark.parametrize("waits_for", ["evaluation", "weights"])
@@ -165,8 +165,10 @@ async def test_an_evaluation_that_takes_too_long_ends_with_its_limit() -> None:
 
     config = EvalConfig(num_games=8, timeout_s=0.1)
     evaluator = Evaluator(config, {"blackjack": LocalEnvironment()}, Workers(), {})
-    with pytest.raises(EpisodesFailedError, match=r"8 games.*'blackjack'.*eval\.timeout_s = 0\.1"):
-        await evaluator.judge(8)
+    with pytest.raises(
+        EpisodesFailedError, match=r"8 episodes.*'blackjack'.*eval\.timeout_s = 0\.1"
+    ):
+        await evaluator.evaluate(8)
 
 
 async def test_a_run_of_which_no_group_ends_says_who_plays_what_and_ends(tmp_path: Path) -> None:
@@ -182,6 +184,4 @@ async def test_a_run_of_which_no_group_ends_says_who_plays_what_and_ends(tmp_pat
         match=r"idle_timeout_s = 0\.3: groups being played: 4 in 'coins'; 1 of",
     ) as raised:
         await run.go()
-    assert raised.value.__notes__ == [
-        "continue with --resume from step 2, of which there is a checkpoint"
-    ]
+    assert raised.value.__notes__ == ["continue with --resume from step 2"]

@@ -1,4 +1,4 @@
-"""The games of the warm start: played by chance, wherever the environment draws its secret from."""
+"""The warm start of a tiny model: its episodes, its log, and its warnings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import LanguageModelRun
 from ludus.trainer.rollout.renderer import make_renderer
-from ludus.trainer.setup.environments import Environment
-from ludus.trainer.setup.prepare import prepare_model
+from ludus.trainer.setup.environments import ConnectedEnvironment
+from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 
 NUM_GAMES = 120
@@ -87,9 +87,9 @@ def run_of(*names: str, **environment: Any) -> LanguageModelRun:
 @asynccontextmanager
 async def served(
     run: LanguageModelRun, factory: type[CountingEnv]
-) -> AsyncIterator[tuple[dict[str, Environment], list[Game]]]:
+) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[Game]]]:
     """The run's environments, each on a server of its own, and the games that are played there."""
-    environments: dict[str, Environment] = {}
+    environments: dict[str, ConnectedEnvironment] = {}
     games: list[Game] = []
     async with AsyncExitStack() as stack:
         for name, config in run.environments.items():
@@ -113,7 +113,7 @@ async def served(
             client = await stack.enter_async_context(
                 await AsyncEnvClient.connect(server.grpc_address)
             )
-            environments[name] = Environment(
+            environments[name] = ConnectedEnvironment(
                 config, server.grpc_address, client, await client.describe(), make_renderer(config)
             )
         games.clear()
@@ -142,10 +142,10 @@ async def test_it_is_told_how_long_the_games_were_and_how_well_they_were_learned
         await prepare_model(run, environments, tmp_path)
     steps = [game.num_steps for game in games]
     mean_steps = sum(steps) / NUM_GAMES
-    assert f"{NUM_GAMES} games of {mean_steps:.1f} turns on average, at most {max(steps)}" in (
+    assert f"{NUM_GAMES} episodes of {mean_steps:.1f} turns on average, at most {max(steps)}" in (
         caplog.text
     )
-    assert f"learned from {NUM_GAMES} of {NUM_GAMES} games: a cross-entropy of" in caplog.text
+    assert f"trained on {NUM_GAMES} of {NUM_GAMES} episodes: a cross-entropy of" in caplog.text
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
@@ -176,6 +176,6 @@ async def test_games_that_all_end_at_once_and_alike_are_suspicious(
     run = run_of("quick", **environment)
     async with served(run, factory) as (environments, _):
         await prepare_model(run, environments, tmp_path)
-    told = f"all {NUM_GAMES} games of the warm start in 'quick' ended after one step"
+    told = f"all {NUM_GAMES} episodes of the warm start in 'quick' ended after one step"
     assert (told in caplog.text) == is_suspicious
     assert ("warning: " + told in capsys.readouterr().err) == is_suspicious

@@ -297,7 +297,9 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
     ):
         assert (await replay_episode(client, episode)).is_same
         changed = await replay_episode(client, other)
-        assert changed.difference.startswith("step 4: expected the recorded result of the tool 'note'")
+        assert changed.difference.startswith(
+            "step 4: expected the recorded result of the tool 'note'"
+        )
         succeeded = await replay_episode(client, failing)
         assert succeeded.difference.startswith("step 3: expected the error TOOL_ERROR")
 

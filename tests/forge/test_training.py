@@ -16,7 +16,7 @@ from ludus.proto.runs import Resume
 from ludus.trainer.compat.forge import GRPOTrainer
 from ludus.trainer.compat.forge.server import with_comparisons
 from ludus.trainer.compat.forge.training import _name_of, run_of
-from ludus.trainer.driver.parts import Step
+from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import Server, serving
 

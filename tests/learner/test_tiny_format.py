@@ -14,8 +14,8 @@ from ludus.proto.config import LanguageModelRun, LocalEnvironment
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.setup.environments import Environment
-from ludus.trainer.setup.prepare import prepare_model
+from ludus.trainer.setup.environments import ConnectedEnvironment
+from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservation
 from tests.rollout.calculator_env import CalculatorEnv
 
@@ -50,10 +50,10 @@ class ListsActionsAlone(CountingEnv):
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        (Wordless, "'counting' has no text_renderer; give it one"),
+        (Wordless, "'counting' has no text_renderer; define one"),
         (Pictured, "policies read text alone; give it a text_renderer"),
-        (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() lists none; list"),
-        (ListsActionsAlone, "lists none, though the observation has legal_actions; list them"),
+        (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() is empty; list"),
+        (ListsActionsAlone, "is empty, although the observation has legal_actions; list"),
     ],
 )
 async def test_an_environment_without_legal_answers_is_told_what_is_missing(
@@ -64,7 +64,7 @@ async def test_an_environment_without_legal_answers_is_told_what_is_missing(
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         config = LocalEnvironment()
-        environment = Environment(
+        environment = ConnectedEnvironment(
             config, server.grpc_address, client, await client.describe(), ServerRenderer()
         )
         with pytest.raises(ConfigError) as refused:

@@ -8,7 +8,7 @@ import pytest
 
 from ludus.proto.config import load_run_config
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.checks.start import check_start
 from ludus.trainer.rollout.reward_function import check_columns
 from prompts_env import rules
 
@@ -106,4 +106,4 @@ def test_columns_that_a_rule_needs_are_asked_for(rule: str) -> None:
 def test_the_examples_can_start(example: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     run = load_run_config(ROOT / example, [f"output_dir={tmp_path}"])
-    preflight(run, Resume.NEVER)
+    check_start(run, Resume.NEVER)

@@ -56,7 +56,7 @@ def evaluator(workers: Workers) -> Evaluator:
 
 async def test_every_environment_is_judged_on_the_same_seeds_beside_its_own_policies() -> None:
     workers = Workers()
-    reports = await evaluator(workers).judge(4)
+    reports = await evaluator(workers).evaluate(4)
     deals = tuple(range(FIRST_SEED, FIRST_SEED + 4))
     assert workers.calls == [("blackjack", deals, 0.5), ("catch", deals, 0.5)]
     blackjack, catch = reports["blackjack"], reports["catch"]
@@ -68,7 +68,7 @@ async def test_every_environment_is_judged_on_the_same_seeds_beside_its_own_poli
 
 async def test_games_that_infrastructure_ended_are_played_again_where_they_were_lost() -> None:
     workers = Workers(num_losing_calls=1)
-    reports = await evaluator(workers).judge(4)
+    reports = await evaluator(workers).evaluate(4)
     assert reports["blackjack"].policy.num_games == 4
     assert [call[:2] for call in workers.calls] == [
         ("blackjack", tuple(range(FIRST_SEED, FIRST_SEED + 4))),
@@ -110,17 +110,19 @@ class Failing(Workers):
 
 
 async def test_where_all_games_are_void_the_commonest_reason_is_named() -> None:
-    with pytest.raises(EpisodesFailedError, match=r"all 4 games .* in 'catch'.*KeyError: 'ball'"):
-        await evaluator(Failing(num_failing=4)).judge(4)
+    with pytest.raises(
+        EpisodesFailedError, match=r"all 4 episodes .* in 'catch'.*KeyError: 'ball'"
+    ):
+        await evaluator(Failing(num_failing=4)).evaluate(4)
 
 
 async def test_a_game_that_fails_each_time_is_counted_and_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reports = await evaluator(Failing(num_failing=1)).judge(4)
+    reports = await evaluator(Failing(num_failing=1)).evaluate(4)
     policy = reports["catch"].policy
     assert (policy.num_games, policy.num_void) == (3, 1)
-    assert "1 of 4 games" in caplog.text
+    assert "1 of 4 episodes" in caplog.text
     assert "KeyError: 'ball'" in caplog.text
 
 
@@ -130,9 +132,9 @@ async def test_games_of_a_fixed_policy_that_failed_are_left_out_of_the_compariso
     best = [*failed, *outcomes(seeds[4:], 2.0)]
     baselines = {"blackjack": {"random": outcomes(seeds, 0.0), "best": best}}
     judge = Evaluator(CONFIG, ENVIRONMENTS, Workers(), baselines)
-    during = (await judge.judge(4))["blackjack"]
+    during = (await judge.evaluate(4))["blackjack"]
     assert list(during.baselines) == ["random"]
     assert during.gap_closed is None
-    at_the_end = (await judge.judge(8))["blackjack"]
+    at_the_end = (await judge.evaluate(8))["blackjack"]
     assert at_the_end.baselines["best"].num_void == 4
     assert at_the_end.gap_closed == pytest.approx(0.25)

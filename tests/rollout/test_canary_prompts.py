@@ -8,15 +8,17 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LocalEnvironment
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.renderer import make_renderer
-from ludus.trainer.setup import prepare
-from ludus.trainer.setup.environments import Environment
+from ludus.trainer.setup import first_prompts
+from ludus.trainer.setup.environments import ConnectedEnvironment
 from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, tokenizer_of
 
 
-async def connected_to(client: AsyncEnvClient) -> Environment:
+async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
     """The environment of the client."""
     config = LocalEnvironment()
-    return Environment(config, "there", client, await client.describe(), make_renderer(config))
+    return ConnectedEnvironment(
+        config, "there", client, await client.describe(), make_renderer(config)
+    )
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -27,7 +29,7 @@ async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
     tokenizer = tokenizer_of(family)
     chat = ChatTokenizer(tokenizer, enable_thinking=thinking)
     environment = await connected_to(client)
-    canary = await prepare.make_canary(environment, chat)
+    canary = await first_prompts.make_canary(environment, chat)
     session, first = await client.open(seed=0)
     await session.close()
     assert first.text is not None
@@ -45,7 +47,7 @@ async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
 ) -> None:
     tokenizer = tokenizer_of(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
-    canary = await prepare.make_canary(await connected_to(client), chat)
+    canary = await first_prompts.make_canary(await connected_to(client), chat)
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
 
 
@@ -53,9 +55,9 @@ async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await connected_to(client)
-    [known, _] = await prepare.make_canary(environment, chat)
-    monkeypatch.setattr(prepare, "_legal_answers", lambda _: [])
-    [canary] = await prepare.make_canary(environment, chat)
+    [known, _] = await first_prompts.make_canary(environment, chat)
+    monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
+    [canary] = await first_prompts.make_canary(environment, chat)
     assert canary.prompt_ids + canary.completion_ids == known.prompt_ids
     assert 0 < len(canary.completion_ids) <= 32
 

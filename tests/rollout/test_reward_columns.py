@@ -10,9 +10,10 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.checks.environments import check_server_columns
+from ludus.trainer.checks.start import check_start
 from ludus.trainer.rollout.reward_function import check_columns
-from ludus.trainer.setup.environments import check_rewards, local_servers
+from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows
 
 
@@ -70,13 +71,13 @@ def test_a_column_that_an_argument_of_ours_hides_is_said(caplog) -> None:
 
 def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="asks for 'solution', and the data has the columns"):
-        preflight(make_run(tmp_path), Resume.NEVER)
-    preflight(make_run(tmp_path, solution=["1", "2"]), Resume.NEVER)
+        check_start(make_run(tmp_path), Resume.NEVER)
+    check_start(make_run(tmp_path, solution=["1", "2"]), Resume.NEVER)
 
 
 @pytest.mark.slow
 async def test_a_run_finds_it_in_what_its_server_says(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     refused = pytest.raises(ConfigError, match="asks for 'solution'")
-    with local_servers(run, tmp_path) as servers, refused:
-        await check_rewards(run, servers)
+    with start_local_servers(run, tmp_path) as servers, refused:
+        await check_server_columns(run, servers)

@@ -14,14 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.checks.models import check_critic, check_reward_models
 from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
-from ludus.trainer.driver.build import resolved
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.reward_model import RewardModel, load_reward_model
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.setup.prepare import check_critic, check_reward_models
+from ludus.trainer.setup.resolve import resolve_config
 from tests.learner.tiny_policy import make_policy_folder
 
 
@@ -151,7 +151,7 @@ def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
         check_reward_models(run_config_from(tree))
 
     run(path)
-    with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': no reward model there"):
+    with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': there is no model"):
         run("./nowhere")
     with pytest.raises(ConfigError, match="num_labels = 1, got LlamaForCausalLM"):
         run(policy_path)
@@ -169,18 +169,18 @@ def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anyt
             "algorithm": {"kind": "ppo", "critic": {"kind": "model", "path": critic}},
             "model": {"kind": "pretrained", "path": policy_path},
         }
-        check_critic(resolved(run_config_from(tree)))
+        check_critic(resolve_config(run_config_from(tree)))
 
     run(path)
     run(policy_path)
     with pytest.raises(
-        NotFoundError, match=r"algorithm\.critic\.path = './nowhere': no model there"
+        NotFoundError, match=r"algorithm\.critic\.path = './nowhere': there is no model"
     ):
         run("./nowhere")
     other = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
     tokenizer = make_tokenizer(["quite other words than those"] * 20, 285)
     RewardModel(other, tokenizer, format="chat").save(tmp_path / "other")
-    with pytest.raises(ConfigError, match="expected the tokens of the policy"):
+    with pytest.raises(ConfigError, match="must have the vocabulary of the policy"):
         run(str(tmp_path / "other"))
 
 
@@ -189,7 +189,7 @@ def test_processes_elsewhere_are_told_where_a_folder_lies(
 ) -> None:
     monkeypatch.chdir(Path(path).parent)
     tree = {"environment": {"rewards": [{"kind": "model", "path": "pleasing/"}]}}
-    [term] = resolved(run_config_from(tree)).environment.rewards
+    [term] = resolve_config(run_config_from(tree)).environment.rewards
     assert isinstance(term, RewardModelTerm)
     assert (term.path, term.name) == (path, "pleasing")
 

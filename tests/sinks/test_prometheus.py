@@ -30,7 +30,7 @@ def exporter() -> Iterator[PrometheusExporter]:
     run = run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
-    exporter.connected(OPTIONS)
+    exporter.set_environment_options(OPTIONS)
     yield exporter
     exporter.close()
 
@@ -135,7 +135,7 @@ def test_environments_are_shown_once_their_servers_have_named_the_opponent() -> 
     try:
         write(exporter, *step_rows(1))
         assert not [key for key in samples(exporter) if "wins" in key[0]]
-        exporter.connected(OPTIONS)
+        exporter.set_environment_options(OPTIONS)
         assert samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE] == 60
     finally:
         exporter.close()
@@ -220,7 +220,7 @@ def test_a_resumed_run_counts_on() -> None:
     sinks = open_sinks(run_config(prometheus={}), Path("unused"), resume_from=3, past=past)
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
-    exporter.connected(OPTIONS)
+    exporter.set_environment_options(OPTIONS)
     write(exporter, *step_rows(4))
     assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
     sinks.close()

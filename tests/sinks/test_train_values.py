@@ -12,7 +12,7 @@ from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, Score
 from ludus.trainer.data.buffer import TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.run.metrics import StepTimes, train_values
+from ludus.trainer.run.metrics import StepTimes, compute_step_values
 
 TIMES = StepTimes(
     wait_s=0.5, train_s=1.0, publish_s=0.5, deliver_s=0.25, rollout_idle_s=0.125, sync_bytes=640
@@ -73,25 +73,27 @@ MIXED = taken(
 def test_an_environment_that_does_not_say_what_success_is_has_no_wins() -> None:
     pole = group("pole", [200.0, 17.0])
     silent = tuple(dataclasses.replace(rollout, success=None) for rollout in pole.rollouts)
-    values = train_values(
+    values, environments = compute_step_values(
         taken(dataclasses.replace(pole, rollouts=silent), group("catch", [1.0, -1.0])),
         METRICS,
         TIMES,
         canary_error=0.0,
     )
     about_wins = {TrainMetric.WIN_RATE, "num_wins", "num_draws", "num_losses"}
-    assert not about_wins & values.environments["pole"].keys()
-    assert values.environments["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
-    assert values.environments["catch"][TrainMetric.WIN_RATE] == 0.5
-    assert values.run[TrainMetric.WIN_RATE] == 0.5
+    assert not about_wins & environments["pole"].keys()
+    assert environments["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
+    assert environments["catch"][TrainMetric.WIN_RATE] == 0.5
+    assert values[TrainMetric.WIN_RATE] == 0.5
 
 
 def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_played() -> None:
-    values = train_values(MIXED, METRICS, TIMES, canary_error=1e-7).run
+    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[0]
     alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
     counts = {"one": total(MIXED.counts.values())}
     as_one = TakenBatch(alone, counts, depth=3)
-    assert values == pytest.approx(train_values(as_one, METRICS, TIMES, canary_error=1e-7).run)
+    assert values == pytest.approx(
+        compute_step_values(as_one, METRICS, TIMES, canary_error=1e-7)[0]
+    )
     assert values[TrainMetric.NUM_EPISODES] == 12
     assert values[TrainMetric.WIN_RATE] == pytest.approx(7 / 11)
     assert values[TrainMetric.REWARD_MEAN] == pytest.approx(4 / 11)
@@ -105,7 +107,7 @@ def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_play
 
 
 def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> None:
-    values = train_values(MIXED, METRICS, TIMES, canary_error=1e-7).environments
+    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[1]
     blackjack, catch = values["blackjack"], values["catch"]
     assert blackjack[TrainMetric.NUM_WINS] == 1
     assert blackjack[TrainMetric.NUM_DRAWS] == 1
@@ -134,34 +136,38 @@ def test_calls_of_tools_are_those_of_each_environment_and_of_the_whole_run() -> 
         ),
         "catch": RolloutCounts(num_episodes=4),
     }
-    values = train_values(TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0)
-    for of_part in (values.run, values.environments["asked"]):
+    values, environments = compute_step_values(
+        TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
+    )
+    for of_part in (values, environments["asked"]):
         assert of_part[TrainMetric.NUM_TOOL_CALLS] == 6
         assert of_part[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
         assert of_part[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
-    assert values.environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
+    assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
 def test_means_of_nothing_are_left_out() -> None:
     nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
-    values = train_values(TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0)
-    for of_part in (values.run, *values.environments.values()):
+    values, environments = compute_step_values(
+        TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
+    )
+    for of_part in (values, *environments.values()):
         assert TrainMetric.REWARD_MEAN not in of_part
         assert TrainMetric.WIN_RATE not in of_part
         assert TrainMetric.STALENESS_MEAN not in of_part
-    assert "reward_term.format" not in values.environments["catch"]
-    assert values.run[TrainMetric.NUM_EPISODES_LOST] == 2
+    assert "reward_term.format" not in environments["catch"]
+    assert values[TrainMetric.NUM_EPISODES_LOST] == 2
 
 
 def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None:
-    without = train_values(MIXED, METRICS, TIMES, canary_error=0.0).run
+    without = compute_step_values(MIXED, METRICS, TIMES, canary_error=0.0)[0]
     absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
     assert not absent & without.keys()
     full = dataclasses.replace(
         METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
     )
-    values = train_values(MIXED, full, TIMES, canary_error=0.0).run
+    values = compute_step_values(MIXED, full, TIMES, canary_error=0.0)[0]
     assert values[TrainMetric.VALUE_LOSS] == 0.5
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
     # 3 GFLOP in one second, of 12 that were possible.
@@ -172,7 +178,7 @@ def test_what_an_update_that_was_skipped_leaves_without_a_number_is_left_out() -
     skipped = dataclasses.replace(
         METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
     )
-    values = train_values(MIXED, skipped, TIMES, canary_error=0.0).run
+    values = compute_step_values(MIXED, skipped, TIMES, canary_error=0.0)[0]
     absent = {TrainMetric.LOSS, TrainMetric.ENTROPY, TrainMetric.GRAD_NORM}
     assert not absent & values.keys()
     assert values[TrainMetric.NUM_SKIPPED_UPDATES] == 1

@@ -21,7 +21,7 @@ from ludus.trainer.learner.lora import (
     save_adapters,
     set_adapters_enabled,
 )
-from ludus.trainer.setup.prepare import prepare_model
+from ludus.trainer.setup.tiny_model import prepare_model
 from ludus.trainer.weights.adapters import AdapterMerger
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.weight_store import located, make_store
-from ludus.trainer.run.folder import RunFolder, run_id
+from ludus.trainer.run.folder import RunFolder, ensure_run_id
 from tests.weights.states import assert_same, make_state, publish
 
 S3 = ["weights.kind=s3", "weights.bucket=models"]
@@ -77,7 +77,7 @@ def test_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_pat
             {"name": "demo", "output_dir": str(tmp_path / output_dir)}
         )
         folder = RunFolder.create(run, overwrite=False)
-        stores.append(make_store(located(config, folder.path, run_id(folder.path))))
+        stores.append(make_store(located(config, folder.path, ensure_run_id(folder.path))))
         published.append(publish(stores[-1], 1))
         folder.close()
     for store, version in zip(stores, published, strict=True):

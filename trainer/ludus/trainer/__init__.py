@@ -1,22 +1,26 @@
-"""The training plane: rollouts, learner, weights, and the loops that join them."""
+"""The trainer: rollouts, learner, weights, and the loops that connect them."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ludus.trainer.driver.parts import Step
-    from ludus.trainer.driver.trainer import Policy, Stopped, Trainer
+    from ludus.trainer.driver.loops.steps import Step
+    from ludus.trainer.driver.policy import Policy
+    from ludus.trainer.driver.trainer import Trainer
+    from ludus.trainer.run.lifecycle import RunStopped
 
-__all__ = ["Policy", "Step", "Stopped", "Trainer"]
+__all__ = ["Policy", "RunStopped", "Step", "Trainer"]
+_MODULES = {
+    "Policy": "driver.policy",
+    "RunStopped": "run.lifecycle",
+    "Step": "driver.loops.steps",
+    "Trainer": "driver.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # torch and Ray take seconds to import, and most of what lies here needs neither.
-    if name == "Step":
-        from ludus.trainer.driver.parts import Step
+    # torch and Ray take seconds to import, and most modules of this package need neither.
+    if name in _MODULES:
+        from importlib import import_module
 
-        return Step
-    if name in __all__:
-        from ludus.trainer.driver import trainer
-
-        return getattr(trainer, name)
+        return getattr(import_module(f"ludus.trainer.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'ludus.trainer' has no attribute '{name}'")

@@ -27,7 +27,7 @@ from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.core.functions import Function, given_functions, take_functions
 from ludus.trainer.core.streams import Stream, random_of
-from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 from ludus.trainer.core.types import Batch, RolloutGroup
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
@@ -161,13 +161,13 @@ class RemoteBuffer:
             BufferLostError: the buffer has died, or does not answer.
         """
         try:
-            return await limited(
+            return await wait_with_limit(
                 self._answer(reference),
                 f"the replay buffer's '{method}'",
                 timeout_s=self._timeout_s,
                 setting="training.idle_timeout_s",
             )
-        except TookTooLongError as error:
+        except TimeLimitError as error:
             raise BufferLostError(str(error)) from None
 
     async def _answer(self, reference: ray.ObjectRef) -> Any:

@@ -18,7 +18,7 @@ from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.core.functions import given_functions
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.tasks import TookTooLongError, limited, together
+from ludus.trainer.core.tasks import TimeLimitError, gather_or_cancel, wait_with_limit
 from ludus.trainer.core.types import Coefficients, SavedFile, ScoringRequest
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
 from ludus.trainer.setup.shared_folder import FolderToken
@@ -115,7 +115,7 @@ class LearnerGroup:
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
-        answers = together(*(_answer(rank, method, *args) for rank in ranks))
+        answers = gather_or_cancel(*(_answer(rank, method, *args) for rank in ranks))
         try:
             return await self._limited(method, answers)
         except ray.exceptions.RayActorError as error:
@@ -128,7 +128,7 @@ class LearnerGroup:
                 raise
             self._end_ranks()
             raise error.cause from None
-        except TookTooLongError as error:
+        except TimeLimitError as error:
             self._end_ranks()
             raise LearnerLostError(str(error)) from None
 
@@ -136,9 +136,11 @@ class LearnerGroup:
         """The answers to a call, each kind of which has its limit."""
         if method in _STARTS_WITH:
             what, setting = _STARTS_WITH[method], "placement.start_timeout_s"
-            return await limited(answers, what, timeout_s=self._start_timeout_s, setting=setting)
+            return await wait_with_limit(
+                answers, what, timeout_s=self._start_timeout_s, setting=setting
+            )
         what, setting = f"the learner's '{method}'", "training.learner_timeout_s"
-        return await limited(answers, what, timeout_s=self._call_timeout_s, setting=setting)
+        return await wait_with_limit(answers, what, timeout_s=self._call_timeout_s, setting=setting)
 
     def _end_ranks(self) -> None:
         ranks, self._ranks = self._ranks, []

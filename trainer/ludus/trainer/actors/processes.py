@@ -74,7 +74,7 @@ class Workers(Protocol):
     def num_breaches(self) -> int:
         """Canary prompts that a worker answered from other weights, all in all."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """How many workers are ready, and what each does."""
 
     def resize(self, num_workers: int) -> None:

@@ -79,7 +79,7 @@ class Roster:
         self.started = [other for other in self.started if other is not worker]
         worker.kill()
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """How many workers are ready, and what each does; those that are not stand first."""
         playing = {worker.number: worker.num_groups for worker in self.ready}
         told = [

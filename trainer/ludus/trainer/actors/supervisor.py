@@ -36,7 +36,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.worker_process import WorkerProcess
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 
 _log = logging.getLogger(__name__)
 
@@ -129,13 +129,13 @@ class Supervisor:
             await asyncio.gather(has_room, return_exceptions=True)
         doing[self.number] = "loads the model and builds its engine"
         try:
-            worker.node = await limited(
+            worker.node = await wait_with_limit(
                 worker.actor.start.remote(spec),
                 f"rollout worker {self.number} to load the model and to build its engine",
                 timeout_s=spec.run.placement.start_timeout_s,
                 setting="placement.start_timeout_s",
             )
-        except TookTooLongError as error:
+        except TimeLimitError as error:
             raise _UnfitError(str(error)) from None
         self.roster.started.append(worker)
 

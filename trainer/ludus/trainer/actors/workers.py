@@ -38,7 +38,7 @@ from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 from ludus.trainer.core.types import Completion, GroupSpec, Sampling, lost_group
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
@@ -233,9 +233,9 @@ class RolloutWorkers:
             self._roster.leave(worker)
             return None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """How many workers are ready, and what each does."""
-        return self._roster.in_words()
+        return self._roster.describe()
 
     async def _until_ready(self, or_else: Callable[[], bool] = lambda: False) -> None:
         """Wait until a worker is ready, or something else holds."""
@@ -255,13 +255,13 @@ class RolloutWorkers:
             WorkerStartError: it took too long.
         """
         try:
-            await limited(
+            await wait_with_limit(
                 self._roster.until(condition),
-                lambda: f"{what} ({self._roster.in_words()})",
+                lambda: f"{what} ({self._roster.describe()})",
                 timeout_s=timeout_s,
                 setting=setting,
             )
-        except TookTooLongError as error:
+        except TimeLimitError as error:
             raise WorkerStartError(str(error)) from None
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Checks before a start."""
+"""Checks before a start, shared by `ludus train`, its `--dry-run` and `Trainer`."""

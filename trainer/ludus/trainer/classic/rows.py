@@ -13,7 +13,6 @@ from ludus.proto.runs import Said, Transcript, TranscriptTurn
 from ludus.trainer.classic.agent import Trained
 from ludus.trainer.classic.collector import Batch
 from ludus.trainer.classic.playing import EndedEpisode
-from ludus.trainer.run.metrics import StepValues
 
 _MAX_TURNS = 8
 _DIGITS = 4
@@ -21,8 +20,8 @@ _DIGITS = 4
 
 def values_of(
     trained: Trained, environment: str, duration_s: float, learning_rate: float
-) -> StepValues:
-    """The values of one training step."""
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the values of a training step: of the whole run, and by environment."""
     environment_values = _episode_values(trained.batch.episodes)
     metrics = trained.metrics
     run: dict[str, float] = {
@@ -44,7 +43,7 @@ def values_of(
     if duration_s > 0:
         run[TrainMetric.EPISODES_PER_SECOND] = len(trained.batch.episodes) / duration_s
     finite = {name: value for name, value in run.items() if math.isfinite(value)}
-    return StepValues(finite, {environment: environment_values})
+    return finite, {environment: environment_values}
 
 
 def _episode_values(episodes: tuple[EndedEpisode, ...]) -> dict[str, float]:

@@ -6,23 +6,18 @@ Agent.train --Trained--> rows --> metrics.jsonl, sinks
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
-from ludus.proto.config.changes import describe_changes
 from ludus.proto.config.environment import RANDOM_POLICY
-from ludus.proto.errors import UserError
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     NETWORK,
@@ -42,19 +37,22 @@ from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.rows import transcripts_of, values_of
-from ludus.trainer.classic.state import NetworkState, read_agent, read_network_state, write_agent
+from ludus.trainer.classic.state import NetworkState, read_agent, write_agent
 from ludus.trainer.core.streams import Stream, torch_seeded
 from ludus.trainer.core.types import SavedFile
-from ludus.trainer.run.changes import changes_since
-from ludus.trainer.run.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
-from ludus.trainer.run.folder import RunFolder, logging_to, path_of
-from ludus.trainer.run.summary import installed_versions
+from ludus.trainer.run.checkpoint import find_newest_checkpoint
+from ludus.trainer.run.folder import run_path
+from ludus.trainer.run.lifecycle import (
+    OpenRun,
+    RunStopped,
+    StopRequest,
+    find_start,
+    open_run,
+    stop_on_signals,
+)
+from ludus.trainer.run.summary import RunCounts, describe_environment, make_summary
 
 _log = logging.getLogger(__name__)
-
-
-class NetworkRunStopped(Exception):
-    """The run was ended before its last step; a checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +73,26 @@ class OpenNetworkRun:
     def __init__(
         self,
         run: NetworkRun,
-        folder: RunFolder,
+        opened: OpenRun[NetworkState],
         stack: ExitStack,
         by_episodes: ByEpisodes | None = None,
     ) -> None:
-        self.run, self.folder = run, folder
+        self.run, self.folder, self.metrics = run, opened.folder, opened.metrics
         self._by_episodes = by_episodes
-        self.state = NetworkState()
+        self.state = opened.state
+        self.stop_request = StopRequest()
         self.ppo = run.ppo
         self._begun_s = time.monotonic()
-        self._is_stopping = False
-        self._checkpoints = CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints)
+        self._checkpoints = opened.checkpoints
         self._name = next(iter(run.environments))
-        folder.phase(Phase.START_ENVIRONMENT)
+        self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, self.ppo.num_environments)
         stack.callback(environments.close)
-        folder.connected({self._name: environments.options})
+        self.metrics.set_environment_options({self._name: environments.options})
         most = max(run.eval.num_games, run.eval.num_games_during)
         self._judged = make_environments(run.environment, num_judged(most))
         stack.callback(self._judged.close)
-        folder.phase(Phase.PREPARE_MODEL)
+        self.metrics.log_phase(Phase.PREPARE_MODEL)
         self.policy = make_policy(run, environments)
         self.agent = Agent(
             self.policy,
@@ -109,36 +107,31 @@ class OpenNetworkRun:
         )
         self._baselines = self._play_baselines()
 
-    def continue_from(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint."""
-        self.state = read_network_state(checkpoint)
-        self.agent.restore(read_agent(checkpoint))
-
     def stop(self) -> None:
         """End training after the step it is in."""
-        self._is_stopping = True
+        self.stop_request.set()
 
     def train(self) -> Summary:
         """What the run came to, once it has trained its last step.
 
         Raises:
-            NetworkRunStopped: `stop` was called.
+            RunStopped: `stop` was called.
         """
         config, step = self.run.training, self.state.step
         if step == 0 and self.run.eval.num_games_during:
             self.state.start[self._name] = self._evaluate(self.run.eval.num_games_during).policy
-        self.folder.phase(Phase.TRAIN, self.state.step)
-        self.folder.start_clock()
+        self.metrics.log_phase(Phase.TRAIN, self.state.step)
+        self.metrics.clock.start()
         while not self._has_ended:
             self._step()
             step, is_last = self.state.step, self._has_ended
             is_due = step % config.checkpoint_every_steps == 0
-            if is_due or is_last or self._is_stopping:
+            if is_due or is_last or self.stop_request.is_set:
                 self._save()
-            if self._is_stopping and not is_last:
-                self.folder.stop_clock()
-                raise NetworkRunStopped(f"stopped after step {step}")
-        self.folder.stop_clock()
+            if self.stop_request.is_set and not is_last:
+                self.metrics.clock.stop()
+                raise RunStopped(f"stopped after step {step}")
+        self.metrics.clock.stop()
         return self._finish()
 
     @property
@@ -174,20 +167,21 @@ class OpenNetworkRun:
                 state.has_reached_target = self._confirms(target)
 
     def _tell(self, trained: Trained, duration_s: float, learning_rate: float) -> None:
-        values = values_of(trained, self._name, duration_s, learning_rate)
-        self.folder.trained(self.state.step, self.state.num_episodes, values)
+        values, environments = values_of(trained, self._name, duration_s, learning_rate)
+        self.metrics.log_step(self.state.step, self.state.num_episodes, values, environments)
         limit = self.run.metrics.transcripts_per_step
         version = self.state.step - 1
-        self.folder.said(self.state.step, transcripts_of(trained.batch, self._name, version, limit))
+        transcripts = transcripts_of(trained.batch, self._name, version, limit)
+        self.metrics.log_transcripts(self.state.step, transcripts)
 
     def _evaluate(self, num_games: int) -> EvalReport:
         """The policy beside the fixed ones, which is told."""
-        self.folder.stop_clock()
-        self.folder.phase(Phase.EVALUATE, self.state.step)
+        self.metrics.clock.stop()
+        self.metrics.log_phase(Phase.EVALUATE, self.state.step)
         report = self.report(num_games)
-        self.folder.evaluated(self.state.step, self.state.num_episodes, self._name, report)
-        self.folder.phase(Phase.TRAIN, self.state.step)
-        self.folder.start_clock()
+        self.metrics.log_evaluation(self.state.step, self.state.num_episodes, self._name, report)
+        self.metrics.log_phase(Phase.TRAIN, self.state.step)
+        self.metrics.clock.start()
         return report
 
     def _confirms(self, target: float) -> bool:
@@ -197,7 +191,7 @@ class OpenNetworkRun:
         The seeds are those after the final evaluation's, which thereby stays unbiased.
         """
         run, num_games = self.run, self.run.eval.num_games
-        self.folder.stop_clock()
+        self.metrics.clock.stop()
         outcomes = self._play(_seeds(run, num_games, first=num_games))
         found = summarize(outcomes).expected_return
         reaches = found >= target
@@ -205,7 +199,7 @@ class OpenNetworkRun:
             "step %d reached ppo.target_return = %g; %d more games %s it: %g",
             *(self.state.step, target, num_games, "confirm" if reaches else "deny", found),
         )
-        self.folder.start_clock()
+        self.metrics.clock.start()
         return reaches
 
     def _play(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
@@ -247,18 +241,18 @@ class OpenNetworkRun:
 
     def _save(self) -> None:
         begun_s = time.monotonic()
-        with self._checkpoints.writing(self.state.step) as aside:
-            file = write_agent(aside, self.agent.state())
-            self._checkpoints.commit_own(aside, self.state, [SavedFile.of(file)])
-        self.folder.saved(self.state.step, time.monotonic() - begun_s)
+        with self._checkpoints.prepare(self.state.step) as folder:
+            file = write_agent(folder, self.agent.state())
+            self._checkpoints.commit_local(folder, self.state, [SavedFile.of(file)])
+        self.metrics.log_checkpoint(self.state.step, time.monotonic() - begun_s)
 
     def _finish(self) -> Summary:
-        self.folder.phase(Phase.EVALUATE, self.state.step)
+        self.metrics.log_phase(Phase.EVALUATE, self.state.step)
         report = self.report(self.run.eval.num_games)
-        self.folder.evaluated(self.state.step, self.state.num_episodes, self._name, report)
+        self.metrics.log_evaluation(self.state.step, self.state.num_episodes, self._name, report)
         summary = _summary(self, report, time.monotonic() - self._begun_s)
-        self.folder.record(SUMMARY_FILE, summary)
-        self.folder.phase(Phase.DONE, self.state.step)
+        self.folder.write(SUMMARY_FILE, summary)
+        self.metrics.log_phase(Phase.DONE, self.state.step)
         return summary
 
     @property
@@ -266,7 +260,7 @@ class OpenNetworkRun:
         """Name of the environment and what it was built with."""
         environment = self.run.environment
         place = environment.address if environment.kind == "remote" else environment.package
-        return f"{place} {json.dumps(self._judged.options)}"
+        return describe_environment(place, self._judged.options)
 
     @property
     def environment_name(self) -> str:
@@ -279,10 +273,10 @@ def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
 
     Raises:
         UserError: the run cannot start as configured.
-        NetworkRunStopped: SIGINT or SIGTERM ended it.
+        RunStopped: SIGINT or SIGTERM ended it.
     """
     opening = opened(run, resume=resume, overwrite=overwrite)
-    with opening as opened_run, _stop_on_signal(opened_run):
+    with opening as opened_run, stop_on_signals(opened_run.stop_request):
         opened_run.train()
     return opened_run.folder.path
 
@@ -296,31 +290,13 @@ def opened(
     Raises:
         UserError: the run cannot start as configured.
     """
-    checkpoint = _starting_point(run, resume)
-    if checkpoint is None:
-        folder = RunFolder.create(run, overwrite=overwrite or resume is Resume.AUTO)
-    else:
-        changes = changes_since(path_of(run), run)
-        folder = RunFolder.reopen(run, read_network_state(checkpoint).step)
-        if changes:
-            _log.warning(
-                "the run continues with another configuration: %s", describe_changes(changes)
-            )
     with ExitStack() as stack:
-        stack.callback(folder.close)
-        stack.enter_context(logging_to(folder.path, run.log_level))
+        files = stack.enter_context(open_run(run, NetworkState, resume=resume, overwrite=overwrite))
         stack.enter_context(threads(run.ppo.num_threads))
-        try:
-            folder.open_sinks()
-            opened_run = OpenNetworkRun(run, folder, stack, by_episodes)
-            if checkpoint is not None:
-                opened_run.continue_from(checkpoint)
-                folder.configure()
-        except UserError:
-            if checkpoint is None:
-                stack.pop_all().close()
-                _discard(run)
-            raise
+        opened_run = OpenNetworkRun(run, files, stack, by_episodes)
+        if files.checkpoint is not None:
+            opened_run.agent.restore(read_agent(files.checkpoint))
+            files.folder.write_config(run)
         yield opened_run
 
 
@@ -334,7 +310,7 @@ def evaluate(
         else run.eval.model_copy(update={"temperature": temperature})
     )
     run = run.model_copy(update={"eval": chosen.model_copy(update={"num_games": num_games})})
-    checkpoint = checkpoint or newest_checkpoint(path_of(run) / CHECKPOINTS_FOLDER)
+    checkpoint = checkpoint or find_newest_checkpoint(run_path(run) / CHECKPOINTS_FOLDER)
     environments = make_environments(run.environment, num_judged(num_games))
     try:
         policy = make_policy(run, environments)
@@ -370,10 +346,7 @@ def check(run: NetworkRun, resume: Resume) -> None:
         make_policy(run, environments)
     finally:
         environments.close()
-    checkpoint = _starting_point(run, resume)
-    if checkpoint is not None:
-        read_network_state(checkpoint)
-        changes_since(path_of(run), run)
+    find_start(run, resume, NetworkState)
 
 
 def make_policy(run: NetworkRun, environments: VectorEnvironment) -> Policy:
@@ -396,78 +369,22 @@ def make_policy(run: NetworkRun, environments: VectorEnvironment) -> Policy:
         )
 
 
-def _discard(run: NetworkRun) -> None:
-    RunFolder.create(run, overwrite=True).discard()
-
-
-def _starting_point(run: NetworkRun, resume: Resume) -> Path | None:
-    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
-    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
-        return None
-    return newest_checkpoint(checkpoints)
-
-
 def _seeds(run: NetworkRun, num_games: int, *, first: int = 0) -> Sequence[int]:
     begin = run.eval.seed + first
     return range(begin, begin + num_games)
 
 
-@contextmanager
-def _stop_on_signal(opened_run: OpenNetworkRun) -> Iterator[None]:
-    """SIGINT and SIGTERM end the run after its step; a second one ends it at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for one in numbers:
-            signal.signal(one, signal.default_int_handler)
-        _log.warning("stopping after this step; again to stop at once")
-        opened_run.stop()
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _summary(of: OpenNetworkRun, report: EvalReport, total_s: float) -> Summary:
-    policy, state, run = report.policy, of.state, of.run
-    start = state.start.get(of.environment_name)
-    result = EnvironmentResult(environment=of.described, start=start, report=report)
-    return Summary(
-        name=run.name,
-        environment=of.described,
-        results={of.environment_name: result},
-        finished=True,
-        seed=run.seed,
+def _summary(opened_run: OpenNetworkRun, report: EvalReport, total_s: float) -> Summary:
+    state, name = opened_run.state, opened_run.environment_name
+    result = EnvironmentResult(
+        environment=opened_run.described, start=state.start.get(name), report=report
+    )
+    return make_summary(
+        opened_run.run,
+        {name: result},
+        RunCounts(games_trained=state.num_episodes, games_played=state.num_episodes),
         num_steps=state.step,
         generator=NETWORK,
-        num_learner_ranks=1,
-        num_rollout_workers=1,
-        win_rate=policy.win_rate,
-        win_rate_ci95=policy.win_rate_ci95,
-        draw_rate=policy.draw_rate,
-        expected_return=policy.expected_return,
-        expected_return_ci95=policy.expected_return_ci95,
-        invalid_rate=0.0,
-        gap_closed=None,
-        gap_closed_ci95=None,
-        eval_num_games=policy.num_games,
-        eval_temperature=report.temperature,
-        start=start,
-        baselines=report.baselines,
-        games_trained=state.num_episodes,
-        games_played=state.num_episodes,
-        episodes_lost=0,
-        wall_seconds_training=of.folder.elapsed_s,
-        wall_seconds_total=total_s,
-        weight_syncs=0,
-        canary_failures=0,
-        canary_max_error=0.0,
-        environment_restarts=0,
-        learner_restarts=0,
-        groups_rolled_back=0,
-        max_staleness_seen=0,
-        versions=installed_versions(),
+        training_s=opened_run.metrics.clock.elapsed_s,
+        total_s=total_s,
     )

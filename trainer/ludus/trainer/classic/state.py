@@ -12,35 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from ludus.proto.errors import CheckpointError
-from ludus.proto.runs import PolicyResult
-from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
-from ludus.trainer.run.checkpoint import learner_folder
+from ludus.trainer.run.checkpoint import SavedState, learner_folder
 
 _AGENT_FILE = "agent.pt"
-_STATE_FILE = "state.json"
 
 
-class NetworkState(BaseModel):
-    """Where a run stands between two steps."""
+class NetworkState(SavedState):
+    """The state of a network's run between two steps."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    step: int = 0
-    """Updates done."""
     num_episodes: int = 0
-    """Those that have ended."""
+    """Number of finished episodes."""
     num_env_steps: int = 0
-    returns: list[float] = []
-    """Of each episode, where the run counts episodes."""
+    returns: list[float] = Field(default_factory=list)
+    """Return of each episode, if the run counts episodes."""
     has_reached_target: bool = False
-    """Whether an evaluation reached ppo.target_return, which ends training."""
-    streams: int = STREAMS_VERSION
-    """Of the random numbers that all of it came from."""
-    start: dict[str, PolicyResult] = {}
-    """The policy before training, by environment, once it was judged."""
+    """True after an evaluation reached ppo.target_return, which ends training."""
 
 
 def write_agent(checkpoint: Path, state: dict[str, Any]) -> Path:
@@ -66,26 +55,4 @@ def read_agent(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint '{checkpoint}' cannot be read: {file.name}: {error}; remove its folder to "
             "continue from the one before, or start again with --overwrite"
         ) from error
-    return state
-
-
-def read_network_state(checkpoint: Path) -> NetworkState:
-    """Where the run stood.
-
-    Raises:
-        CheckpointError: it cannot be read, or drew other random numbers.
-    """
-    try:
-        text = (checkpoint / _STATE_FILE).read_text(encoding="utf-8")
-        state = NetworkState.model_validate_json(text)
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"checkpoint '{checkpoint}' cannot be read: {_STATE_FILE}: "
-            f"{str(error).splitlines()[0]}; expected one of a run with model.kind = 'network'"
-        ) from error
-    if state.streams != STREAMS_VERSION:
-        raise CheckpointError(
-            f"checkpoint '{checkpoint}' expected streams of version {STREAMS_VERSION}, got "
-            f"{state.streams}; continue with the version of Ludus that wrote it, or begin again"
-        )
     return state

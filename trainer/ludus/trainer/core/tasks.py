@@ -1,8 +1,4 @@
-"""Tasks that end together, and waits that end.
-
-`Tasks` and `together`: the first failure ends the others, and is raised as itself. `limited`: what
-takes too long is named and given up.
-"""
+"""Groups of tasks that fail together, and waits with a time limit."""
 
 from __future__ import annotations
 
@@ -15,18 +11,18 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
-_SAY_EVERY_S = 60.0
+LOG_INTERVAL_S = 60.0
 
 
-class TookTooLongError(TimeoutError):
-    """What was waited for did not come within its limit."""
+class TimeLimitError(TimeoutError):
+    """A wait exceeded its time limit."""
 
 
 class Tasks(asyncio.TaskGroup):
-    """A task group whose tasks run beside its block, and end with it.
+    """A task group that cancels its tasks when its block ends.
 
-    A TaskGroup waits for its tasks and raises failures in a group. Here they are cancelled when
-    the block is over, and what failed first is raised alone, as callers expect it.
+    A TaskGroup waits for its tasks and raises an exception group. This class cancels them instead,
+    and raises the first failure by itself, as callers expect it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +30,7 @@ class Tasks(asyncio.TaskGroup):
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        """The coroutine as a task; it may end well at any time."""
+        """Start a coroutine as a task, which may finish at any time."""
         task = self.create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -56,40 +52,45 @@ class Tasks(asyncio.TaskGroup):
                 raise first from first.__cause__
 
 
-async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of all; the first failure does not wait for the others, which it cancels."""
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return the results of all coroutines; the first failure cancels the others."""
     async with Tasks() as tasks:
         started = [tasks.start(coroutine) for coroutine in coroutines]
         return [await task for task in started]
 
 
-async def limited(
-    waiting: Awaitable[ResultT], what: str | Callable[[], str], *, timeout_s: float, setting: str
+async def wait_with_limit(
+    awaitable: Awaitable[ResultT],
+    description: str | Callable[[], str],
+    *,
+    timeout_s: float,
+    setting: str,
 ) -> ResultT:
-    """What `waiting` returns; meanwhile the log says now and then that `what` is waited for.
+    """Return the result of `awaitable`; log once a minute what is being waited for.
 
     Args:
-        what: is asked each time where it may say how things stand.
+        description: a description of what is awaited, or a function that returns the current one.
+        setting: configuration field that sets the limit.
 
     Raises:
-        TookTooLongError: it took longer than `timeout_s`, which is set by `setting`.
+        TimeLimitError: the wait took longer than `timeout_s`.
     """
-    task = asyncio.ensure_future(waiting)
+    task = asyncio.ensure_future(awaitable)
     loop = asyncio.get_running_loop()
-    begun_s = loop.time()
+    start_s = loop.time()
 
-    def said() -> str:
-        return what if isinstance(what, str) else what()
+    def describe() -> str:
+        return description if isinstance(description, str) else description()
 
     try:
-        while (left_s := begun_s + timeout_s - loop.time()) > 0:
-            await asyncio.wait([task], timeout=min(left_s, _SAY_EVERY_S))
+        while (remaining_s := start_s + timeout_s - loop.time()) > 0:
+            await asyncio.wait([task], timeout=min(remaining_s, LOG_INTERVAL_S))
             if task.done():
                 return task.result()
-            _log.info("waiting for %s, %.0f s so far", said(), loop.time() - begun_s)
+            _log.info("waiting for %s, %.0f s so far", describe(), loop.time() - start_s)
     finally:
         task.cancel()
-    raise TookTooLongError(
-        f"waited for {said()} longer than {setting} = {timeout_s:g} s; see trainer.log for what "
-        "was done last, and raise the limit if it needs longer"
+    raise TimeLimitError(
+        f"waited for {describe()} longer than {setting} = {timeout_s:g} s; see trainer.log for the "
+        "last completed work, and raise the limit if more time is needed"
     )

@@ -1,29 +1,17 @@
-"""Builds what a run consists of from its configuration, and ends it in the right order."""
+"""Starts the infrastructure and the components of a run, and stops them in the right order."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import (
-    AgentConfig,
-    CommandAgent,
-    LanguageModelRun,
-    ModelCritic,
-    PpoConfig,
-    PretrainedModel,
-    RewardModelTerm,
-    RewardTerm,
-    TransformersGenerator,
-    VllmGenerator,
-)
-from ludus.proto.config.environment import RANDOM_POLICY, reward_term_name
+from ludus.proto.config import LanguageModelRun
+from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import place_in_ray
@@ -33,94 +21,112 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.sending import check_given_functions
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.core.tasks import together
+from ludus.trainer.checks.environments import (
+    check_first_prompts,
+    check_remote_addresses,
+    check_server_columns,
+)
+from ludus.trainer.checks.names import check_reward_columns
+from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
-from ludus.trainer.driver.parts import Parts
+from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.player import limits_of
-from ludus.trainer.run.checkpoint import (
-    CheckpointFolder,
-    learner_folder,
-)
-from ludus.trainer.run.folder import RunFolder, run_id
+from ludus.trainer.run.checkpoint import RunState, learner_folder
+from ludus.trainer.run.folder import ensure_run_id
+from ludus.trainer.run.lifecycle import OpenRun
 from ludus.trainer.setup.environments import (
-    Environment,
-    check_remote,
-    check_rewards,
-    connected,
-    fixed_policies,
-    local_servers,
+    ConnectedEnvironment,
+    connect_environments,
+    load_fixed_policies,
+    start_local_servers,
 )
-from ludus.trainer.setup.prepare import (
-    check_first_prompts,
-    is_folder,
-    make_canary,
-    prepare_model,
-)
+from ludus.trainer.setup.first_prompts import make_canary
 from ludus.trainer.setup.shared_folder import FolderToken
+from ludus.trainer.setup.tiny_model import prepare_model
 
 _INITIAL_MODEL_FOLDER = "initial_model"
 
 
 @dataclass(frozen=True, slots=True)
 class Infrastructure:
-    """What a run stands on: Ray, and its environments."""
+    """Ray and the environments of a run."""
 
     placement: Placement
-    """Where its actors go."""
+    """Placement of the run's actors."""
     token: FolderToken | None
-    """By which actors on other nodes know the run's folder; None on one machine."""
+    """Token by which actors on other nodes recognize the run's folder; None on one machine."""
     servers: dict[str, LocalServer]
-    """Those that the run owns."""
-    environments: dict[str, Environment]
-    """All, in the run's order."""
+    """Environment servers that the run started, by environment."""
+    environments: dict[str, ConnectedEnvironment]
+    """All environments, in the run's order."""
 
     @property
     def num_tasks(self) -> dict[str, int]:
-        """Of the environments that say how many they have, by name."""
-        described = {name: one.description.tasks for name, one in self.environments.items()}
-        return {name: tasks.num_tasks for name, tasks in described.items() if tasks is not None}
-
-    @property
-    def first(self) -> Environment:
-        """The environment that the canary prompt and the chart are taken from."""
-        return next(iter(self.environments.values()))
+        """Number of tasks by environment, for the environments that report it."""
+        return {
+            name: environment.description.tasks.num_tasks
+            for name, environment in self.environments.items()
+            if environment.description.tasks is not None
+        }
 
 
 @asynccontextmanager
-async def built(
-    run: LanguageModelRun,
-    folder: RunFolder,
-    infrastructure: Infrastructure,
-    checkpoint: Path | None,
-) -> AsyncIterator[Parts]:
-    """Everything a run consists of, started and connected."""
+async def start_infrastructure(
+    run: LanguageModelRun, run_folder: Path, *, with_learner: bool = True
+) -> AsyncIterator[Infrastructure]:
+    """Start Ray, start local servers, and connect to all environments; stop them after the block.
+
+    The order matters. Servers refuse an invalid configuration before Ray starts, which takes
+    seconds. Ray forks processes, which must happen before this process uses gRPC.
+    """
+    check_given_functions()
+    check_reachable(located(run.weights, run_folder, ensure_run_id(run_folder)))
+    await check_remote_addresses(run)
+    async with AsyncExitStack() as stack:
+        servers = stack.enter_context(start_local_servers(run, run_folder))
+        await check_server_columns(run, servers)
+        placement = await stack.enter_async_context(place_in_ray(run, with_learner=with_learner))
+        token = stack.enter_context(_write_token(run_folder, placement))
+        environments = await stack.enter_async_context(connect_environments(run, servers))
+        for name, environment in environments.items():
+            check_reward_columns(run, name, environment.description.tasks)
+        yield Infrastructure(placement, token, servers, environments)
+
+
+@asynccontextmanager
+async def start_components(
+    run: LanguageModelRun, open_run: OpenRun[RunState], infrastructure: Infrastructure
+) -> AsyncIterator[Components]:
+    """Start the learner, the workers and the buffer of a run; stop them after the block."""
     environments, placement = infrastructure.environments, infrastructure.placement
-    folder.connected({name: one.description.options for name, one in environments.items()})
-    folder.phase(Phase.PREPARE_MODEL)
+    folder, metrics = open_run.folder, open_run.metrics
+    metrics.set_environment_options(
+        {name: environment.description.options for name, environment in environments.items()}
+    )
+    metrics.log_phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
     await check_first_prompts(run, environments, chat)
-    canary = await make_canary(infrastructure.first, chat)
-    folder.phase(Phase.START_WORKERS)
+    canary = await make_canary(next(iter(environments.values())), chat)
+    metrics.log_phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.token)
     buffer = RemoteBuffer(run, placement)
-    spec = worker_spec(run, model_path, infrastructure, folder.path)
-    workers, baselines, _ = await together(
+    spec = make_worker_spec(run, model_path, infrastructure, folder.path)
+    workers, baselines, _ = await gather_or_cancel(
         RolloutWorkers.start(spec, buffer, placement),
-        baselines_of(run, environments),
+        play_all_baselines(run, environments),
         learners.start(make_learner_spec(run, model_path), spec.weights),
     )
     try:
-        if checkpoint:
-            await learners.load(learner_folder(checkpoint))
-            folder.configure()
-        yield Parts(
+        if open_run.checkpoint is not None:
+            await learners.load(learner_folder(open_run.checkpoint))
+            folder.write_config(run)
+        yield Components(
             run=run,
-            folder=folder,
-            checkpoints=CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints),
+            metrics=metrics,
+            checkpoints=open_run.checkpoints,
             learners=learners,
             workers=workers,
             buffer=buffer,
@@ -131,47 +137,14 @@ async def built(
             num_tasks=infrastructure.num_tasks,
         )
     finally:
-        # Before Ray ends: a supervisor would restart it to replace the worker that it lost.
+        # Before Ray stops: a supervisor would restart Ray to replace the worker that it lost.
         await workers.close()
         learners.close()
         buffer.close()
 
 
-@asynccontextmanager
-async def infrastructure_of(
-    run: LanguageModelRun, run_path: Path, *, with_learner: bool = True
-) -> AsyncIterator[Infrastructure]:
-    """Ray and the run's environments, connected; what the run started ends with it.
-
-    The order matters: servers refuse what is wrong before Ray takes seconds to start, and
-    Ray forks processes, which must happen before this one speaks gRPC.
-    """
-    check_given_functions()
-    check_reachable(located(run.weights, run_path, run_id(run_path)))
-    await check_remote(run)
-    with local_servers(run, run_path) as servers:
-        await check_rewards(run, servers)
-        async with place_in_ray(run, with_learner=with_learner) as placement:
-            with _token(run_path, placement) as token:
-                async with connected(run, servers) as environments:
-                    yield Infrastructure(placement, token, servers, environments)
-
-
-@contextmanager
-def _token(run_path: Path, placement: Placement) -> Iterator[FolderToken | None]:
-    """A token in the run's folder as long as actors start; one machine needs none."""
-    if placement.is_one_machine:
-        yield None
-        return
-    token = FolderToken.write(run_path)
-    try:
-        yield token
-    finally:
-        token.remove()
-
-
 def make_learner_spec(run: LanguageModelRun, model_path: str) -> LearnerSpec:
-    """What the learner's ranks are made from."""
+    """Return the specification from which the learner's ranks are built."""
     return LearnerSpec(
         model_path=model_path,
         config=run.learner,
@@ -184,87 +157,47 @@ def make_learner_spec(run: LanguageModelRun, model_path: str) -> LearnerSpec:
     )
 
 
-def worker_spec(
-    run: LanguageModelRun, model_path: str, infrastructure: Infrastructure, run_path: Path
+def make_worker_spec(
+    run: LanguageModelRun, model_path: str, infrastructure: Infrastructure, run_folder: Path
 ) -> RolloutWorkerSpec:
-    addresses = {name: one.address for name, one in infrastructure.environments.items()}
-    weights = located(run.weights, run_path, run_id(run_path))
+    """Return the specification from which rollout workers are built."""
+    addresses = {
+        name: environment.address for name, environment in infrastructure.environments.items()
+    }
+    weights = located(run.weights, run_folder, ensure_run_id(run_folder))
     return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
 
 
-async def baselines_of(
-    run: LanguageModelRun, environments: Mapping[str, Environment]
+async def play_all_baselines(
+    run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment]
 ) -> dict[str, dict[str, list[EpisodeOutcome]]]:
-    """The outcomes of the fixed policies that an evaluation compares with, by environment."""
+    """Play the evaluation episodes of all fixed policies; return the outcomes by environment."""
     return {
-        name: await _baselines_of(run, name, environment)
+        name: await _play_baselines(run, name, environment)
         for name, environment in environments.items()
     }
 
 
-async def _baselines_of(
-    run: LanguageModelRun, name: str, environment: Environment
+async def _play_baselines(
+    run: LanguageModelRun, name: str, environment: ConnectedEnvironment
 ) -> dict[str, list[EpisodeOutcome]]:
     config = environment.config
     if not config.baselines:
         return {}
     policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
-    policies |= fixed_policies(run, name, environment.description.options)
+    policies |= load_fixed_policies(run, name, environment.description.options)
     max_turns = limits_of(run, name).max_turns
     return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 
 
-def resolved(run: LanguageModelRun) -> LanguageModelRun:
-    """The run as this machine can have it, and every process of it understands it.
-
-    transformers generates where vLLM is not installed; folders are absolute, since processes
-    elsewhere do not stand where this one does.
-    """
-    changes: dict[str, object] = {}
-    if isinstance(run.generator, VllmGenerator) and not has_vllm():
-        sys.stderr.write(
-            "warning: vLLM is not installed here; generator.kind = 'transformers' takes over\n"
-        )
-        changes["generator"] = TransformersGenerator()
-    if isinstance(run.model, PretrainedModel) and is_folder(run.model.path):
-        folder = Path(run.model.path).expanduser().absolute()
-        # One that is not there is refused by the name that the user gave it.
-        if folder.exists():
-            changes["model"] = run.model.model_copy(update={"path": str(folder)})
-    if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
-        critic = run.algorithm.critic
-        located = critic.model_copy(update={"path": _absolute(critic.path)})
-        changes["algorithm"] = run.algorithm.model_copy(update={"critic": located})
-    changes["environments"] = {
-        name: environment.model_copy(
-            update={
-                "agent": _placed(environment.agent),
-                "rewards": tuple(_located(term) for term in environment.rewards),
-            }
-        )
-        for name, environment in run.environments.items()
-    }
-    return run.model_copy(update=changes)
-
-
-def _placed(agent: AgentConfig | None) -> AgentConfig | None:
-    """The agent with an absolute folder where it is a program."""
-    if not isinstance(agent, CommandAgent):
-        return agent
-    return agent.model_copy(update={"folder": str(Path(agent.folder).absolute())})
-
-
-def _located(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
-    """The term with an absolute path where its reward model is a folder of this machine."""
-    if not isinstance(term, RewardModelTerm):
-        return term
-    # Metrics keep the name that the path gave it.
-    return term.model_copy(update={"path": _absolute(term.path), "name": reward_term_name(term)})
-
-
-def _absolute(path: str | None) -> str | None:
-    """The absolute path where it is a folder of this machine; a Hugging Face id stays one."""
-    if path is None:
-        return None
-    folder = Path(path).expanduser().absolute()
-    return str(folder) if folder.exists() else path
+@contextmanager
+def _write_token(run_folder: Path, placement: Placement) -> Iterator[FolderToken | None]:
+    """Write a token into the run's folder if there are several machines; remove it afterwards."""
+    if placement.is_one_machine:
+        yield None
+        return
+    token = FolderToken.write(run_folder)
+    try:
+        yield token
+    finally:
+        token.remove()

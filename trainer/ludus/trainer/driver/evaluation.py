@@ -1,4 +1,4 @@
-"""Judges the policy on games that training never sees, beside fixed policies."""
+"""Evaluation of the policy and of fixed policies, on seeds that training never uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import EpisodesFailedError
 from ludus.proto.runs import EvalReport
 from ludus.trainer.actors.processes import Workers
-from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 
 _log = logging.getLogger(__name__)
 
@@ -28,72 +28,54 @@ _MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The policy's judge; in an environment all policies play from the same seeds."""
+    """Evaluates the policy on the same seeds as the fixed policies."""
 
     config: EvalConfig
     environments: Mapping[str, EnvironmentConfig]
     workers: Workers
     baselines: Mapping[str, Mapping[str, Sequence[EpisodeOutcome]]]
-    """By environment: outcomes of the fixed policies on the first seeds, in their order."""
+    """Outcomes by environment and fixed policy, in the order of the seeds."""
 
-    async def judge(self, num_games: int) -> dict[str, EvalReport]:
-        """By environment: the policy on the first `num_games` seeds, beside the fixed policies.
+    async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
+        """Evaluate the policy on the first `num_games` seeds; return a report by environment.
 
         Raises:
-            EpisodesFailedError: in one of them all games are void, or they take too long.
+            EpisodesFailedError: all episodes in an environment are void, or they take too long.
         """
-        return {name: await self._judge(name, num_games) for name in self.environments}
+        return {name: await self._evaluate(name, num_games) for name in self.environments}
 
-    async def _judge(self, environment: str, num_games: int) -> EvalReport:
-        seeds = eval_seeds(self.config, num_games)
-        outcomes = await self._play(environment, seeds)
-        _look_for_failures(outcomes, f"the evaluation in '{environment}'")
-        played = self.baselines.get(environment, {})
-        same = {
-            name: of_policy[:num_games]
-            for name, of_policy in played.items()
-            if not _are_all_void(of_policy[:num_games])
+    async def _evaluate(self, environment: str, num_games: int) -> EvalReport:
+        outcomes = await self._play(environment, eval_seeds(self.config, num_games))
+        _check_void(outcomes, f"the evaluation in '{environment}'")
+        baselines = {
+            name: baseline[:num_games]
+            for name, baseline in self.baselines.get(environment, {}).items()
+            if not _are_all_void(baseline[:num_games])
         }
-        closed = _gap_closed(self.environments[environment], outcomes, same)
+        gap = _compute_gap_closed(self.environments[environment], outcomes, baselines)
         return EvalReport(
             policy=summarize(outcomes),
-            baselines={name: summarize(of_policy) for name, of_policy in same.items()},
+            baselines={name: summarize(baseline) for name, baseline in baselines.items()},
             temperature=self.config.temperature,
-            gap_closed=closed[0] if closed else None,
-            gap_closed_ci95=closed[1] if closed else None,
+            gap_closed=gap[0] if gap else None,
+            gap_closed_ci95=gap[1] if gap else None,
         )
 
     async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
-        """One outcome per seed; games that are void are played again."""
-        played: dict[int, EpisodeOutcome] = {}
+        """Return one outcome per seed; void episodes are repeated."""
+        outcomes_by_seed: dict[int, EpisodeOutcome] = {}
         missing = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
-            temperature = self.config.temperature
-            outcomes = await _in_time(
-                self.workers.evaluate(environment, missing, temperature),
-                f"{len(missing)} games of the evaluation in '{environment}'",
+            outcomes = await _wait_for_outcomes(
+                self.workers.evaluate(environment, missing, self.config.temperature),
+                f"{len(missing)} episodes of the evaluation in '{environment}'",
                 self.config,
             )
-            played |= {outcome.seed: outcome for outcome in outcomes}
-            missing = [seed for seed in seeds if played[seed].episode_return is None]
+            outcomes_by_seed |= {outcome.seed: outcome for outcome in outcomes}
+            missing = [seed for seed in seeds if outcomes_by_seed[seed].episode_return is None]
             if not missing:
                 break
-        return [played[seed] for seed in seeds]
-
-
-def _gap_closed(
-    environment: EnvironmentConfig,
-    outcomes: Sequence[EpisodeOutcome],
-    baselines: Mapping[str, Sequence[EpisodeOutcome]],
-) -> tuple[float, tuple[float, float]] | None:
-    worst, best = environment.random_policy, environment.optimal_policy
-    if worst is None or best is None:
-        return None
-    compared = [outcomes, baselines.get(worst, ()), baselines.get(best, ())]
-    valid = [{o.seed for o in one if o.episode_return is not None} for one in compared]
-    if not set.intersection(*valid):
-        return None
-    return gap_closed(*compared)
+        return [outcomes_by_seed[seed] for seed in seeds]
 
 
 async def play_baselines(
@@ -103,29 +85,55 @@ async def play_baselines(
     config: EvalConfig,
     max_turns: int,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the fixed policies `baselines` on one environment's evaluation seeds.
-
-    They have as many turns as the trained policy has.
+    """Play the evaluation episodes of one environment with the fixed policies `baselines`.
 
     Raises:
-        EpisodesFailedError: all games of one of them are void, or they take too long.
+        EpisodesFailedError: all episodes of a policy are void, or they take too long.
     """
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
-    played = {}
+    outcomes = {}
     for name in baselines:
-        playing = play_policy(client, policies[name], seeds, max_turns=max_turns)
-        what = f"{len(seeds)} games of the fixed policy '{name}'"
-        played[name] = await _in_time(playing, what, config)
-        _look_for_failures(played[name], f"the fixed policy '{name}'")
-    return played
+        outcomes[name] = await _wait_for_outcomes(
+            play_policy(client, policies[name], seeds, max_turns=max_turns),
+            f"{len(seeds)} episodes of the fixed policy '{name}'",
+            config,
+        )
+        _check_void(outcomes[name], f"the fixed policy '{name}'")
+    return outcomes
 
 
-async def _in_time(
-    playing: Awaitable[list[EpisodeOutcome]], what: str, config: EvalConfig
+def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
+    """Return the seeds of the first `num_games` evaluation episodes."""
+    return list(range(config.seed, config.seed + num_games))
+
+
+def _compute_gap_closed(
+    environment: EnvironmentConfig,
+    outcomes: Sequence[EpisodeOutcome],
+    baselines: Mapping[str, Sequence[EpisodeOutcome]],
+) -> tuple[float, tuple[float, float]] | None:
+    """Return the share of the gap between two fixed policies that the policy closes, or None."""
+    worst, best = environment.random_policy, environment.optimal_policy
+    if worst is None or best is None:
+        return None
+    samples = [outcomes, baselines.get(worst, ()), baselines.get(best, ())]
+    valid_seeds = [
+        {outcome.seed for outcome in sample if outcome.episode_return is not None}
+        for sample in samples
+    ]
+    if not set.intersection(*valid_seeds):
+        return None
+    return gap_closed(*samples)
+
+
+async def _wait_for_outcomes(
+    playing: Awaitable[list[EpisodeOutcome]], description: str, config: EvalConfig
 ) -> list[EpisodeOutcome]:
     try:
-        return await limited(playing, what, timeout_s=config.timeout_s, setting="eval.timeout_s")
-    except TookTooLongError as error:
+        return await wait_with_limit(
+            playing, description, timeout_s=config.timeout_s, setting="eval.timeout_s"
+        )
+    except TimeLimitError as error:
         raise EpisodesFailedError(str(error)) from None
 
 
@@ -133,19 +141,24 @@ def _are_all_void(outcomes: Sequence[EpisodeOutcome]) -> bool:
     return all(outcome.episode_return is None for outcome in outcomes)
 
 
-def _look_for_failures(outcomes: Sequence[EpisodeOutcome], whose: str) -> None:
-    """Log that games are void; raise EpisodesFailedError where all are."""
+def _check_void(outcomes: Sequence[EpisodeOutcome], source: str) -> None:
+    """Log void episodes.
+
+    Raises:
+        EpisodesFailedError: all episodes are void.
+    """
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if not num_void:
         return
     reason = most_common_failure(outcomes)
     if num_void == len(outcomes):
-        raise EpisodesFailedError(f"all {num_void} games of {whose} are void, most often: {reason}")
+        raise EpisodesFailedError(
+            f"all {num_void} episodes of {source} are void; the most common reason: {reason}"
+        )
     _log.warning(
-        "%d of %d games of %s are void, most often: %s", num_void, len(outcomes), whose, reason
+        "%d of %d episodes of %s are void; the most common reason: %s",
+        num_void,
+        len(outcomes),
+        source,
+        reason,
     )
-
-
-def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
-    """The seeds of the first `num_games` evaluation games."""
-    return list(range(config.seed, config.seed + num_games))

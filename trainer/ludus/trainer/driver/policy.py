@@ -1,4 +1,4 @@
-"""The policy that is trained, as a program asks it."""
+"""The trained policy, for programs that sample from it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ludus.trainer.rollout.player import sampling_of
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the policy said to a prompt, as text and as tokens."""
+class PolicyCompletion:
+    """A completion of the policy, as text and as tokens."""
 
     text: str
-    """Without special tokens."""
+    """Text without special tokens."""
     prompt_ids: list[int]
     completion: Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy that is trained, as the rollout workers hold it."""
+    """The policy that a run trains, with the weights that its rollout workers have loaded."""
 
     run: LanguageModelRun
     workers: Workers
     chat: ChatTokenizer
-    settled: Callable[[], Awaitable[None]]
-    """Waits until no newer weights are on their way."""
+    wait_for_weights: Callable[[], Awaitable[None]]
+    """Waits until the workers have the newest weights."""
 
     async def generate(
         self,
@@ -44,34 +44,35 @@ class Policy:
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> list[str]:
-        """`num` answers to a user's words, or to the messages of a conversation.
+        """Return `num` completions of a user message or of a conversation.
 
         Args:
-            temperature: 0 takes the likeliest token; None is that of the rollouts.
-            max_tokens: of an answer; None is rollout.max_completion_tokens.
-            seed: decides what is sampled.
+            temperature: sampling temperature; 0 selects the most likely token. Default: that of
+                the rollouts.
+            max_tokens: maximum tokens per completion. Default: rollout.max_completion_tokens.
+            seed: seed of the random numbers.
 
         Raises:
-            ConfigError: prompt and answer are longer than rollout.max_tokens, or an argument is no
-                number that can be.
+            ConfigError: prompt and completion exceed rollout.max_tokens, or an argument is out of
+                range.
         """
-        answers = await self.answers(
+        completions = await self.complete(
             self.prompt_ids(prompt),
             num=num,
             temperature=temperature,
             max_tokens=max_tokens,
             seed=seed,
         )
-        return [answer.text for answer in answers]
+        return [completion.text for completion in completions]
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The tokens of a user's words, or of a conversation, up to where the policy speaks."""
+        """Return the tokens of a user message or a conversation, up to the policy's turn."""
         messages: Sequence[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
         return self.chat.first_prompt(messages)
 
-    async def answers(
+    async def complete(
         self,
         prompt_ids: Sequence[int],
         *,
@@ -80,30 +81,30 @@ class Policy:
         max_tokens: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-    ) -> list[Answer]:
-        """`num` answers to a prompt of tokens; see `generate`.
+    ) -> list[PolicyCompletion]:
+        """Return `num` completions of a prompt of tokens; see `generate`.
 
         Args:
-            top_p: None is that of the rollouts.
+            top_p: probability mass of the tokens to sample from. Default: that of the rollouts.
         """
         if num < 1:
-            raise ConfigError(f"expected 1 answer or more, got num = {num}")
+            raise ConfigError(f"num must be 1 or more, got {num}")
         rollout = self.run.rollout
         sampling = sampling_of(rollout, temperature)
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
         if top_p is not None:
             sampling = replace(sampling, top_p=top_p)
-        most = rollout.max_tokens
-        if len(prompt_ids) + sampling.max_tokens > most:
+        if len(prompt_ids) + sampling.max_tokens > rollout.max_tokens:
             raise ConfigError(
-                f"expected a prompt that leaves room for an answer of {sampling.max_tokens} tokens "
-                f"within rollout.max_tokens = {most}, got one of {len(prompt_ids)}; shorten it, or "
-                "lower max_tokens"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a completion of "
+                f"{sampling.max_tokens} tokens within rollout.max_tokens = {rollout.max_tokens}; "
+                "shorten the prompt, or lower max_tokens"
             )
         keys = [key_of(self.run.seed, Stream.ANSWER, seed, number) for number in range(num)]
-        await self.settled()
+        await self.wait_for_weights()
         completions = await self.workers.complete(prompt_ids, sampling, keys)
         return [
-            Answer(self.chat.decode(one.token_ids), list(prompt_ids), one) for one in completions
+            PolicyCompletion(self.chat.decode(completion.token_ids), list(prompt_ids), completion)
+            for completion in completions
         ]

@@ -40,10 +40,16 @@ disable_progress_bar()
 
 _log = logging.getLogger(__name__)
 
+MODEL_CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 5.0
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 """Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
+
+
+def is_folder_path(path: str) -> bool:
+    """Return whether a model's path is a folder, not a Hugging Face id."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def check_language_model(path: str | Path) -> None:

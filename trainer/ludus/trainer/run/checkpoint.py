@@ -1,15 +1,16 @@
-"""Checkpoints: all it takes to continue as if nothing had happened.
+"""Checkpoints: everything that a run needs to continue as if it had not stopped.
 
     checkpoints/step-00000050/
-        learner/     weights, optimizer, random state, one part per rank
-        model/       the weights as a Hugging Face folder, for evaluation and for others
-        state.json   RunState
-        files.json   the sizes of all the others, as who wrote them saw them
+        learner/     weights, optimizer and random state, one part per rank
+        model/       the weights as a Hugging Face folder, for evaluation and other programs
+        state.json   RunState, or the state of another kind of run
+        files.json   the size of every other file, as its writer reported it
 
-    ranks --write--> step-00000050.partial --the driver sees every file--> renamed, old ones go
+    ranks --write--> step-00000050.partial --the driver sees every file--> rename, remove old ones
 
-Ranks may write on other nodes: a checkpoint gets its name once the driver has seen all of it, and
-only then older ones are removed. One that was damaged since is known by its sizes, and passed over.
+Ranks may write on other nodes. A checkpoint gets its name only when the driver sees all of its
+files, and older checkpoints are removed only after that. A checkpoint that was damaged later is
+recognized by the sizes of its files, and skipped.
 """
 
 from __future__ import annotations
@@ -17,46 +18,60 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.proto.config import RunConfig
 from ludus.proto.errors import CheckpointError
-from ludus.proto.runs import CHECKPOINTS_FOLDER, PolicyResult, Resume
+from ludus.proto.runs import PolicyResult
 from ludus.trainer.core.disk import describe_write_error
+from ludus.trainer.core.notices import warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
-from ludus.trainer.run.folder import path_of
 
 _STATE_FILE = "state.json"
 _FILES_FILE = "files.json"
-_APPEARS_TIMEOUT_S = 30.0
-"""In which a network file system shows to one node what another has written."""
-_PAUSE_S = 0.1
+VISIBLE_TIMEOUT_S = 30.0
+"""Maximum time for a network file system to show one node's files to another node."""
+_POLL_INTERVAL_S = 0.1
 
 
-class RunState(BaseModel):
-    """Where a run stands between two steps."""
+class SavedState(BaseModel):
+    """The state of a run between two steps, common to all kinds of runs."""
 
     model_config = ConfigDict(extra="forbid")
 
     step: int = 0
-    """Batches trained on; also the version of the weights."""
+    """Number of training steps done."""
+    streams: int = STREAMS_VERSION
+    """Version of the random streams that the run draws from."""
+    start: dict[str, PolicyResult] = {}
+    """Results of the policy before training, by environment, after they were measured."""
+
+
+StateT = TypeVar("StateT", bound=SavedState)
+
+
+class RunState(SavedState):
+    """The state of a language-model run between two steps.
+
+    `step` is also the version of the weights.
+    """
+
     mixture: MixtureState = Field(default_factory=MixtureState)
-    """Which groups were begun, and what decides on the next."""
+    """State from which the next groups are chosen."""
     unfinished_groups: list[GroupSpec] = []
-    """Groups that were being played, or about to be; they are played again."""
+    """Groups that were being played or were about to be; a resumed run plays them again."""
     buffered_groups: list[RolloutGroup] = []
     """Groups that waited for training."""
     counts: dict[str, RolloutCounts] = {}
-    """What was played since the last batch, by environment."""
+    """Counts of what was played since the last batch, by environment."""
     games_played: int = 0
     games_trained: int = 0
     episodes_lost: int = 0
@@ -67,250 +82,249 @@ class RunState(BaseModel):
     environment_restarts: int = 0
     learner_restarts: int = 0
     num_groups_rolled_back: int = 0
-    """Groups that were trained on, waited or were played when a learner died, and were not in
-    the checkpoint that its successor began with."""
+    """Groups that were trained on, waiting or being played when a learner died, and were not in
+    the checkpoint from which it restarted."""
     max_staleness_seen: int = 0
-    streams: int = STREAMS_VERSION
-    """Of the random numbers that all of it came from."""
-    start: dict[str, PolicyResult] = {}
-    """The policy before training, by environment, once it was judged there."""
 
-    def go_back_to(self, earlier: RunState) -> None:
-        """Go back to where `earlier` stood, in all that follows from training.
+    def roll_back(self, earlier: RunState) -> None:
+        """Return to the training state of `earlier`.
 
-        What has happened to episodes, servers and weights has happened all the same.
+        Counts of episodes, servers and weights keep their values, because these things happened.
         """
         self.step = earlier.step
         self.games_trained = earlier.games_trained
         self.unfinished_groups = earlier.unfinished_groups
         self.buffered_groups = earlier.buffered_groups
 
-    def forget_under_way(self) -> None:
-        """Forget what waited or was being played: it is in other hands."""
+    def clear_groups(self) -> None:
+        """Remove the groups and counts that the sampling loop and the buffer now own."""
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 
 class FileList(BaseModel):
-    """What a checkpoint consists of."""
+    """The content of files.json."""
 
     num_bytes: Mapping[str, int]
-    """Of each file, by its path in the checkpoint."""
+    """Size of each file, by its path in the checkpoint."""
 
 
 class CheckpointFolder:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    Args:
+        keep: number of checkpoints to keep.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write the checkpoint of `step` into; one that is not committed is removed.
+    def prepare(self, step: int) -> Iterator[Path]:
+        """Yield a temporary folder for the checkpoint of `step`; remove it unless committed.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
-        aside = self._folder / f"step-{step:08d}.partial"
+        temporary_folder = self._folder / f"step-{step:08d}.partial"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            yield aside
+            shutil.rmtree(temporary_folder, ignore_errors=True)
+            temporary_folder.mkdir(parents=True)
+            yield temporary_folder
         except (CheckpointError, OSError) as error:
-            # An error that crossed a Ray actor carries its traceback in the text.
+            # The text of an error that crossed a Ray actor contains its traceback.
             cause = getattr(error, "cause", None) or error
-            is_told = isinstance(cause, CheckpointError)
-            told = str(cause) if is_told else describe_write_error(aside, cause)
-            raise CheckpointError(f"{told}; {self._what_there_is()}") from error
+            is_described = isinstance(cause, CheckpointError)
+            reason = str(cause) if is_described else describe_write_error(temporary_folder, cause)
+            raise CheckpointError(f"{reason}; {self._describe_newest()}") from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary_folder, ignore_errors=True)
 
-    async def commit(self, aside: Path, state: BaseModel, files: Iterable[SavedFile]) -> Path:
-        """The checkpoint, now whole; the oldest beyond those kept are gone.
+    async def commit(
+        self, temporary_folder: Path, state: SavedState, files: Iterable[SavedFile]
+    ) -> Path:
+        """Wait until all files are visible, then give the checkpoint its name; return its path.
+
+        Checkpoints beyond the number to keep are removed.
 
         Raises:
-            CheckpointError: a file that a rank has written does not reach this process whole.
+            CheckpointError: a file that a rank wrote does not become visible to this process.
         """
-        sizes = _sizes(aside, files)
-        await asyncio.to_thread(_wait_until_whole, aside, sizes)
-        return self._commit(aside, state, sizes)
+        sizes = _list_sizes(temporary_folder, files)
+        await asyncio.to_thread(_wait_until_complete, temporary_folder, sizes)
+        return self._commit(temporary_folder, state, sizes)
 
-    def commit_own(self, aside: Path, state: BaseModel, files: Iterable[SavedFile]) -> Path:
-        """The same, of files that this process has written itself: there is nothing to wait for."""
-        return self._commit(aside, state, _sizes(aside, files))
-
-    def _commit(self, aside: Path, state: BaseModel, sizes: dict[str, int]) -> Path:
-        (aside / _STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
-        sizes[_STATE_FILE] = (aside / _STATE_FILE).stat().st_size
-        listed = FileList(num_bytes=sizes).model_dump_json(indent=2)
-        (aside / _FILES_FILE).write_text(listed, encoding="utf-8")
-        target = aside.with_suffix("")
-        _replace(aside, target)
-        self._remove_others(target)
-        return target
+    def commit_local(
+        self, temporary_folder: Path, state: SavedState, files: Iterable[SavedFile]
+    ) -> Path:
+        """Commit files that this process wrote itself, without waiting."""
+        return self._commit(temporary_folder, state, _list_sizes(temporary_folder, files))
 
     def newest_first(self) -> list[Path]:
-        """All checkpoints, whole or not."""
+        """Return all checkpoints, including damaged ones."""
         return list_checkpoints(self._folder)[::-1]
 
-    def _what_there_is(self) -> str:
+    def _commit(self, temporary_folder: Path, state: SavedState, sizes: dict[str, int]) -> Path:
+        state_path = temporary_folder / _STATE_FILE
+        state_path.write_text(state.model_dump_json(), encoding="utf-8")
+        sizes[_STATE_FILE] = state_path.stat().st_size
+        file_list = FileList(num_bytes=sizes).model_dump_json(indent=2)
+        (temporary_folder / _FILES_FILE).write_text(file_list, encoding="utf-8")
+        target = temporary_folder.with_suffix("")
+        _replace(temporary_folder, target)
+        self._remove_obsolete(target)
+        return target
+
+    def _describe_newest(self) -> str:
         for checkpoint in self.newest_first():
             with suppress(CheckpointError):
-                check_whole(checkpoint)
-                return f"the newest whole one is '{checkpoint}'"
-        return "there is none of an earlier step"
+                check_complete(checkpoint)
+                return f"the newest complete checkpoint is '{checkpoint}'"
+        return "there is no earlier checkpoint"
 
-    def _remove_others(self, newest: Path) -> None:
-        """Remove the oldest, and later ones, which the run has passed over."""
-        found = list_checkpoints(self._folder)
-        num_before = found.index(newest)
-        for old in [*found[: max(0, num_before + 1 - self._keep)], *found[num_before + 1 :]]:
-            shutil.rmtree(old)
+    def _remove_obsolete(self, newest: Path) -> None:
+        """Remove the oldest checkpoints, and later ones that the run did not resume from."""
+        checkpoints = list_checkpoints(self._folder)
+        end = checkpoints.index(newest) + 1
+        for checkpoint in [*checkpoints[: max(0, end - self._keep)], *checkpoints[end:]]:
+            shutil.rmtree(checkpoint)
 
 
 def learner_folder(checkpoint: Path) -> Path:
-    """The learner's part of a checkpoint."""
+    """Return the folder of the learner's state."""
     return checkpoint / "learner"
 
 
 def model_folder(checkpoint: Path) -> Path:
-    """The checkpoint's weights as a Hugging Face folder."""
+    """Return the folder of the weights in the Hugging Face format."""
     return checkpoint / "model"
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of training steps before the checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; some may have been damaged since."""
+    """Return the checkpoints of a run, oldest first, including damaged ones."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "")
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest whole checkpoint; the user is told of later ones that are damaged.
+def find_newest_checkpoint(folder: Path) -> Path:
+    """Return the newest complete checkpoint; warn the user of later damaged ones.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no complete checkpoint.
     """
     failure = CheckpointError(
-        f"no checkpoint in '{folder}'; train first, or name one with --checkpoint"
+        f"no checkpoint in '{folder}'; train first, or name a checkpoint with --checkpoint"
     )
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
-            check_whole(checkpoint)
+            check_complete(checkpoint)
         except CheckpointError as error:
-            sys.stderr.write(f"warning: {error}\n")
+            warn_user(str(error))
             failure = error
         else:
             return checkpoint
     raise failure
 
 
-def starting_point(run: RunConfig, resume: Resume) -> Path | None:
-    """The checkpoint that the run continues from; None where it begins anew."""
-    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
-    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
-        return None
-    return newest_checkpoint(checkpoints)
-
-
-def check_whole(checkpoint: Path) -> None:
-    """Check that all files are there, as large as they were written.
+def check_complete(checkpoint: Path) -> None:
+    """Check that all files exist and have the sizes with which they were written.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: a file is missing or has another size.
     """
     path = checkpoint / _FILES_FILE
     try:
-        listed = FileList.model_validate_json(path.read_text(encoding="utf-8"))
+        file_list = FileList.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise _damaged(checkpoint, f"{path.name}: {str(error).splitlines()[0]}") from error
-    if (flaw := _flaw(checkpoint, listed.num_bytes)) is not None:
-        raise _damaged(checkpoint, flaw)
+        raise _damaged_error(checkpoint, f"{path.name}: {str(error).splitlines()[0]}") from error
+    if (defect := _find_defect(checkpoint, file_list.num_bytes)) is not None:
+        raise _damaged_error(checkpoint, defect)
 
 
-def read_state(checkpoint: Path) -> RunState:
-    """Where the run stood.
+def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
+    """Return the state of the run at a checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the state cannot be read.
     """
     path = checkpoint / _STATE_FILE
     if not checkpoint.is_dir():
-        found = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
+        existing = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
         raise CheckpointError(
             f"no checkpoint '{checkpoint}'; expected a folder like "
-            f"{found or 'runs/NAME/checkpoints/step-00000100'}"
+            f"{existing or 'runs/NAME/checkpoints/step-00000100'}"
         )
     try:
-        return RunState.model_validate_json(path.read_text(encoding="utf-8"))
+        return state_type.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
-            "to continue from the one before, or start again with --overwrite"
+            "to continue from the previous checkpoint, or start again with --overwrite"
         ) from error
 
 
-def check_streams(checkpoint: Path, state: RunState) -> None:
-    """Refuse to go on where the run would draw other random numbers than it has so far.
+def check_streams(checkpoint: Path, state: SavedState) -> None:
+    """Check that the run would continue with the same random numbers.
 
     Raises:
-        CheckpointError: it was written by a version of Ludus that drew others.
+        CheckpointError: another version of Ludus wrote the checkpoint and drew other numbers.
     """
-    # Checkpoints that say nothing are older than the number.
-    written = state.streams if "streams" in state.model_fields_set else 0
-    if written != STREAMS_VERSION:
+    # Checkpoints without a version are older than the first version.
+    version = state.streams if "streams" in state.model_fields_set else 0
+    if version != STREAMS_VERSION:
         raise CheckpointError(
             f"checkpoint '{checkpoint}' was written by a version of Ludus that draws other random "
-            f"numbers: expected streams of version {STREAMS_VERSION}, got {written}; continue with "
-            "the version that wrote it, or begin again, with --overwrite or under another name "
-            "(`ludus eval` judges its policy all the same)"
+            f"numbers: expected streams of version {STREAMS_VERSION}, got {version}; continue with "
+            "the version that wrote it, or start again with --overwrite or under another name "
+            "(`ludus eval` can still evaluate its policy)"
         )
 
 
-def _damaged(checkpoint: Path, reason: str) -> CheckpointError:
+def _damaged_error(checkpoint: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint '{checkpoint}' cannot be read: {reason}; the one before is taken where there "
-        "is one, otherwise start again with --overwrite"
+        f"checkpoint '{checkpoint}' cannot be read: {reason}; the previous checkpoint is used if "
+        "there is one, otherwise start again with --overwrite"
     )
 
 
-def _sizes(aside: Path, files: Iterable[SavedFile]) -> dict[str, int]:
-    return {str(file.path.relative_to(aside.absolute())): file.num_bytes for file in files}
+def _list_sizes(folder: Path, files: Iterable[SavedFile]) -> dict[str, int]:
+    return {str(file.path.relative_to(folder.absolute())): file.num_bytes for file in files}
 
 
-def _wait_until_whole(aside: Path, sizes: Mapping[str, int]) -> None:
-    deadline_s = time.monotonic() + _APPEARS_TIMEOUT_S
-    while (flaw := _flaw(aside, sizes)) is not None:
+def _wait_until_complete(folder: Path, sizes: Mapping[str, int]) -> None:
+    deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
+    while (defect := _find_defect(folder, sizes)) is not None:
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"checkpoint '{aside}' is not whole: {flaw}, {_APPEARS_TIMEOUT_S:g} s after it was "
-                "written; set output_dir to a folder that all nodes share (the checkpoints before "
-                "it stay)"
+                f"checkpoint '{folder}' is incomplete: {defect}, {VISIBLE_TIMEOUT_S:g} s after "
+                "it was written; set output_dir to a folder that all nodes share (earlier "
+                "checkpoints are kept)"
             )
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _flaw(checkpoint: Path, sizes: Mapping[str, int]) -> str | None:
-    """The first file that is not as it was written, in words."""
+def _find_defect(checkpoint: Path, sizes: Mapping[str, int]) -> str | None:
+    """Describe the first file that is missing or has another size."""
     for name, num_bytes in sizes.items():
         try:
-            found = (checkpoint / name).stat().st_size
+            actual_bytes = (checkpoint / name).stat().st_size
         except OSError:
-            return f"'{name}' ({num_bytes} bytes) is not there"
-        if found != num_bytes:
-            return f"'{name}' has {found} bytes, and {num_bytes} were written"
+            return f"'{name}' ({num_bytes} bytes) is missing"
+        if actual_bytes != num_bytes:
+            return f"'{name}' has {actual_bytes} bytes instead of {num_bytes}"
     return None
 
 
-def _replace(aside: Path, target: Path) -> None:
-    """Give `aside` the name of `target`, which another may have; one of them is always there."""
-    old = target.with_suffix(".old")
-    shutil.rmtree(old, ignore_errors=True)
+def _replace(temporary_folder: Path, target: Path) -> None:
+    """Rename a folder to `target`, so that either the old or the new target always exists."""
+    old_folder = target.with_suffix(".old")
+    shutil.rmtree(old_folder, ignore_errors=True)
     if target.exists():
-        os.replace(target, old)
-    os.replace(aside, target)
-    shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old_folder)
+    os.replace(temporary_folder, target)
+    shutil.rmtree(old_folder, ignore_errors=True)

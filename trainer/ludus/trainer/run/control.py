@@ -1,10 +1,10 @@
-"""What the user wants changed while a run continues, and the driver's reading of it.
+"""The control files of a run, by which the user changes it while it runs.
 
-    ludus scale --> control.json of the run's folder -------+--(each second)--> `follow`
-    the same in a cluster --> a ConfigMap, as a mounted file +    --> resize workers, stop
+    ludus scale --> control.json in the run's folder -------+--(once a second)--> `follow_control`
+    in a cluster --> a ConfigMap, mounted as a file --------+    --> resize the workers, or stop
 
-A file says what is wanted, not what to do: it may be written again, and holds when a stopped
-run is resumed.
+A control file states the desired state, not a command. It may be rewritten, and it still applies
+when a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -18,45 +18,54 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
+from ludus.trainer.run.lifecycle import StopRequest
 
 _log = logging.getLogger(__name__)
-_INTERVAL_S = 1.0
 
 
-async def follow(run_folder: Path, resize: Callable[[int], None], stop: Callable[[], None]) -> None:
-    """Do what the control files of the run say, for ever, each time that one changes.
+async def follow_control(
+    run_folder: Path,
+    resize: Callable[[int], None],
+    stop_request: StopRequest,
+    *,
+    interval_s: float = 1.0,
+) -> None:
+    """Apply the control files of a run whenever they change, until cancelled.
 
-    A file that cannot be read is named in the log and changes nothing.
+    A file that cannot be parsed is logged and changes nothing.
+
+    Args:
+        resize: sets the number of rollout workers.
+        interval_s: seconds between two reads.
     """
-    mounted = os.environ.get(CONTROL_VARIABLE)
-    paths = [run_folder / CONTROL_FILE, *([Path(mounted)] if mounted else [])]
-    before: dict[Path, str] = {}
+    mounted_path = os.environ.get(CONTROL_VARIABLE)
+    paths = [run_folder / CONTROL_FILE, *([Path(mounted_path)] if mounted_path else [])]
+    texts: dict[Path, str] = {}
     while True:
         for path in paths:
-            text = await asyncio.to_thread(_read, path)
-            if text is not None and text != before.get(path):
-                before[path] = text
-                _apply(text, path, resize, stop)
-        await asyncio.sleep(_INTERVAL_S)
+            text = await asyncio.to_thread(_read_text, path)
+            if text is not None and text != texts.get(path):
+                texts[path] = text
+                _apply(text, path, resize, stop_request)
+        await asyncio.sleep(interval_s)
 
 
-def _read(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
-        # Mostly there is none; one that cannot be read says nothing yet.
-        return None
+        return None  # usually there is no such file
 
 
-def _apply(text: str, path: Path, resize: Callable[[int], None], stop: Callable[[], None]) -> None:
+def _apply(text: str, path: Path, resize: Callable[[int], None], stop_request: StopRequest) -> None:
     try:
-        wanted = RunControl.model_validate_json(text)
+        control = RunControl.model_validate_json(text)
     except ValidationError as error:
-        _log.warning("'%s' changes nothing: %s", path, error)
+        _log.warning("'%s' is ignored: %s", path, error)
         return
-    if wanted.num_workers is not None:
-        _log.info("%d rollout workers are wanted", wanted.num_workers)
-        resize(wanted.num_workers)
-    if wanted.stop:
-        _log.info("an end after this step is wanted")
-        stop()
+    if control.num_workers is not None:
+        _log.info("the control file requests %d rollout workers", control.num_workers)
+        resize(control.num_workers)
+    if control.stop:
+        _log.info("the control file requests a stop after this step")
+        stop_request.set(from_control_file=True)

@@ -1,9 +1,9 @@
-"""The rows of metrics.jsonl, computed from what each step and evaluation returned.
+"""The values in the rows of metrics.jsonl, computed from the results of steps and evaluations.
 
-counts of each environment --> values of each environment --combine--> of the run --+
-StepMetrics, StepTimes, canary -----------------------------------------------------+--> row
+counts by environment --> values by environment --combine_metrics--> values of the run --+
+StepMetrics, StepTimes, canary --------------------------------------------------+--> row
 
-Only sums are added across environments; `combine` knows how means and ratios follow from them.
+`combine_metrics` adds sums across environments, and derives means and ratios from them.
 """
 
 from __future__ import annotations
@@ -22,63 +22,58 @@ from ludus.trainer.weights import WorkerWeights
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where a training step's time went."""
+    """Durations of the parts of a training step."""
 
     wait_s: float
-    """The learner stood idle: until the batch was there."""
-    train_s: float
-    publish_s: float
-    """From the last update until its weights could be fetched; the learner did nothing else."""
-    deliver_s: float
-    """Until every worker held what was published. It runs beside the next step, so this is of
-    the newest delivery that has ended; 0 when none has since the last step."""
-    rollout_idle_s: float
-    """No group was played: the staleness bound admitted none."""
-    sync_bytes: int
+    """Time for which the learner waited for the batch."""
+    train_s: float = 0.0
+    """Time in the learner."""
+    publish_s: float = 0.0
+    """Time from the last update until workers could fetch its weights. The learner is idle."""
+    deliver_s: float = 0.0
+    """Time until every worker had loaded the published weights. The next step runs meanwhile, so
+    this belongs to the deliveries that finished since the last step."""
+    rollout_idle_s: float = 0.0
+    """Time in which no group was played, because the staleness limit admitted none."""
+    sync_bytes: int = 0
+    """Size of the published weights."""
 
     @property
     def sync_s(self) -> float:
-        """From the last update until every worker samples from it."""
+        """Time from the last update until every worker samples from its weights."""
         return self.publish_s + self.deliver_s
 
     @property
     def total_s(self) -> float:
-        """The whole step."""
+        """Duration of the step."""
         return self.wait_s + self.train_s + self.publish_s
 
 
-@dataclass(frozen=True, slots=True)
-class StepValues:
-    """What a training step is said to have done."""
-
-    run: Mapping[str, float]
-    """By TrainMetric."""
-    environments: Mapping[str, Mapping[str, float]]
-    """By environment, those TrainMetrics and reward terms that each has of its own."""
-
-
-def train_values(
+def compute_step_values(
     taken: TakenBatch,
     metrics: StepMetrics,
     times: StepTimes,
     canary_error: float,
     num_open: int | None = None,
-) -> StepValues:
-    """The values of a training step.
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the values of a training step: of the whole run, and by environment.
 
     Args:
-        num_open: environments that the curriculum has opened; None without one.
+        canary_error: largest difference of a worker's canary log-probs from the learner's.
+        num_open: number of environments that the curriculum has opened; None without a curriculum.
     """
-    ages: dict[str, list[int]] = {}
+    staleness: dict[str, list[int]] = {}
     for group in taken.groups:
-        ages.setdefault(group.environment, []).append(group.staleness)
+        staleness.setdefault(group.environment, []).append(group.staleness)
     environments = {
-        name: _environment_values(taken.counts.get(name, RolloutCounts()), ages.get(name, []))
-        for name in sorted(taken.counts.keys() | ages.keys())
+        name: _environment_values(taken.counts.get(name, RolloutCounts()), staleness.get(name, []))
+        for name in sorted(taken.counts.keys() | staleness.keys())
     }
-    played = combine_metrics(environments.values())
-    # Each environment has reward terms of its own; a name in two of them may mean two things.
-    run = {name: v for name, v in played.items() if not name.startswith(REWARD_TERM_PREFIX)}
+    combined = combine_metrics(environments.values())
+    # Reward terms of the same name in two environments may mean different things.
+    run = {
+        name: value for name, value in combined.items() if not name.startswith(REWARD_TERM_PREFIX)
+    }
     run |= _learner_values(metrics, times)
     run |= {TrainMetric.BUFFER_DEPTH_GROUPS: taken.depth, TrainMetric.CANARY_ERROR: canary_error}
     if num_open is not None:
@@ -89,11 +84,13 @@ def train_values(
             (TrainMetric.EPISODES_PER_SECOND, TrainMetric.NUM_EPISODES),
         ):
             run[rate] = run[num] / times.total_s
-    return StepValues(run, environments)
+    return run, environments
 
 
-def eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:
-    """How a policy did in an evaluation, by EvalMetric."""
+def compute_eval_values(
+    result: PolicyResult, gap_closed: float | None = None
+) -> Mapping[str, float]:
+    """Return the results of a policy in an evaluation, by EvalMetric."""
     values: dict[str, float] = {
         EvalMetric.NUM_GAMES: result.num_games,
         EvalMetric.NUM_GAMES_VOID: result.num_void,
@@ -113,8 +110,8 @@ def eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mappin
     return values
 
 
-def held_weights(worker: int, weights: WorkerWeights) -> HeldWeights:
-    """What a worker samples from, as a row says it."""
+def make_held_weights(worker: int, weights: WorkerWeights) -> HeldWeights:
+    """Convert the weights of a worker to their form in a row."""
     return HeldWeights(
         worker=worker,
         version=weights.version,
@@ -123,19 +120,19 @@ def held_weights(worker: int, weights: WorkerWeights) -> HeldWeights:
     )
 
 
-def delivery_values(weights: Sequence[WorkerWeights]) -> Mapping[str, float]:
-    """What a delivery cost the workers, by TrainMetric."""
+def compute_delivery_values(weights: Sequence[WorkerWeights]) -> Mapping[str, float]:
+    """Return the time and bytes that a delivery cost the workers, by TrainMetric."""
     if not weights:
         return {}
     return {
-        TrainMetric.WEIGHT_FETCH_S: max(of_worker.fetch_s for of_worker in weights),
-        TrainMetric.SAMPLER_PAUSE_S: max(of_worker.pause_s for of_worker in weights),
-        TrainMetric.WEIGHT_FETCH_BYTES: sum(of_worker.bytes_fetched for of_worker in weights),
+        TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights),
+        TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights),
+        TrainMetric.WEIGHT_FETCH_BYTES: sum(worker.bytes_fetched for worker in weights),
     }
 
 
-def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str, float]:
-    """What happened in one environment; means of nothing are left out."""
+def _environment_values(counts: RolloutCounts, staleness: Sequence[int]) -> dict[str, float]:
+    """Return the values of one environment, without means of nothing."""
     num_finished = counts.num_wins + counts.num_draws + counts.num_losses
     values: dict[str, float] = {
         TrainMetric.NUM_EPISODES: counts.num_episodes,
@@ -155,7 +152,7 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
         TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
         TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,
-        TrainMetric.NUM_GROUPS_TRAINED: len(ages),
+        TrainMetric.NUM_GROUPS_TRAINED: len(staleness),
         TrainMetric.NUM_TOKENS_GENERATED: counts.num_tokens_generated,
     }
     if counts.num_judged:
@@ -169,9 +166,9 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         values[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] = (
             counts.num_zero_variance_groups / counts.num_groups
         )
-    if ages:
-        values[TrainMetric.STALENESS_MEAN] = sum(ages) / len(ages)
-        values[TrainMetric.STALENESS_MAX] = max(ages)
+    if staleness:
+        values[TrainMetric.STALENESS_MEAN] = sum(staleness) / len(staleness)
+        values[TrainMetric.STALENESS_MAX] = max(staleness)
     return values | _reward_values(counts)
 
 
@@ -219,5 +216,5 @@ def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
         values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
     if metrics.peak_flops and times.train_s > 0:
         values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
-    # A row is JSON, which has no other numbers; num_skipped_updates says why one is missing.
+    # JSON has only finite numbers. num_skipped_updates explains why a value is missing.
     return {name: value for name, value in values.items() if math.isfinite(value)}

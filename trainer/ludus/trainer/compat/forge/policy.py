@@ -56,7 +56,7 @@ class Generation:
     async def _answers(
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
     ) -> list[Completion]:
-        answers = await self._policy.answers(prompt_ids, **own_words(sampling_params or {}))
+        answers = await self._policy.complete(prompt_ids, **own_words(sampling_params or {}))
         text = self._policy.chat.decode_prompt(prompt_ids)
         return [Completion.of(answer, text) for answer in answers]
 

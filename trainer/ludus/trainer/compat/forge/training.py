@@ -28,7 +28,7 @@ from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
 from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
 from ludus.trainer.compat.forge.policy import ForgePolicy
 from ludus.trainer.compat.forge.server import with_comparisons
-from ludus.trainer.driver.parts import Step
+from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.driver.trainer import Trainer
 
 _TOML = ".toml"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.run_settings import Batches
-from ludus.trainer.driver.parts import Step
+from ludus.trainer.driver.loops.steps import Step
 
 _NAMES: Mapping[str, str] = {
     "loss": TrainMetric.LOSS,

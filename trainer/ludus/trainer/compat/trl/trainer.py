@@ -40,7 +40,7 @@ from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
 from ludus.trainer.core.functions import name_of
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.rollout.batch.function import GivenRollout
-from ludus.trainer.run.checkpoint import model_folder, newest_checkpoint
+from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 
 ResultT = TypeVar("ResultT")
 
@@ -142,7 +142,7 @@ class GRPOTrainer:
             CheckpointError: nothing is trained yet.
         """
         run_folder = Path(self.run.output_dir) / self.run.name
-        source = model_folder(newest_checkpoint(run_folder / CHECKPOINTS_FOLDER))
+        source = model_folder(find_newest_checkpoint(run_folder / CHECKPOINTS_FOLDER))
         target = Path(output_dir or run_folder / "model")
         shutil.copytree(source, target, dirs_exist_ok=True)
         return target

@@ -26,7 +26,7 @@ class JobLog:
             self._stream.write(f"{LOG_ROW_PREFIX}{row.model_dump_json(exclude_defaults=True)}\n")
             self._stream.flush()
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Do nothing: a row names its environment."""
 
     def rewind(self, step: int) -> None:

@@ -110,7 +110,7 @@ class RunSeries:
         for series in (TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT):
             self._series[series].take(now())
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Show the series of the environments, which were built with these options."""
         with self._lock:
             self._opponents = {name: opponent_of(built) for name, built in options.items()}
@@ -222,9 +222,9 @@ class PrometheusExporter:
         """Show the row in the next scrape."""
         self._series.write(row)
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Show the series of the environments, which were built with these options."""
-        self._series.connected(options)
+        self._series.set_environment_options(options)
 
     def rewind(self, step: int) -> None:
         """Do nothing: gauges follow the next rows; counters count what was done all the same."""

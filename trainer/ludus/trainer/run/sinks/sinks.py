@@ -23,7 +23,7 @@ class MetricsSink(Protocol):
     def write(self, row: MetricsRow) -> None:
         """Show the row."""
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Take in what each environment, by its name, was built with."""
 
     def rewind(self, step: int) -> None:
@@ -49,9 +49,9 @@ class Sinks:
         """Hand the row to every sink."""
         self._each(lambda sink: sink.write(row))
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Tell every sink what each environment, by its name, was built with."""
-        self._each(lambda sink: sink.connected(options))
+        self._each(lambda sink: sink.set_environment_options(options))
 
     def rewind(self, step: int) -> None:
         """Void the rows of later steps in every sink."""

@@ -36,7 +36,7 @@ class TensorboardWriter:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged.items()]
         self._add(Event(step=row.step, summary=Summary(value=values)))
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Do nothing: rows name their environment."""
 
     def rewind(self, step: int) -> None:

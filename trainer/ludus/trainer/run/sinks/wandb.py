@@ -99,7 +99,7 @@ class WandbWriter:
                 }
             )
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         """Do nothing: rows name their environment."""
 
     def rewind(self, step: int) -> None:

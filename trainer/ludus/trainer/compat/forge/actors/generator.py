@@ -20,7 +20,7 @@ from ludus.trainer.compat.forge.policy import own_words
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
 from ludus.trainer.core.streams import Stream, key_of
 from ludus.trainer.core.types import Sampling
-from ludus.trainer.driver.policy import Answer
+from ludus.trainer.driver.policy import PolicyCompletion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator as EngineGenerator
@@ -86,7 +86,9 @@ class Generator(ForgeActor):
         seed = words.get("seed", self.seed)
         keys = [key_of(seed, Stream.ANSWER, call, number) for number in range(words.get("num", 1))]
         said = await asyncio.gather(*(self._generator(prompt_ids, sampling, key) for key in keys))
-        answers = [Answer(self._chat.decode(one.token_ids), prompt_ids, one) for one in said]
+        answers = [
+            PolicyCompletion(self._chat.decode(one.token_ids), prompt_ids, one) for one in said
+        ]
         return [Completion.of(answer, prompt) for answer in answers]
 
     @endpoint

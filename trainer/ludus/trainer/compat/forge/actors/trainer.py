@@ -24,7 +24,7 @@ from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.logits_loss import LogitsLoss
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.run.schedule import coefficients
+from ludus.trainer.run.schedule import compute_coefficients
 from ludus.trainer.weights import make_manifest
 
 _CANARY = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
@@ -91,7 +91,7 @@ class RLTrainer(ForgeActor):
             raise ConfigError(
                 f"expected inputs and targets of equal number, got {len(inputs)} and {len(targets)}"
             )
-        rate = coefficients(self._run, self._num_steps).learning_rate
+        rate = compute_coefficients(self._run, self._num_steps).learning_rate
         losses = [
             LogitsLoss(*rows_of(given["tokens"], self._pad_id), partial(_loss, self.loss, target))
             for given, target in zip(inputs, targets, strict=True)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ludus.trainer.driver.policy import Answer
+from ludus.trainer.driver.policy import PolicyCompletion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Completion:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Answer, prompt: str) -> Self:
+    def of(cls, answer: PolicyCompletion, prompt: str) -> Self:
         """The same in Forge's words."""
         said = answer.completion
         return cls(

@@ -1,0 +1,1 @@
+"""The loops of the driver; they run, and are tested, without Ray."""

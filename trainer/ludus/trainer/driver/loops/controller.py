@@ -1,0 +1,494 @@
+"""The two loops of a run, and its recovery from failures.
+
+                     at most (held version + S + 1) * B groups in total
+    sampling loop -------------------------------------------------------+
+      consumes   capacity of Admission          (waits; unblocked by a   |
+      produces   finished groups, to the buffer  delivery, or a group    |
+                                                 that must be replaced)  v
+                                                                      buffer
+    training loop <-------------------------------------------------------
+      consumes   B groups                       (waits; unblocked by finished groups)
+      produces   weights version + 1            (waits for the previous delivery)
+                          |
+    delivery <------------+
+      brings the version to every rollout worker while the next step trains; then it is the
+      held version
+
+    environment watch: restarts local servers that died. Nothing waits for it: the sessions of a
+      dead server are lost, and clients reconnect by themselves.
+
+With a staleness limit S = 1, learner and workers run at the same time:
+
+    learner    | step t     |pub| step t + 1   |pub| step t + 2
+    delivery   |            |   | t + 1 ....|  |   | t + 2 ....|
+    workers    | play groups of version t      | t + 1 ........     batch t + 1 is there already
+
+With S = 0, only version t + 1 plays batch t + 1: learner and workers take turns.
+
+Each loop waits for the other only through Admission and the buffer. Through Admission, sampling
+stays at most S versions ahead. Through the buffer, training waits for B groups. A group that will
+not be trained on gives its capacity back, so the buffer always fills again and there is no
+deadlock. If no worker loads a delivery, the run ends with its error at once. If only some workers
+fail to load it, they get no traffic.
+
+When the learner is lost, all tasks above end. Its ranks restart from the newest checkpoint, and the
+tasks start again as after a resume, in the same process. Groups that were started since are not
+trained on: `GroupBuffer.restore` keeps only the groups of the checkpoint and refuses late ones. No
+group index is used twice. Versions repeat with other contents, but no group of an old version can
+be in the buffer, and workers distinguish contents by their hash.
+
+When anything else ends the run, the learner finishes its current step. If the learner is alive, the
+controller then saves a checkpoint, without the buffer's groups if the buffer is lost. The first
+error is raised, whatever else fails during the checkpoint.
+
+The run pauses for a checkpoint between two steps. The learner contains everything that was trained.
+Waiting groups and groups being played are listed; a resumed run plays the latter again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from ludus.proto.errors import BufferLostError, CheckpointError, LearnerLostError
+from ludus.proto.metrics import TrainMetric
+from ludus.proto.runs import EvalReport, Phase
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.data.buffer import TakenBatch
+from ludus.trainer.data.counts import total
+from ludus.trainer.data.mixture import Mixture
+from ludus.trainer.data.progress import Progress
+from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.driver.loops.components import Components
+from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
+from ludus.trainer.driver.loops.sampling import SamplingLoop
+from ludus.trainer.driver.loops.steps import Step
+from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.run.checkpoint import (
+    RunState,
+    check_complete,
+    checkpoint_step,
+    learner_folder,
+    model_folder,
+    read_state,
+)
+from ludus.trainer.run.lifecycle import StopRequest, check_skipped_updates
+from ludus.trainer.run.metrics import StepTimes, compute_step_values
+from ludus.trainer.run.schedule import compute_coefficients
+
+_log = logging.getLogger(__name__)
+
+_TAKE_TIMEOUT_S = 1.0
+_WATCH_INTERVAL_S = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class _RunningStep:
+    """A learner's step from its batch to its row; it cannot be interrupted."""
+
+    taken: TakenBatch
+    times: StepTimes
+    metrics: StepMetrics | None = None
+    """None until the step succeeds."""
+    training: asyncio.Task[None] | None = None
+
+
+class Controller:
+    """Runs the loops of a run until its last step, or until a stop is requested.
+
+    Args:
+        state: state from which the run starts; updated in place.
+        pause: awaited before the first step, with None, and after each step. Training waits for it.
+    """
+
+    learner_ping_timeout_s = 60.0
+    last_checkpoint_timeout_s = 900.0
+    """Time limit after a failure for the learner's current step and the checkpoint after it."""
+
+    def __init__(
+        self,
+        components: Components,
+        state: RunState,
+        stop_request: StopRequest | None = None,
+        *,
+        pause: Callable[[Step | None], Awaitable[None]] | None = None,
+    ) -> None:
+        run = components.run
+        self.components = components
+        self.state = state
+        self.stop_request = stop_request or StopRequest()
+        self._pause = pause
+        seeds = GroupSeeds(
+            run_seed=run.seed,
+            group_size=run.rollout.group_size,
+            shared=run.rollout.group_seed == "shared",
+            num_tasks=components.num_tasks,
+        )
+        self._mixture = Mixture(run, state.mixture, seeds)
+        self._step: _RunningStep | None = None
+        """The learner's current step; None between two steps."""
+        self._saved_step = state.step
+        """Step of the newest checkpoint, or the first step."""
+        self._deliver_s = 0.0
+        """Duration of the deliveries that finished since the last step."""
+        self._num_counted_breaches = 0
+        """Wrong canary log-probs of the workers that `state` already counts."""
+        self._has_started = False
+
+    @property
+    def is_finished(self) -> bool:
+        """True after the last step was trained."""
+        return self.state.step >= self.components.run.training.num_steps
+
+    async def run(self) -> None:
+        """Run both loops until the last step is trained, or a stop is requested.
+
+        Raises:
+            WeightSyncError: weights did not arrive, or a canary failed.
+            LearnerLostError: the learner was lost more often than allowed.
+            TrainingStalledError: all updates are skipped, or no group is useful for training.
+            BufferLostError: the buffer died.
+            EpisodesFailedError: nearly all episodes in an environment fail.
+            Exception: a step failed, or an environment stayed unavailable. A note on the exception
+                says from which checkpoint the run can continue.
+        """
+        try:
+            await self._run_with_restarts()
+        except Exception as error:
+            self._count_breaches()
+            _log.warning("the run stops: %s", error)
+            error.add_note(await self._save_after_failure())
+            raise
+        finally:
+            self._discard_step()
+            self.components.metrics.clock.stop()
+
+    async def wait_for_delivery(self) -> None:
+        """Wait until all workers sample from the newest weights; call it between two steps."""
+        await self._delivery.wait()
+
+    async def save_checkpoint(self) -> None:
+        """Write a checkpoint; call it between two steps."""
+        await self._delivery.wait()
+        await self._write_checkpoint()
+
+    async def _run_with_restarts(self) -> None:
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    await self._restart_from_checkpoint()
+                return await self._run_loops()
+            except LearnerLostError as error:
+                self._count_learner_loss(error)
+                is_lost = True
+
+    async def _run_loops(self) -> None:
+        components, metrics, state = self.components, self.components.metrics, self.state
+        self._sampling = SamplingLoop(
+            components.run, self._mixture, components.workers, components.buffer
+        )
+        self._delivery = Delivery(
+            components.learners,
+            components.workers,
+            components.canary,
+            components.run.weights.timeout_s,
+            self._record_delivery,
+        )
+        async with Tasks() as tasks:
+            tasks.start(self._watch_environments())
+            await self._delivery.publish(state.step, tasks)
+            await self._delivery.wait()
+            await self._sampling.restore(state)
+            state.clear_groups()
+            if not self._has_started and self._pause is not None:
+                await self._pause(None)
+            if state.step == 0 and not state.start:
+                await self._evaluate()
+            if not self._has_started:
+                metrics.clock.start()
+                self._has_started = True
+            metrics.log_phase(Phase.TRAIN, state.step)
+            tasks.start(self._sampling.run(tasks))
+            await self._run_training_loop(tasks)
+            await self.save_checkpoint()
+
+    async def _run_training_loop(self, tasks: Tasks) -> None:
+        run = self.components.run
+        progress = Progress(run, self._sampling.describe)
+        while not self.is_finished:
+            start_s = time.monotonic()
+            taken = await self._take_batch(progress)
+            if taken is None:
+                return
+            step = await self._train(taken, time.monotonic() - start_s, tasks)
+            if self._is_due(run.eval.every_steps):
+                step = replace(step, evaluation=await self._evaluate())
+            if self._is_due(run.training.checkpoint_every_steps):
+                await self.save_checkpoint()
+                self.components.metrics.log_phase(Phase.TRAIN, self.state.step)
+            if self._pause is not None:
+                await self._pause(step)
+            if self.stop_request.is_set:
+                return
+
+    async def _take_batch(self, progress: Progress) -> TakenBatch | None:
+        """Return the next batch; None if a stop is requested.
+
+        Raises:
+            TrainingStalledError: no group is useful for training.
+            EpisodesFailedError: nearly all episodes in an environment fail.
+            UnavailableError: an environment stays unavailable for longer than allowed.
+        """
+        while not self.stop_request.is_set:
+            taken = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
+            progress.observe(taken.counts, time.monotonic(), taken=bool(taken.groups))
+            if taken.groups:
+                return taken
+        return None
+
+    async def _train(self, taken: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
+        """Train on a batch, start the delivery of the new weights, and return the step."""
+        step = self._step = _RunningStep(taken, StepTimes(wait_s))
+        step.training = asyncio.create_task(self._train_on(step))
+        # If something else fails now, the learner still finishes this step.
+        await asyncio.shield(step.training)
+        start_s = time.monotonic()
+        num_bytes = await self._delivery.publish(self.state.step, tasks)
+        publish_s = time.monotonic() - start_s
+        step.times = replace(step.times, publish_s=publish_s, sync_bytes=num_bytes)
+        result = self._record(step)
+        assert step.metrics is not None
+        self._check_updates(step.metrics)
+        return result
+
+    async def _train_on(self, step: _RunningStep) -> None:
+        start_s = time.monotonic()
+        coefficients = compute_coefficients(self.components.run, self.state.step)
+        step.metrics = await self.components.learners.train_step(step.taken.batch, coefficients)
+        step.times = replace(step.times, train_s=time.monotonic() - start_s)
+        self.state.step += 1
+
+    def _record(self, step: _RunningStep) -> Step:
+        """Count a trained step, write its metrics, and return it."""
+        assert step.metrics is not None
+        self._step = None
+        state, taken, metrics = self.state, step.taken, self.components.metrics
+        counts = total(taken.counts.values())
+        state.games_trained += sum(group.num_scored for group in taken.groups)
+        state.games_played += counts.num_episodes
+        state.episodes_lost += counts.num_lost
+        state.episodes_failed += counts.num_failed
+        state.num_groups_rolled_back += counts.num_rolled_back_groups
+        staleness = [group.staleness for group in taken.groups]
+        state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
+        unlocked = self._mixture.observe(taken.counts)
+        times = replace(
+            step.times, deliver_s=self._deliver_s, rollout_idle_s=self._sampling.take_idle_s()
+        )
+        self._deliver_s = 0.0
+        values, environments = compute_step_values(
+            taken, step.metrics, times, state.canary_max_error, self._mixture.num_open
+        )
+        metrics.log_step(state.step, state.games_trained, values, environments)
+        if unlocked is not None:
+            metrics.log_unlock(state.step, state.games_trained, unlocked)
+        transcripts = metrics.log_transcripts(
+            state.step,
+            [transcript for group in taken.groups for transcript in group.transcripts],
+        )
+        return Step(state.step, values, environments, transcripts, evaluation=None)
+
+    def _check_updates(self, metrics: StepMetrics) -> None:
+        """Log skipped updates.
+
+        Raises:
+            TrainingStalledError: too many updates in a row were skipped.
+        """
+        if metrics.num_skipped_updates:
+            _log.warning(
+                "step %d: %d updates were skipped, because their gradients were not finite",
+                self.state.step,
+                metrics.num_skipped_updates,
+            )
+        check_skipped_updates(
+            metrics.num_skipped_in_a_row,
+            "lower learner.learning_rate or learner.max_grad_norm, and check mismatch_kl in "
+            "metrics.jsonl",
+        )
+
+    async def _record_delivery(self, delivered: DeliveredWeights) -> None:
+        state = self.state
+        state.weight_syncs += 1
+        state.canary_max_error = max(state.canary_max_error, delivered.max_canary_error)
+        self._deliver_s += delivered.duration_s
+        self._count_breaches()
+        held_weights = self.components.workers.held_weights
+        self.components.metrics.log_delivery(delivered.version, held_weights)
+        await self._sampling.set_held_version(delivered.version)
+
+    def _count_breaches(self) -> None:
+        """Count the canary prompts that workers scored with other weights since the last call."""
+        while self._num_counted_breaches < self.components.workers.num_breaches:
+            self._num_counted_breaches += 1
+            self.state.canary_failures += 1
+            self.components.metrics.log_event(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+
+    async def _watch_environments(self) -> None:
+        servers = self.components.servers
+        while servers:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            for name, server in servers.items():
+                if not server.is_running:
+                    _log.warning("the server of environment '%s' died; restarting it", name)
+                    self.state.environment_restarts += 1
+                    self.components.metrics.log_event(
+                        self.state.step, TrainMetric.NUM_ENVIRONMENT_RESTARTS
+                    )
+                    await asyncio.to_thread(server.restart)
+
+    def _is_due(self, every_steps: int) -> bool:
+        return not self.is_finished and self.state.step % every_steps == 0
+
+    async def _evaluate(self) -> dict[str, EvalReport] | None:
+        """Evaluate the policy during training; return None if num_games_during is 0."""
+        state, metrics = self.state, self.components.metrics
+        num_games = self.components.run.eval.num_games_during
+        if num_games == 0:
+            return None
+        await self._delivery.wait()  # all workers must use this step's weights
+        metrics.log_phase(Phase.EVALUATE, state.step)
+        reports = await self.components.evaluator.evaluate(num_games)
+        if state.step == 0:
+            state.start = {name: report.policy for name, report in reports.items()}
+            self._mixture.expect_success(state.start)
+        for name, report in reports.items():
+            metrics.log_evaluation(state.step, state.games_trained, name, report)
+        metrics.log_phase(Phase.TRAIN, state.step)
+        # The workers were not idle: they played the episodes of the evaluation.
+        self._sampling.take_idle_s()
+        return reports
+
+    async def _write_checkpoint(self) -> None:
+        checkpoints, metrics = self.components.checkpoints, self.components.metrics
+        metrics.log_phase(Phase.SAVE_CHECKPOINT, self.state.step)
+        start_s = time.monotonic()
+        state = await self._copy_state()
+        with checkpoints.prepare(state.step) as folder:
+            files = await self.components.learners.save(
+                learner_folder(folder), model_folder(folder)
+            )
+            await checkpoints.commit(folder, state, files)
+        self._saved_step = state.step
+        metrics.log_checkpoint(state.step, time.monotonic() - start_s)
+
+    async def _copy_state(self) -> RunState:
+        """Copy the state with all pending groups, because sampling continues during the save."""
+        try:
+            pending = await self._sampling.list_pending()
+        except BufferLostError:
+            outside_buffer = self._sampling.list_outside_buffer()
+            state = self.state.model_copy(deep=True)
+            state.unfinished_groups += outside_buffer
+            return state
+        state = self.state.model_copy(deep=True)
+        state.unfinished_groups = pending.unfinished
+        state.buffered_groups = pending.finished
+        state.counts = pending.counts
+        return state
+
+    async def _save_after_failure(self) -> str:
+        """Save a checkpoint if the learner is alive; return how the run can continue.
+
+        The tasks of the run have ended. A batch that was taken but not started is lost.
+        """
+        try:
+            async with asyncio.timeout(self.last_checkpoint_timeout_s):
+                await self._finish_step()
+                if self.state.step > self._saved_step:
+                    async with asyncio.timeout(self.learner_ping_timeout_s):
+                        await self.components.learners.ping()
+                    await self._write_checkpoint()
+        except Exception as failure:  # noqa: BLE001 - the run must raise its first error
+            reason = str(getattr(failure, "cause", None) or failure) or type(failure).__name__
+            _log.warning("no checkpoint of step %d can be written: %s", self.state.step, reason)
+        checkpoints = self.components.checkpoints.newest_first()
+        if not checkpoints:
+            return "there is no checkpoint to continue from"
+        return f"continue with --resume from step {checkpoint_step(checkpoints[0])}"
+
+    async def _finish_step(self) -> None:
+        """Wait until the learner has finished its current step, and record the step."""
+        step = self._step
+        if step is not None and step.training is not None:
+            await asyncio.shield(step.training)
+            self._record(step)
+
+    def _discard_step(self) -> None:
+        """Stop waiting for the learner's current step."""
+        step, self._step = self._step, None
+        if step is not None and step.training is not None:
+            step.training.cancel()
+
+    def _count_learner_loss(self, error: LearnerLostError) -> None:
+        """Count a lost learner.
+
+        Raises:
+            LearnerLostError: it may not restart again.
+        """
+        max_restarts = self.components.run.training.max_learner_restarts
+        # The text of an error that crossed a Ray actor contains its traceback.
+        reason = getattr(error, "cause", None) or error
+        if self.state.learner_restarts >= max_restarts:
+            raise LearnerLostError(
+                f"{reason}; the learner was restarted {self.state.learner_restarts} times, and "
+                f"training.max_learner_restarts = {max_restarts}; see trainer.log for the reason "
+                "why the ranks died, and continue with --resume"
+            ) from error
+        self.state.learner_restarts += 1
+        _log.warning("the learner is lost (%s); restarting it", reason)
+
+    async def _restart_from_checkpoint(self) -> None:
+        """Restart the learner and roll the state back to the newest readable checkpoint."""
+        components, state = self.components, self.state
+        self._discard_step()
+        # Until the restart is complete, no checkpoint may be written.
+        self._saved_step = state.step
+        earlier = await self._restart_learner()
+        self._saved_step = earlier.step
+        num_lost_steps = state.step - earlier.step
+        state.num_groups_rolled_back += num_lost_steps * components.run.training.groups_per_step
+        self._mixture.go_back_to(earlier.mixture)
+        state.roll_back(earlier)
+        # New indices, so that late groups with old indices are not mistaken for the replayed ones.
+        state.unfinished_groups = [
+            self._mixture.renewed(spec) for spec in earlier.unfinished_groups
+        ]
+        components.metrics.rewind(state.step)
+        components.metrics.log_event(state.step, TrainMetric.NUM_LEARNER_RESTARTS)
+        _log.warning("training continues from step %d", state.step)
+
+    async def _restart_learner(self) -> RunState:
+        """Restart the learner from the newest readable checkpoint; return that run state.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is readable.
+        """
+        learners, failure = self.components.learners, None
+        for checkpoint in self.components.checkpoints.newest_first():
+            try:
+                check_complete(checkpoint)
+                state = read_state(checkpoint, RunState)
+                await learners.restart(learner_folder(checkpoint))
+            except CheckpointError as error:
+                _log.warning("%s", getattr(error, "cause", None) or error)
+                failure = error
+            else:
+                return state
+        if failure is not None:
+            raise failure
+        await learners.restart(None)
+        return RunState()

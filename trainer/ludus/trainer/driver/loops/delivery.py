@@ -1,0 +1,109 @@
+"""The delivery of new weights to the rollout workers while the learner continues to train.
+
+    training loop    step t        publish v = t + 1    step t + 1      publish v + 1
+    delivery         v - 1 ...  |  ........ v: workers fetch, load, run the canary  |  v + 1
+                                ^                                                   ^
+                     waits for the previous delivery                      held version = v
+
+At most one delivery runs at a time, so `publish` waits for the previous delivery. Otherwise only
+evaluations and checkpoints wait for a delivery. Admission counts from the held version. With a
+staleness limit of 0 the next batch therefore waits for the delivery. With a limit of 1, training
+continues during the delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ludus.proto.errors import CanaryError, WeightSyncError
+from ludus.trainer.actors.processes import Learners, Workers
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.types import ScoringRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredWeights:
+    """A weights version that all workers have loaded."""
+
+    version: int
+    duration_s: float
+    max_canary_error: float
+    """Largest difference between the canary log-probs of a worker and the learner's."""
+
+
+class Delivery:
+    """Publishes and delivers weights versions, one at a time.
+
+    Args:
+        timeout_s: time limit of a publication and of a delivery.
+        on_delivered: called after each delivery.
+    """
+
+    grace_s = 10.0
+    """Extra time in which a store may report a more exact reason for its failure."""
+
+    def __init__(
+        self,
+        learners: Learners,
+        workers: Workers,
+        canary: Sequence[ScoringRequest],
+        timeout_s: float,
+        on_delivered: Callable[[DeliveredWeights], Awaitable[None]],
+    ) -> None:
+        self._learners = learners
+        self._workers = workers
+        self._canary = canary
+        self._timeout_s = timeout_s
+        self._on_delivered = on_delivered
+        self._running: asyncio.Task[None] | None = None
+
+    async def publish(self, version: int, tasks: Tasks) -> int:
+        """Publish a version, start its delivery as one of `tasks`, and return its size in bytes.
+
+        Raises:
+            WeightSyncError: the version was not published in time.
+        """
+        await self.wait()
+        try:
+            async with asyncio.timeout(self._timeout_s + self.grace_s):
+                published = await self._learners.publish(version, self._canary)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"weights version {version} could not be published within weights.timeout_s = "
+                f"{self._timeout_s:g}; check that the store responds, or raise the limit"
+            ) from None
+        self._running = tasks.start(self._deliver(published))
+        return published.manifest.num_bytes
+
+    async def wait(self) -> None:
+        """Wait until no delivery is running."""
+        if self._running is not None:
+            await asyncio.shield(self._running)
+
+    async def _deliver(self, published: PublishedWeights) -> None:
+        start_s = time.monotonic()
+        try:
+            weights = await self._workers.load_weights(published, self._timeout_s)
+        except CanaryError:
+            raise
+        except WeightSyncError:
+            # If the learner died, its loss is the cause: the published bytes may be gone with it.
+            await self._raise_if_learner_is_lost()
+            raise
+        await self._on_delivered(
+            DeliveredWeights(
+                published.manifest.version,
+                time.monotonic() - start_s,
+                max((worker.canary_error for worker in weights), default=0.0),
+            )
+        )
+
+    async def _raise_if_learner_is_lost(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_s):
+                await self._learners.ping()

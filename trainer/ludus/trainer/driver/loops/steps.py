@@ -1,0 +1,83 @@
+"""A training step's result, and the gate at which the training loop waits between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ludus.proto.runs import EvalReport, Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The result of a training step."""
+
+    number: int
+    """Number of steps trained so far."""
+    values: Mapping[str, float]
+    """Values of the whole run, by TrainMetric (docs/metrics.md)."""
+    environments: Mapping[str, Mapping[str, float]]
+    """Values of each environment, by TrainMetric and by reward term."""
+    transcripts: tuple[Transcript, ...]
+    """Some of the episodes in the batch."""
+    evaluation: Mapping[str, EvalReport] | None
+    """Evaluation by environment; None if there was no evaluation after this step."""
+
+
+class StepGate:
+    """The gate between the training loop and a program that iterates over its steps.
+
+    The training loop waits at the gate after each step until the program requests the next step,
+    or opens the gate.
+    """
+
+    def __init__(self) -> None:
+        self._requested = asyncio.Event()
+        self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        self._is_open = False
+        self.is_waiting = False
+        """True while the training loop waits here."""
+        self.has_reported_end = False
+        """True after the program learned how training ended."""
+
+    def open(self) -> None:
+        """Let the training loop pass without waiting from now on."""
+        self._is_open = True
+        self._release()
+
+    async def wait(self, step: Step | None) -> None:
+        """Wait, in the training loop, until the next step is requested."""
+        if self._is_open:
+            return
+        self._steps.put_nowait(step)
+        self.is_waiting = True
+        await self._requested.wait()
+        self._requested.clear()
+
+    async def receive(self, training: asyncio.Task[None]) -> Step | None:
+        """Return the next step that the training loop brings; None before the first and at the end.
+
+        Raises:
+            BaseException: the failure of `training`.
+        """
+        receiving = asyncio.ensure_future(self._steps.get())
+        try:
+            await asyncio.wait([receiving, training], return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return receiving.result()
+        finally:
+            receiving.cancel()
+        self.has_reported_end = True
+        await training
+        return None
+
+    async def next(self, training: asyncio.Task[None]) -> Step | None:
+        """Request the next step and return it; None when there is none."""
+        self._release()
+        return await self.receive(training)
+
+    def _release(self) -> None:
+        # Reset here, because the training loop only wakes up later.
+        self.is_waiting = False
+        self._requested.set()

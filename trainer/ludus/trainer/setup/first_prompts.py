@@ -1,0 +1,98 @@
+"""The first prompts of an environment, and the canary that is made from them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from ludus.env.client import AsyncSession
+from ludus.env.types import StepResult
+from ludus.proto.errors import UserError
+from ludus.trainer.core.types import ScoringRequest
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
+from ludus.trainer.rollout.episode import close_session, when_there_is_room
+from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.setup.environments import ConnectedEnvironment
+
+NUM_FIRST_SEEDS = 4
+"""Number of episodes that are opened before a run starts."""
+_MAX_CANARY_ANSWERS = 8
+_MAX_CANARY_TOKENS = 32
+_MAX_OBSERVATION_CHARACTERS = 1000
+
+
+async def make_canary(
+    environment: ConnectedEnvironment, chat: ChatTokenizer
+) -> tuple[ScoringRequest, ...]:
+    """Return the environment's first prompt with each legal answer.
+
+    These are likely completions. In reduced precision, the log-probs of unlikely tokens differ most
+    even if the weights are correct. Without legal answers, the end of the prompt is scored.
+    """
+    opening, first_result = await open_first_episode(environment)
+    prompt_ids = chat.first_prompt(opening.messages, opening.tools)
+    answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
+    if not answers:
+        split = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
+        return (ScoringRequest(prompt_ids[:split], prompt_ids[split:]),)
+    return tuple(
+        ScoringRequest(prompt_ids, chat.encode_rendered_completion(answer)[:_MAX_CANARY_TOKENS])
+        for answer in answers
+    )
+
+
+async def open_first_episode(
+    environment: ConnectedEnvironment, seed: int = 0
+) -> tuple[Opening, StepResult]:
+    """Return the opening of the episode of `seed`, or of a later seed if that episode fails.
+
+    Raises:
+        Exception: the first failure, if all episodes fail.
+    """
+    failures: list[Exception] = []
+    for offset in range(NUM_FIRST_SEEDS):
+        open_session = partial(environment.client.open, seed=seed + offset)
+        try:
+            timeout_s = environment.config.reconnect_timeout_s
+            session, first_result = await when_there_is_room(open_session, timeout_s)
+            try:
+                return await _make_opening(environment, session, first_result), first_result
+            finally:
+                await close_session(session)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+            failures.append(error)
+    raise failures[0]
+
+
+def make_adapter(
+    environment: ConnectedEnvironment, session: AsyncSession, first_result: StepResult
+) -> EnvironmentAdapter:
+    """Return the adapter through which a player sees an open episode."""
+    if not environment.config.tools:
+        return EnvironmentAdapter(session, first_result, environment.renderer, 0.0)
+    toolbox = Toolbox(environment.client, environment.description.name)
+    return ToolAdapter(session, first_result, toolbox, 0.0)
+
+
+def list_legal_answers(result: StepResult) -> list[str]:
+    """Return the legal answers that an environment reports; empty if it has no text."""
+    return result.text.legal_answers if result.text else []
+
+
+async def _make_opening(
+    environment: ConnectedEnvironment, session: AsyncSession, first_result: StepResult
+) -> Opening:
+    """Return the opening as the rollout workers will show it."""
+    config = environment.config
+    if (
+        not config.tools
+        and (config.rollout is not None or config.agent is not None)
+        and first_result.text is None
+    ):
+        # Rollout functions and agents choose their own prompts; any text can identify weights.
+        observation = json.dumps(first_result.observation)[:_MAX_OBSERVATION_CHARACTERS]
+        return Opening([{"role": "user", "content": observation}])
+    return await make_adapter(environment, session, first_result).opening()

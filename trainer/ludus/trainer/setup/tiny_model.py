@@ -1,0 +1,274 @@
+"""The model that training starts from; a tiny model is made and warmed up here.
+
+A tiny model learns the format of completions from episodes with random legal answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+
+from ludus.env.client import AsyncSession
+from ludus.env.types import StepResult
+from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
+from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
+from ludus.trainer.agents.warm_start import AgentGames
+from ludus.trainer.core.notices import warn_user
+from ludus.trainer.core.streams import Stream, random_of, warm_start_seed
+from ludus.trainer.data.failures import commonest, count_failures, describe
+from ludus.trainer.learner.lora import check_targets
+from ludus.trainer.learner.warm_start import (
+    Conversation,
+    Exchange,
+    conversation_texts,
+    to_sample,
+    warm_start,
+)
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import MODEL_CONFIG_FILE
+from ludus.trainer.models.tiny import make_model, make_tokenizer, save
+from ludus.trainer.rollout.episode import close_session, when_there_is_room
+from ludus.trainer.rollout.renderer import NO_PICTURES
+from ludus.trainer.setup.environments import ConnectedEnvironment
+from ludus.trainer.setup.first_prompts import list_legal_answers, make_adapter
+
+_log = logging.getLogger(__name__)
+
+_NUM_CONCURRENT_EPISODES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmStartEpisode:
+    """An episode of the warm start."""
+
+    conversations: list[Conversation]
+    """One conversation, or all conversations of an agent."""
+    episode_return: float
+    """NaN if an agent played the episode."""
+
+
+async def prepare_model(
+    run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment], folder: Path
+) -> str:
+    """Return the id or folder of the model that training starts from; make a tiny model.
+
+    A tiny model is made only once, so that a resumed run still measures its distance from the
+    model that it started from.
+
+    Args:
+        folder: folder for a tiny model.
+    """
+    match run.model:
+        case PretrainedModel(path=path, lora=lora):
+            if lora is not None:
+                await asyncio.to_thread(check_targets, path, lora)
+            return path
+        case TinyModel() as config:
+            if not (folder / MODEL_CONFIG_FILE).is_file():
+                conversations = await _play_warm_start(run, config, environments)
+                await asyncio.to_thread(make_tiny_model, config, conversations, run.seed, folder)
+            return str(folder)
+
+
+def make_tiny_model(
+    config: TinyModel, conversations: Sequence[Conversation], seed: int, folder: Path
+) -> None:
+    """Write a tiny model whose vocabulary and format come from these conversations.
+
+    Raises:
+        ConfigError: all conversations are too long for the model, or it cannot be written.
+    """
+    # A tiny model cannot keep several threads busy: they would only wait for each other.
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer(conversation_texts(conversations), config.vocab_size)
+    chat = ChatTokenizer(tokenizer)
+    model = make_model(config, tokenizer, seed)
+    samples = [to_sample(chat, conversation) for conversation in conversations]
+    short_samples = [sample for sample in samples if len(sample.token_ids) <= config.max_tokens]
+    if not short_samples:
+        min_length = min(len(sample.token_ids) for sample in samples)
+        raise ConfigError(
+            f"model.max_tokens = {config.max_tokens} is too small for a whole episode: the "
+            f"shortest of {len(samples)} has {min_length} tokens; raise it, and rollout.max_tokens"
+        )
+    loss = warm_start(model, short_samples, config, seed)
+    _log.info(
+        "the warm start trained on %d of %d episodes: a cross-entropy of %.3f per completion token",
+        len(short_samples),
+        len(samples),
+        loss,
+    )
+    save(model, tokenizer, folder)
+
+
+async def _play_warm_start(
+    run: LanguageModelRun, config: TinyModel, environments: Mapping[str, ConnectedEnvironment]
+) -> list[Conversation]:
+    """Play episodes with random legal answers, in each environment according to its weight.
+
+    Failed episodes are left out.
+
+    Raises:
+        EpisodesFailedError: all episodes fail.
+    """
+    weights = [environment.config.weight for environment in environments.values()]
+    shares = _split_by_weight(config.warm_start_games, weights)
+    slots = asyncio.Semaphore(_NUM_CONCURRENT_EPISODES)
+    failures: list[str] = []
+
+    async def play(
+        environment_index: int, environment: ConnectedEnvironment, episode_index: int
+    ) -> _WarmStartEpisode | None:
+        async with slots:
+            try:
+                agent = agents.get(environment_index)
+                return await _play_episode(
+                    run, environment_index, environment, episode_index, agent
+                )
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+                failures.append(describe(error))
+                return None
+
+    async with AsyncExitStack() as stack:
+        agents = {
+            index: await AgentGames.start(environment.config.agent, stack)
+            for index, environment in enumerate(environments.values())
+            if environment.config.agent is not None
+        }
+        results = await asyncio.gather(
+            *(
+                asyncio.gather(*(play(index, environment, episode) for episode in range(share)))
+                for index, (environment, share) in enumerate(
+                    zip(environments.values(), shares, strict=True)
+                )
+            )
+        )
+    episodes = [[episode for episode in result if episode is not None] for result in results]
+    conversations = [
+        conversation
+        for environment_episodes in episodes
+        for episode in environment_episodes
+        for conversation in episode.conversations
+    ]
+    if failures:
+        message = (
+            f"{len(failures)} of {sum(shares)} episodes of the warm start failed; the most common "
+            f"reason: {commonest(count_failures(failures))}"
+        )
+        if not conversations:
+            raise EpisodesFailedError(message)
+        _log.warning("%s", message)
+    for (name, environment), environment_episodes in zip(
+        environments.items(), episodes, strict=True
+    ):
+        _log_episodes(name, environment_episodes, _max_turns(run, environment))
+    return conversations
+
+
+def _log_episodes(name: str, episodes: Sequence[_WarmStartEpisode], max_turns: int) -> None:
+    """Log the episodes of environment `name`; warn if random answers all had the same result."""
+    if not episodes:
+        return
+    num_turns = [sum(map(len, episode.conversations)) for episode in episodes]
+    _log.info(
+        "the warm start in '%s': %d episodes of %.1f turns on average, at most %d",
+        name,
+        len(episodes),
+        sum(num_turns) / len(episodes),
+        max(num_turns),
+    )
+    returns = {episode.episode_return for episode in episodes}
+    if any(map(math.isnan, returns)):
+        return
+    # Episodes with one question each also end after one step, but some random answers are right.
+    if len(episodes) == 1 or max_turns == 1 or max(num_turns) > 1 or len(returns) > 1:
+        return
+    warn_user(
+        f"all {len(episodes)} episodes of the warm start in '{name}' ended after one step, each "
+        f"with a reward of {returns.pop():g}, although the answers are random; if its episodes are "
+        f"meant to have one step, set environments.{name}.max_turns = 1; otherwise check whether "
+        "they end too early, or whether their secret can be guessed from the seed"
+    )
+
+
+def _split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
+    """Split `total` into whole numbers in proportion to the weights."""
+    bounds = [round(total * weight_sum / sum(weights)) for weight_sum in accumulate(weights)]
+    return [end - start for start, end in pairwise([0, *bounds])]
+
+
+async def _play_episode(
+    run: LanguageModelRun,
+    environment_index: int,
+    environment: ConnectedEnvironment,
+    episode_index: int,
+    agent: AgentGames | None,
+) -> _WarmStartEpisode:
+    generator = random_of(run.seed, Stream.WARM_START_ANSWER, environment_index, episode_index)
+    seed = warm_start_seed(run.seed, environment_index, episode_index)
+    open_session = partial(environment.client.open, seed=seed)
+    session, first_result = await when_there_is_room(open_session, run.rollout.group_timeout_s)
+    max_turns = _max_turns(run, environment)
+    try:
+        if agent is not None:
+            adapter = make_adapter(environment, session, first_result)
+            conversations = await agent.play(adapter, seed, generator, max_turns)
+            return _WarmStartEpisode(conversations, math.nan)
+        return await _answer_randomly(environment, session, first_result, generator, max_turns)
+    finally:
+        await close_session(session)
+
+
+def _max_turns(run: LanguageModelRun, environment: ConnectedEnvironment) -> int:
+    return environment.config.max_turns or run.rollout.max_turns
+
+
+async def _answer_randomly(
+    environment: ConnectedEnvironment,
+    session: AsyncSession,
+    result: StepResult,
+    generator: random.Random,
+    max_turns: int,
+) -> _WarmStartEpisode:
+    conversation: Conversation = []
+    episode_return = 0.0
+    while not result.done and len(conversation) < max_turns:
+        answers = list_legal_answers(result)
+        if not answers:
+            raise ConfigError(
+                "model.kind = 'tiny' learns the format from legal answers, but the environment "
+                f"'{environment.description.name}' {_explain_no_answers(result)}, or use "
+                "model.kind = 'pretrained' with an instruction-tuned model"
+            )
+        answer = generator.choice(answers)
+        messages = environment.renderer.messages(result, first=not conversation)
+        conversation.append(Exchange(messages, answer))
+        result = await session.step(**environment.renderer.action(answer, result))
+        episode_return += result.reward or 0.0
+    return _WarmStartEpisode([conversation], episode_return)
+
+
+def _explain_no_answers(result: StepResult) -> str:
+    """Explain why there are no legal answers, and what to change."""
+    if result.text is None and result.tensors:
+        return f"has no text_renderer, {NO_PICTURES}"
+    if result.text is None:
+        return "has no text_renderer; define one, with render, parse and legal_answers"
+    has_actions = bool(result.observation.get("legal_actions"))
+    concession = ", although the observation has legal_actions" if has_actions else ""
+    return (
+        f"has a text_renderer whose legal_answers() is empty{concession}; list the answers as text "
+        "there"
+    )
