@@ -1,8 +1,8 @@
-# SeaweedFS, the object store that the chart brings along for trying out.
+# SeaweedFS, the bundled object store of the chart for trials.
 #
 #   docker build --file charts/store.Dockerfile --tag ludus/store:dev .
 #
-# services/Dockerfile says how a machine's pip configuration comes in.
+# services/Dockerfile explains how to pass the machine's pip configuration.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS dependencies

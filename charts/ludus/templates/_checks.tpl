@@ -1,5 +1,4 @@
-{{/* Mistakes that a schema cannot see. All are told at once, each in a sentence that says what to
-     set. */}}
+{{/* Checks that a schema cannot express. All problems are reported together, each with a remedy. */}}
 
 {{- define "ludus.problems" -}}
 {{- include "ludus.problems.names" . }}
@@ -25,7 +24,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Arguments: place, part. Amounts of CPU, memory and storage. */}}
+{{/* Quantities of CPU, memory and storage. Arguments: place, part. */}}
 {{- define "ludus.problems.quantities" -}}
 {{- $amounts := dict }}
 {{- range $name := list "size" "shmSize" }}
@@ -40,16 +39,16 @@
 {{- end }}
 {{- range $place, $amount := $amounts }}
 {{- if not (regexMatch "^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$" (toString $amount)) }}
-- {{ $place }}: expected an amount such as 500m, 2 or 8Gi, got {{ $amount }}; set it to one
+- {{ $place }}: expected a quantity such as 500m, 2 or 8Gi, got {{ $amount }}; change it
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Arguments: place, part. */}}
+{{/* Plain secrets in variables. Arguments: place, part. */}}
 {{- define "ludus.problems.variables" -}}
 {{- range .part.env }}
 {{- if and .value (regexMatch "(^|_)(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|(SESSION|ACCESS|PRIVATE)_KEY)$" (upper .name)) }}
-- {{ $.place }}.env: expected {{ .name }} from a Secret, got its value, which everybody who may read pods would see; set valueFrom.secretKeyRef with name and key in place of value
+- {{ $.place }}.env: {{ .name }} must come from a Secret, because every reader of pods sees a plain value; set valueFrom.secretKeyRef with name and key instead of value
 {{- end }}
 {{- end }}
 {{- end }}
@@ -57,7 +56,7 @@
 {{- define "ludus.problems.network" -}}
 {{- range .Values.networkPolicy.apiServer.cidrs }}
 {{- if not (regexMatch "^([0-9]{1,3}([.][0-9]{1,3}){3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)/[0-9]{1,3}$" .) }}
-- networkPolicy.apiServer.cidrs: expected addresses with the length of their prefix, like 10.0.0.1/32, got {{ . }}; add it
+- networkPolicy.apiServer.cidrs: expected addresses with a prefix length, like 10.0.0.1/32, got {{ . }}; add the length
 {{- end }}
 {{- end }}
 {{- end }}
@@ -65,14 +64,14 @@
 {{- define "ludus.problems.names" -}}
 {{- $fullname := include "ludus.fullname" . }}
 {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $fullname) }}
-- fullnameOverride: expected names that begin with a letter and hold a-z, 0-9 and -, got {{ $fullname }}; choose another release name, or set fullnameOverride
+- fullnameOverride: a name must start with a letter and contain only a-z, 0-9 and -, got {{ $fullname }}; choose another release name, or set fullnameOverride
 {{- end }}
 {{- if not .Values.auth.existingSecret }}
 {{- $keys := .Values.auth.keys }}
-- auth.existingSecret: expected the name of a Secret, got none; make one with: kubectl create secret generic ludus-auth -n {{ .Release.Namespace }}{{ range list $keys.sessionKey $keys.gatewayToken $keys.environmentToken }} --from-literal={{ . }}=$(openssl rand -hex 32){{ end }}; then set auth.existingSecret=ludus-auth
+- auth.existingSecret: needs the name of a Secret; create one with: kubectl create secret generic ludus-auth -n {{ .Release.Namespace }}{{ range list $keys.sessionKey $keys.gatewayToken $keys.environmentToken }} --from-literal={{ . }}=$(openssl rand -hex 32){{ end }}; then set auth.existingSecret=ludus-auth
 {{- end }}
 {{- if not .Values.environments }}
-- environments: expected at least one, got none; set for example environments.blackjack.package=openspiel_env, environments.blackjack.options.game=blackjack and environments.blackjack.image.repository=ludus/env-openspiel
+- environments: at least one environment is required; set for example environments.blackjack.package=openspiel_env, environments.blackjack.options.game=blackjack and environments.blackjack.image.repository=ludus/env-openspiel
 {{- end }}
 {{- $images := dict "gateway.image" .Values.gateway.image "runs.image" .Values.runs.image "storage.store.image" .Values.storage.store.image }}
 {{- range $name, $environment := include "ludus.environments" . | fromJson }}
@@ -80,10 +79,10 @@
 {{- end }}
 {{- range $place, $image := $images }}
 {{- if not $image.repository }}
-- {{ $place }}.repository: expected the path of an image, got none; set for example {{ $place }}.repository=ludus/env-openspiel
+- {{ $place }}.repository: needs the path of an image; set for example {{ $place }}.repository=ludus/env-openspiel
 {{- end }}
 {{- if and $image.digest (not (regexMatch "^sha256:[0-9a-f]{64}$" $image.digest)) }}
-- {{ $place }}.digest: expected sha256: and 64 digits of 0-9a-f, got {{ $image.digest }}; set it to what the registry says, or set {{ $place }}.tag
+- {{ $place }}.digest: expected sha256: and 64 digits of 0-9a-f, got {{ $image.digest }}; set it to the digest in the registry, or set {{ $place }}.tag
 {{- end }}
 {{- end }}
 {{- end }}
@@ -93,18 +92,18 @@
 {{- include "ludus.problems.maxUnavailable" (dict "place" "gateway" "value" $gateway.maxUnavailable) }}
 {{- with $gateway.autoscaling }}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}
-- gateway.autoscaling: expected minReplicas of at most maxReplicas, got {{ .minReplicas }} and {{ .maxReplicas }}; raise maxReplicas or lower minReplicas
+- gateway.autoscaling: minReplicas must not exceed maxReplicas, got {{ .minReplicas }} and {{ .maxReplicas }}; raise maxReplicas or lower minReplicas
 {{- end }}
 {{- if and .enabled (not (dig "requests" "cpu" "" $gateway.resources)) }}
-- gateway.autoscaling: expected gateway.resources.requests.cpu, of which it takes its share, got none; set it, for example to 500m
+- gateway.autoscaling: needs gateway.resources.requests.cpu, because the target is a percentage of it; set it, for example to 500m
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Arguments: place, value. */}}
+{{/* Values of maxUnavailable. Arguments: place, value. */}}
 {{- define "ludus.problems.maxUnavailable" -}}
 {{- if not (regexMatch "^([1-9][0-9]*|[1-9][0-9]?%|100%)$" (toString .value)) }}
-- {{ .place }}.maxUnavailable: expected a number of at least 1 or a percentage from 1% to 100%, got {{ .value }}; less would keep a node from ever being drained
+- {{ .place }}.maxUnavailable: expected a number of at least 1 or a percentage from 1% to 100%, got {{ .value }}; a node could not be drained with less
 {{- end }}
 {{- end }}
 
@@ -112,20 +111,20 @@
 {{- $object := include "ludus.environmentName" . }}
 {{- $environment := .environment }}
 {{- if not (regexMatch "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$" .name) }}
-- {{ .place }}: expected a name of a-z, 0-9 and -, got {{ .name }}; rename it
+- {{ .place }}: the name must contain only a-z, 0-9 and -, got {{ .name }}; rename it
 {{- else if gt (len $object) 54 }}
-- {{ .place }}: expected a name with which {{ $object }} has at most 54 characters, got {{ len $object }}; shorten the environment's name by {{ sub (len $object) 54 }}, or set fullnameOverride
+- {{ .place }}: {{ $object }} may have at most 54 characters, got {{ len $object }}; shorten the environment's name by {{ sub (len $object) 54 }}, or set fullnameOverride
 {{- end }}
 {{- if not $environment.package }}
-- {{ .place }}.package: expected a package or another target, got none; set for example {{ .place }}.package=openspiel_env
+- {{ .place }}.package: needs a package or another target; set for example {{ .place }}.package=openspiel_env
 {{- end }}
 {{- include "ludus.problems.maxUnavailable" (dict "place" .place "value" $environment.maxUnavailable) }}
 {{- if eq $environment.mode "sandbox" }}
 {{- if ne (int $environment.capacity) 1 }}
-- {{ .place }}.capacity: expected 1 with mode sandbox, where each session has a pod of its own, got {{ $environment.capacity }}; set {{ .place }}.capacity=1
+- {{ .place }}.capacity: expected 1 with mode sandbox, because each session has its own pod, got {{ $environment.capacity }}; set {{ .place }}.capacity=1
 {{- end }}
 {{- if ne $environment.autoscaling.kind "none" }}
-- {{ .place }}.autoscaling.kind: expected none with mode sandbox, whose pods come from a warm pool, got {{ $environment.autoscaling.kind }}; set {{ .place }}.sandbox.warmPool instead
+- {{ .place }}.autoscaling.kind: expected none with mode sandbox, because its pods come from a warm pool, got {{ $environment.autoscaling.kind }}; set {{ .place }}.sandbox.warmPool instead
 {{- end }}
 {{- end }}
 {{- end }}
@@ -134,13 +133,13 @@
 {{- $server := .environment.server }}
 {{- $isolation := default "inline" $server.isolation }}
 {{- if and $server.numWorkers (ne $isolation "pool") }}
-- {{ .place }}.server.numWorkers: expected it with isolation pool alone, got isolation {{ $isolation }}; set {{ .place }}.server.isolation=pool, or remove numWorkers
+- {{ .place }}.server.numWorkers: needs isolation pool, got isolation {{ $isolation }}; set {{ .place }}.server.isolation=pool, or remove numWorkers
 {{- end }}
 {{- if and $server.memoryLimitMiB (eq $isolation "inline") }}
-- {{ .place }}.server.memoryLimitMiB: expected it with isolation pool or process, got {{ $isolation }}; set {{ .place }}.server.isolation, or remove memoryLimitMiB
+- {{ .place }}.server.memoryLimitMiB: needs isolation pool or process, got {{ $isolation }}; set {{ .place }}.server.isolation, or remove memoryLimitMiB
 {{- end }}
 {{- if and $server.cpuLimitSeconds (ne $isolation "process") }}
-- {{ .place }}.server.cpuLimitSeconds: expected it with isolation process alone, got {{ $isolation }}; set {{ .place }}.server.isolation=process, or remove cpuLimitSeconds
+- {{ .place }}.server.cpuLimitSeconds: needs isolation process, got {{ $isolation }}; set {{ .place }}.server.isolation=process, or remove cpuLimitSeconds
 {{- end }}
 {{- end }}
 
@@ -149,23 +148,23 @@
 {{- $place := printf "%s.autoscaling" .place }}
 {{- if and (ne $scaling.kind "none") (ne .environment.mode "sandbox") }}
 {{- if gt (int $scaling.min) (int $scaling.max) }}
-- {{ $place }}: expected min of at most max, got {{ $scaling.min }} and {{ $scaling.max }}; raise max or lower min
+- {{ $place }}: min must not exceed max, got {{ $scaling.min }} and {{ $scaling.max }}; raise max or lower min
 {{- end }}
 {{- if and (eq (int $scaling.min) 0) (eq $scaling.kind "hpa") }}
 - {{ $place }}.min: expected at least 1 with kind hpa, which cannot start from zero, got 0; set {{ $place }}.min=1 or {{ $place }}.kind=keda
 {{- end }}
 {{- if lt (int $scaling.scaleDownWindowSeconds) (int $scaling.scaleDownPeriodSeconds) }}
-- {{ $place }}.scaleDownWindowSeconds: expected at least scaleDownPeriodSeconds ({{ $scaling.scaleDownPeriodSeconds }}), got {{ $scaling.scaleDownWindowSeconds }}: an autoscaler takes all pods back at once that it has added in that time; raise it
+- {{ $place }}.scaleDownWindowSeconds: expected at least scaleDownPeriodSeconds ({{ $scaling.scaleDownPeriodSeconds }}), got {{ $scaling.scaleDownWindowSeconds }}; an autoscaler would remove all pods that it added in this period at the same time; raise it
 {{- end }}
 {{- if gt (int $scaling.sessionsPerPod) (int .environment.capacity) }}
 - {{ $place }}.sessionsPerPod: expected at most the capacity of {{ .environment.capacity }}, got {{ $scaling.sessionsPerPod }}; set it to about three quarters of the capacity
 {{- end }}
 {{- $timeout := .root.Values.gateway.sessions.queueTimeoutSeconds }}
 {{- if and (eq (int $scaling.min) 0) (lt (int $timeout) 60) }}
-- gateway.sessions.queueTimeoutSeconds: expected at least 60, so that who opens the first session of {{ .name }} waits until its first pod runs, got {{ $timeout }}; raise it, or set {{ $place }}.min=1
+- gateway.sessions.queueTimeoutSeconds: expected at least 60, so that the first open of {{ .name }} waits until its first pod runs, got {{ $timeout }}; raise it, or set {{ $place }}.min=1
 {{- end }}
 {{- if not .root.Values.monitoring.monitors.enabled }}
-- {{ $place }}.kind: expected monitoring.monitors.enabled with {{ $scaling.kind }}, which asks Prometheus how many sessions there are, got false; set monitoring.monitors.enabled=true, or {{ $place }}.kind=none
+- {{ $place }}.kind: {{ $scaling.kind }} needs monitoring.monitors.enabled, because it reads the number of sessions from Prometheus; set monitoring.monitors.enabled=true, or {{ $place }}.kind=none
 {{- end }}
 {{- end }}
 {{- end }}
@@ -174,7 +173,7 @@
 {{- $runs := .Values.runs }}
 {{- with $runs.rollout }}
 {{- if and $runs.autoscaling.enabled (or (gt (int .min) (int .replicas)) (gt (int .replicas) (int .max))) }}
-- runs.rollout: expected min, replicas and max in ascending order, got {{ .min }}, {{ .replicas }} and {{ .max }}; change them, or set runs.autoscaling.enabled=false
+- runs.rollout: min, replicas and max must be in ascending order, got {{ .min }}, {{ .replicas }} and {{ .max }}; change them, or set runs.autoscaling.enabled=false
 {{- end }}
 {{- end }}
 {{- range $group, $count := dict "learner" $runs.learner.ranksPerPod "rollout" 0 }}
@@ -183,14 +182,14 @@
 - runs.learner.ranksPerPod: expected one rank for each of the {{ $gpus }} GPUs of runs.learner.resources, got {{ $count }}; set runs.learner.ranksPerPod={{ $gpus }}
 {{- end }}
 {{- if not (dig "limits" "memory" "" (get $runs $group).resources) }}
-- runs.{{ $group }}.resources.limits.memory: expected a bound, because Ray takes what the node has where there is none, got none; set it, for example to 8Gi
+- runs.{{ $group }}.resources.limits.memory: needs a value, because Ray otherwise uses all memory of the node; set it, for example to 8Gi
 {{- end }}
 {{- end }}
 {{- if not (regexMatch "^[0-9]+[.][0-9]+[.][0-9]+$" $runs.rayVersion) }}
-- runs.rayVersion: expected a version such as 2.60.0, got {{ $runs.rayVersion }}; set it to that of the Ray in runs.image
+- runs.rayVersion: expected a version such as 2.60.0, got {{ $runs.rayVersion }}; set it to the version of Ray in runs.image
 {{- end }}
 {{- if and $runs.queue.priorityClass (not $runs.queue.name) }}
-- runs.queue.priorityClass: expected runs.queue.name with it, got none; name the LocalQueue
+- runs.queue.priorityClass: needs runs.queue.name; set it to the LocalQueue
 {{- end }}
 {{- end }}
 
@@ -198,41 +197,41 @@
 {{- $storage := .Values.storage }}
 {{- $isS3 := eq $storage.weights.kind "s3" }}
 {{- if and $isS3 (not $storage.s3.bucket) (not $storage.store.enabled) }}
-- storage.s3.bucket: expected the name of a bucket with storage.weights.kind=s3, got none; set it, or set storage.store.enabled=true to try things out
+- storage.s3.bucket: storage.weights.kind=s3 needs the name of a bucket; set it, or set storage.store.enabled=true for trials
 {{- end }}
 {{- if and $storage.store.enabled (not $isS3) }}
-- storage.store.enabled: expected storage.weights.kind=s3 with it, because nothing else uses the store, got {{ $storage.weights.kind }}; set storage.weights.kind=s3
+- storage.store.enabled: needs storage.weights.kind=s3, because only weights use the store, got {{ $storage.weights.kind }}; set storage.weights.kind=s3
 {{- end }}
 {{- if and $storage.store.enabled (not $storage.s3.existingSecret) }}
-- storage.s3.existingSecret: expected the name of a Secret for the bundled store, got none; make one with: kubectl create secret generic ludus-s3 -n {{ .Release.Namespace }} --from-literal={{ $storage.s3.keys.accessKeyId }}=ludus --from-literal={{ $storage.s3.keys.secretAccessKey }}=$(openssl rand -hex 32); then set storage.s3.existingSecret=ludus-s3
+- storage.s3.existingSecret: the bundled store needs the name of a Secret; create one with: kubectl create secret generic ludus-s3 -n {{ .Release.Namespace }} --from-literal={{ $storage.s3.keys.accessKeyId }}=ludus --from-literal={{ $storage.s3.keys.secretAccessKey }}=$(openssl rand -hex 32); then set storage.s3.existingSecret=ludus-s3
 {{- end }}
 {{- if and $storage.store.enabled $storage.s3.endpoint }}
-- storage.s3.endpoint: expected none with storage.store.enabled, which is the store, got {{ $storage.s3.endpoint }}; remove one of the two
+- storage.s3.endpoint: must be empty with storage.store.enabled, got {{ $storage.s3.endpoint }}; remove one of the two
 {{- end }}
 {{- if and $storage.s3.endpoint (not (regexMatch "^https?://[^/@?#[:space:]]+/?$" $storage.s3.endpoint)) }}
-- storage.s3.endpoint: expected a URL of scheme, host and port alone, like https://storage.example:9000; credentials go into storage.s3.existingSecret
+- storage.s3.endpoint: must be a URL with only scheme, host and port, like https://storage.example:9000; credentials go into storage.s3.existingSecret
 {{- end }}
 {{- if and $isS3 (not $storage.store.enabled) .Values.networkPolicy.enabled (not .Values.networkPolicy.runs) }}
-- networkPolicy.runs: expected a rule that lets runs reach the object store of storage.s3, got none; set for example networkPolicy.runs[0].ports[0].port=443
+- networkPolicy.runs: runs need a rule to reach the object store of storage.s3; set for example networkPolicy.runs[0].ports[0].port=443
 {{- end }}
 {{- if not $storage.runs.accessModes }}
-- storage.runs.accessModes: expected at least one, got none; set ReadWriteMany
+- storage.runs.accessModes: at least one mode is required; set ReadWriteMany
 {{- end }}
 {{- end }}
 
 {{- define "ludus.problems.routes" -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) }}
-- ingress.host: expected the name under which clients reach the gateway, got none; set for example ingress.host=ludus.example.com
+- ingress.host: needs the host name of the gateway; set for example ingress.host=ludus.example.com
 {{- end }}
 {{- range $kind := list "httpRoute" "grpcRoute" }}
 {{- $route := get $.Values $kind }}
 {{- if and $route.enabled (not $route.parentRefs) }}
-- {{ $kind }}.parentRefs: expected the Gateway to attach to, got none; set for example {{ $kind }}.parentRefs[0].name=NAME
+- {{ $kind }}.parentRefs: needs the Gateway to attach to; set for example {{ $kind }}.parentRefs[0].name=NAME
 {{- end }}
 {{- end }}
 {{- range $kind := list "ingress" "httpRoute" "grpcRoute" }}
 {{- if and (get $.Values $kind).enabled $.Values.gateway.tls.existingSecret }}
-- {{ $kind }}.enabled: expected a gateway without TLS behind it, got gateway.tls.existingSecret={{ $.Values.gateway.tls.existingSecret }}; end TLS at one of the two: remove gateway.tls.existingSecret, or set gateway.service.type=LoadBalancer in place of {{ $kind }}
+- {{ $kind }}.enabled: needs a gateway without TLS, got gateway.tls.existingSecret={{ $.Values.gateway.tls.existingSecret }}; terminate TLS in one place: remove gateway.tls.existingSecret, or set gateway.service.type=LoadBalancer instead of {{ $kind }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -261,9 +260,9 @@
 {{- end }}
 {{- end }}
 
-{{/* Arguments: root, place, kind, operator, other. */}}
+{{/* A missing kind of object. Arguments: root, place, kind, operator, other. */}}
 {{- define "ludus.problems.kind" -}}
 {{- if not (.root.Capabilities.APIVersions.Has .kind) }}
-- {{ .place }}: expected a cluster with {{ .operator }}, which knows {{ .kind }}, got one without; install {{ .operator }}, or set {{ .other }}. Where helm does not ask the cluster, add --api-versions {{ .kind }}
+- {{ .place }}: the cluster does not have {{ .kind }} of {{ .operator }}; install {{ .operator }}, or set {{ .other }}. If helm does not contact the cluster, add --api-versions {{ .kind }}
 {{- end }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* Environments as they are meant: each entry over the defaults, as JSON by name. */}}
+{{/* The environments, each merged with the defaults, as JSON by name. */}}
 
 {{- define "ludus.environments" -}}
 {{- $all := dict -}}
@@ -8,7 +8,7 @@
 {{ toJson $all }}
 {{- end }}
 
-{{/* Those whose pods are there before their sessions. */}}
+{{/* The environments of mode shared, whose pods exist before their sessions. */}}
 {{- define "ludus.sharedEnvironments" -}}
 {{- $shared := dict -}}
 {{- range $name, $environment := include "ludus.environments" . | fromJson -}}
@@ -19,8 +19,8 @@
 {{ toJson $shared }}
 {{- end }}
 
-{{/* A map over another, level by level. Sprig's own merging takes 0 and false for nothing said;
-     here they are said, and only null is not. `options` belong together and are not mixed. */}}
+{{/* A deep merge of two maps. Sprig's merge treats 0 and false as unset; here only null is unset.
+     `options` are replaced as a whole. */}}
 {{- define "ludus.over" -}}
 {{- $result := deepCopy .base -}}
 {{- range $key, $value := .given -}}
@@ -34,7 +34,7 @@
 {{ toJson $result }}
 {{- end }}
 
-{{/* Arguments: environment. The server's options as arguments, in the order of its --help. */}}
+{{/* The server's command-line arguments, in the order of its --help. Arguments: environment. */}}
 {{- define "ludus.serverArguments" -}}
 {{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" -}}
 {{- range $key, $value := .server }}
@@ -44,7 +44,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Arguments: root, environment. The container of an environment server. */}}
+{{/* The container of an environment server. Arguments: root, environment. */}}
 {{- define "ludus.environmentContainer" -}}
 {{- $keys := .root.Values.auth.keys -}}
 {{- $secret := .root.Values.auth.existingSecret -}}
@@ -56,7 +56,7 @@
   {{- end }}
   args:
     - {{ .environment.package | quote }}
-    {{- /* The kubelet would put variables where $(NAME) stands. */}}
+    {{- /* The kubelet would replace $(NAME) by a variable. */}}
     - {{ printf "--options=%s" (toJson .environment.options | replace "$(" "$$(") | quote }}
     - --host=0.0.0.0
     - --port=8000
@@ -65,14 +65,14 @@
     - {{ printf "--max-sessions=%d" (int .environment.capacity) | quote }}
     - {{ printf "--drain-grace-s=%d" (int .environment.drainSeconds) | quote }}
     {{- include "ludus.serverArguments" .environment | nindent 4 }}
-    {{- /* Workers get no variables but those that are named. */}}
+    {{- /* Workers get only the named variables. */}}
     {{- range .environment.env }}
     - {{ printf "--pass-env=%s" .name | quote }}
     {{- end }}
   env:
     {{- include "ludus.secretVariable" (dict "name" "LUDUS_SESSION_KEY" "secret" $secret "key" $keys.sessionKey) | nindent 4 }}
     {{- include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $secret "key" $keys.environmentToken) | nindent 4 }}
-    # The gateway finds a session's server by the pod that its id names.
+    # A session id contains the server id, which is derived from the pod.
     - name: POD_UID
       valueFrom: {fieldRef: {fieldPath: metadata.uid}}
     - {name: HOME, value: /tmp}
@@ -86,7 +86,7 @@
   {{- include "ludus.probes" . | nindent 2 }}
   {{- if eq .environment.mode "shared" }}
   lifecycle:
-    # No new session from the first moment on; SIGTERM then waits for those there are.
+    # Refuse new sessions immediately; SIGTERM then waits for the existing sessions.
     preStop: {httpGet: {path: /drain, port: admin}}
   {{- end }}
   {{- with .environment.resources }}

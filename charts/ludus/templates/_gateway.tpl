@@ -1,4 +1,4 @@
-{{/* The gateway's configuration. Its pods carry the hash of it, so that a change rolls them. */}}
+{{/* The gateway's configuration. Its pods have its hash as annotation, so a change restarts them. */}}
 {{- define "ludus.gatewayConfig" -}}
 {{- $gateway := .Values.gateway -}}
 host = "0.0.0.0"
@@ -45,7 +45,7 @@ lease = {{ $object }}
 {{- end }}
 {{- end }}
 
-{{/* How clients in the cluster address an environment. Arguments: root, name. */}}
+{{/* The address of an environment for clients in the cluster. Arguments: root, name. */}}
 {{- define "ludus.grpcAddress" -}}
 {{ ternary "grpcs" "grpc" (not (empty .root.Values.gateway.tls.existingSecret)) }}://{{ include "ludus.gatewayName" .root }}.{{ .root.Release.Namespace }}.svc:18000/{{ .name }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* Every series says of which release it is. */}}
+{{/* The label of the release, added to every series. */}}
 {{- define "ludus.relabelings" -}}
 - {targetLabel: release, replacement: {{ .Release.Name }}}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* Names, labels and images. What is cut to fit carries a hash, so that two never become one. */}}
+{{/* Names, labels and images. A shortened name ends with a hash, so that it stays unique. */}}
 
 {{- define "ludus.name" -}}
 {{ default "ludus" .Values.nameOverride }}
@@ -15,7 +15,7 @@
 {{ $name }}
 {{- end }}
 
-{{/* Arguments: root, component; environment where it is of one. */}}
+{{/* Labels of a component. Arguments: root, component; environment if it belongs to one. */}}
 {{- define "ludus.labels" -}}
 {{ include "ludus.selector" . }}
 app.kubernetes.io/part-of: ludus
@@ -33,7 +33,7 @@ ludus.dev/environment: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* What selects the pods of a component in a NetworkPolicy. Ray's pods have a name of their own. */}}
+{{/* Pod selector of a component in a NetworkPolicy. Ray's pods have a different name label. */}}
 {{- define "ludus.peer" -}}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/part-of: ludus

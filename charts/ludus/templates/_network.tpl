@@ -1,6 +1,6 @@
-{{/* Rules of the NetworkPolicies. docs/kubernetes.md lists the flows that they come to. */}}
+{{/* Rules of the NetworkPolicies. docs/kubernetes.md lists the resulting flows. */}}
 
-{{/* Arguments: root, component; environment where it is of one. */}}
+{{/* Peers of a component. Arguments: root, component; environment if it belongs to one. */}}
 {{- define "ludus.peers" -}}
 - podSelector:
     matchLabels: {{- include "ludus.peer" . | nindent 6 }}
@@ -32,7 +32,8 @@
     {{- end }}
 {{- end }}
 
-{{/* Arguments: root, environment. Gateways may call, and Prometheus; the server calls nobody. */}}
+{{/* Gateways and Prometheus may connect; the server opens no connections. Arguments: root,
+     environment. */}}
 {{- define "ludus.environmentRules" -}}
 ingress:
   - from:

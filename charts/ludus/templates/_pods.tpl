@@ -1,4 +1,4 @@
-{{/* What all pods have in common: nothing beyond the profile `restricted`. */}}
+{{/* Common parts of all pods, which comply with the profile `restricted`. */}}
 
 {{- define "ludus.containerSecurity" -}}
 allowPrivilegeEscalation: false
@@ -8,13 +8,13 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* Arguments: name of the variable, secret, key. */}}
+{{/* A variable from a Secret. Arguments: name of the variable, secret, key. */}}
 {{- define "ludus.secretVariable" -}}
 - name: {{ .name }}
   valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}
 {{- end }}
 
-{{/* Arguments: root; part: its values; labels, by which copies keep apart. Of every pod. */}}
+{{/* Common fields of every pod. Arguments: root; part: its values; labels: the pods to spread. */}}
 {{- define "ludus.podFields" -}}
 enableServiceLinks: false
 securityContext:
@@ -58,7 +58,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Three probes of the admin port, which speaks neither TLS nor asks for a token. */}}
+{{/* Probes of the admin port, which needs neither TLS nor a token. */}}
 {{- define "ludus.probes" -}}
 startupProbe:
   httpGet: {path: /healthz, port: admin}

@@ -1,4 +1,4 @@
-{{/* Who may use the bucket; nothing where the pods' own identity says it. */}}
+{{/* Credentials for the bucket; empty if the pods' identity grants access. */}}
 {{- define "ludus.storeVariables" -}}
 {{- with .Values.storage.s3 -}}
 {{- if .existingSecret -}}
@@ -8,7 +8,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* The bucket; only the bundled store has a name for it by itself. */}}
+{{/* The bucket; the bundled store has a default name. */}}
 {{- define "ludus.bucket" -}}
 {{- default (ternary "ludus" "" .Values.storage.store.enabled) .Values.storage.s3.bucket -}}
 {{- end }}

@@ -1,5 +1,5 @@
-{{/* The Ray cluster of a run: a head for the driver, learners of a fixed number, rollout workers.
-     A run's RayJob and the long-lived RayCluster are both made of it. */}}
+{{/* The Ray cluster of a run: a head for the driver, a fixed number of learners, and rollout
+     workers. A run's RayJob and the permanent RayCluster use it. */}}
 
 {{- define "ludus.rayVariables" -}}
 {{- $values := .root.Values -}}
@@ -9,7 +9,7 @@
 - {name: VLLM_CACHE_ROOT, value: /cache/vllm}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
 - {name: TRITON_CACHE_DIR, value: /cache/triton}
-# What a run shows to the gateway.
+# The token that a run sends to the gateway.
 {{ include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $values.auth.existingSecret "key" $values.auth.keys.gatewayToken) }}
 {{- with include "ludus.storeVariables" .root }}
 {{ . }}
@@ -38,7 +38,7 @@ metadata:
   {{- if or $runs.podAnnotations (ne .group "rollout") }}
   annotations:
     {{- if ne .group "rollout" }}
-    # Whoever moves it for tidiness ends the run, or throws it back to its checkpoint.
+    # Moving the pod would end the run or reset it to its checkpoint.
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
     karpenter.sh/do-not-disrupt: "true"
     {{- end }}
@@ -108,7 +108,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* Arguments: part, resource, count. They go through a shell, hence the second quotes. */}}
+{{/* Arguments: part, resource, count. The value passes a shell, so it needs double quotes. */}}
 {{- define "ludus.rayStartParams" -}}
 resources: {{ toJson (dict .resource .count) | quote | quote }}
 {{- with .part.numCpus }}
@@ -116,7 +116,7 @@ num-cpus: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Arguments: root, config, withReplicas: false where something else owns their number. */}}
+{{/* Arguments: root, config, withReplicas: false if another object sets the number of pods. */}}
 {{- define "ludus.rayCluster" -}}
 {{- $runs := .root.Values.runs -}}
 {{- $learner := $runs.learner -}}
@@ -137,7 +137,7 @@ authOptions: {mode: token}
 headGroupSpec:
   rayStartParams:
     dashboard-host: 0.0.0.0
-    # No task of a run is put here by chance; what belongs beside the driver asks for `head`.
+    # Ray schedules no task here unless the task requests the resource `head`.
     num-cpus: "0"
     {{- include "ludus.rayStartParams" (dict "part" dict "resource" "head" "count" 1000) | nindent 4 }}
   template: {{- include "ludus.rayTemplate" (dict "root" .root "group" "head" "part" $runs.head "config" .config) | nindent 4 }}
@@ -163,7 +163,7 @@ workerGroupSpecs:
     template: {{- include "ludus.rayTemplate" (dict "root" .root "group" "rollout" "part" $rollout "config" .config) | nindent 6 }}
 {{- end }}
 
-{{/* A whole RayJob; `ludus submit` puts a run's name where RUN stands. */}}
+{{/* A complete RayJob; `ludus submit` replaces RUN by the run's name. */}}
 {{- define "ludus.rayJob" -}}
 {{- $runs := .Values.runs -}}
 apiVersion: ray.io/v1
@@ -187,7 +187,7 @@ spec:
   submissionMode: HTTPMode
   entrypoint: python -m ludus.trainer train --config /etc/ludus/run.json --resume=auto
   metadata: {run_id: RUN}
-  # Kueue asks for it, and a run's results are on the volume.
+  # Kueue needs this, and the volume keeps a run's results.
   shutdownAfterJobFinishes: true
   ttlSecondsAfterFinished: {{ $runs.ttlSecondsAfterFinished }}
   backoffLimit: {{ $runs.backoffLimit }}
@@ -200,7 +200,7 @@ spec:
   rayClusterSpec: {{- include "ludus.rayCluster" (dict "root" . "config" true "withReplicas" true) | nindent 4 }}
 {{- end }}
 
-{{/* What `ludus submit` has to know of the release. */}}
+{{/* Properties of the release for `ludus submit`. */}}
 {{- define "ludus.platform" -}}
 {{- $environments := dict -}}
 {{- range $name, $environment := include "ludus.environments" . | fromJson -}}
