@@ -1,4 +1,4 @@
-"""The environment fleet: sessions, queue, latency, what is lost, and the servers themselves."""
+"""Dashboard of the environment fleet: sessions, queue, latency, losses and servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grafana.queries import (
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 
 _QUANTILES = (0.5, 0.95, 0.99)
-_OF_ENV = "sum by (namespace, env)"
+_BY_ENV = "sum by (namespace, env)"
 
 
 def _rate(metric: GatewayMetric, extra: str = "") -> str:
@@ -43,8 +43,8 @@ _SESSIONS = Row(
     (
         Panel(
             "Sessions: $environment",
-            "Open sessions on servers that take new ones, on servers that drain, and opens that "
-            "wait, against what the servers can hold.",
+            "Open sessions on servers that accept new ones and on draining servers, waiting opens, "
+            "and the capacity of the servers.",
             (
                 Query(sessions("active"), "active"),
                 Query(sessions("draining"), "on draining servers"),
@@ -58,8 +58,8 @@ _SESSIONS = Row(
         ),
         Panel(
             "Saturation",
-            "Open sessions of those that the servers can hold. Autoscaling aims at three "
-            "quarters; at 100 % opens wait.",
+            "Open sessions as a share of the capacity. Autoscaling aims at three quarters; at 100 % "
+            "opens wait.",
             (Query(f"{sessions('active')}\n  / ({capacity()} > 0)", "{{env}}"),),
             "percentunit",
             min=0,
@@ -67,7 +67,7 @@ _SESSIONS = Row(
         ),
         Panel(
             "Opens per second",
-            "Sessions that were asked for, by how that ended.",
+            "Requested sessions by outcome.",
             (
                 Query(
                     f"sum by (env, outcome) ({_rate(GatewayMetric.OPENS)})",
@@ -79,7 +79,7 @@ _SESSIONS = Row(
         ),
         Panel(
             "Wait for a free session",
-            "How long opens stood in the queue before they had a session or gave up.",
+            "Time that opens waited in the queue, with or without success.",
             tuple(
                 Query(
                     quantile(q, GatewayMetric.QUEUE_WAIT_SECONDS, AT_GATEWAY, "env"),
@@ -93,21 +93,19 @@ _SESSIONS = Row(
         ),
     ),
 )
-_LOST = Row(
-    "What went wrong",
+_FAILURES = Row(
+    "Failures",
     (
         Panel(
             "Lost sessions",
-            "Sessions per minute that ended through no doing of their players, because their "
-            "server is gone.",
-            (Query(f"60 * {_OF_ENV} ({_rate(GatewayMetric.SESSIONS_LOST)})", "{{env}}"),),
+            "Sessions per minute that ended because their server is gone.",
+            (Query(f"60 * {_BY_ENV} ({_rate(GatewayMetric.SESSIONS_LOST)})", "{{env}}"),),
             "suffix: /min",
             min=0,
         ),
         Panel(
             "Failed calls",
-            "Calls per second that the gateways answered with an error, by its code; "
-            "docs/errors.md says what each means.",
+            "Failed calls per second by error code; docs/errors.md explains the codes.",
             (
                 Query(
                     "sum by (env, code) (" + _rate(GatewayMetric.CALLS, ', code!="OK"') + ") > 0",
@@ -120,9 +118,9 @@ _LOST = Row(
         ),
         Panel(
             "Refused calls",
-            "Calls per second that were refused: by a tenant's quota, or for their token.",
+            "Calls per second that were refused because of a tenant's quota or a token.",
             (
-                Query(f"{_OF_ENV} ({_rate(GatewayMetric.RATE_LIMITED)})", "{{env}}: quota"),
+                Query(f"{_BY_ENV} ({_rate(GatewayMetric.RATE_LIMITED)})", "{{env}}: quota"),
                 Query(
                     "sum by (kind) (rate("
                     f"{GatewayMetric.AUTH_FAILURES}_total{{{NAMESPACE}}}[{RATE}]))",
@@ -138,30 +136,32 @@ _LATENCY = Row(
     "Latency",
     (
         Panel(
-            "A step, through the gateway",
-            "From a step's arrival at the gateway to its answer.",
+            "Step duration at the gateway",
+            "Time from a step's arrival at the gateway to its reply.",
             _latency("step"),
             "s",
             min=0,
         ),
         Panel(
-            "A reset, through the gateway",
-            "From a reset's arrival at the gateway to its answer.",
-            _latency("reset", empty_unless="sessions play again: training opens one per episode"),
+            "Reset duration at the gateway",
+            "Time from a reset's arrival at the gateway to its reply.",
+            _latency(
+                "reset", empty_unless="a session plays several episodes, which training does not do"
+            ),
             "s",
             min=0,
         ),
         Panel(
-            "An open, through the gateway",
-            "From the wish for a session to its answer, the wait in the queue included.",
+            "Open duration at the gateway",
+            "Time from the request of a session to the reply, including the wait in the queue.",
             _latency("open"),
             "s",
             min=0,
         ),
         Panel(
-            "Steps in the servers",
-            "How long environment servers took for a step, by bucket: the difference to the "
-            "gateway's figure is the network and the gateway itself.",
+            "Step duration in the servers",
+            "Duration of steps in environment servers, by bucket. The difference to the step "
+            "duration at the gateway is the time of the network and the gateway.",
             (
                 Query(
                     "sum by (le) (rate("
@@ -175,7 +175,7 @@ _LATENCY = Row(
         ),
         Panel(
             "Calls per second",
-            "Calls that the gateways answered, by kind.",
+            "Completed calls by kind.",
             (Query(f"sum by (env, call) ({_rate(GatewayMetric.CALLS)})", "{{env}}: {{call}}"),),
             "suffix: /s",
             width=12,
@@ -188,8 +188,8 @@ _SERVERS = Row(
     (
         Panel(
             "Servers",
-            "Environment servers as the gateways see them: ready for new sessions, draining, "
-            "and out of reach.",
+            "Environment servers that are ready for new sessions, draining or unreachable, as the "
+            "gateways report them.",
             tuple(
                 Query(servers(state), f"{{{{env}}}}: {state}")
                 for state in ("ready", "draining", "unreachable")
@@ -200,23 +200,23 @@ _SERVERS = Row(
         ),
         Panel(
             "Sessions per server",
-            "Open sessions of each server: placement keeps them even, and scale-in takes the "
-            "emptiest.",
+            "Open sessions of each server. Placement balances them, and a scale-in removes the "
+            "servers with the fewest.",
             (Query(f"max by (pod) ({server(EnvServerMetric.SESSIONS)})", "{{pod}}"),),
             "suffix: sessions",
             min=0,
         ),
         Panel(
             "Draining servers",
-            "Servers that take no new sessions; each ends when its last session has.",
+            "Servers that accept no new sessions; each stops after its last session.",
             (Query(f"sum({server(EnvServerMetric.DRAINING)})", "draining"),),
             "suffix: servers",
             min=0,
             decimals=0,
         ),
         Panel(
-            "Steps per second and server",
-            "Steps that each server answered.",
+            "Steps per second per server",
+            "Completed steps of each server.",
             (
                 Query(
                     f"sum by (pod) (rate({server(EnvServerMetric.STEPS, '_total')}[{RATE}]))",
@@ -227,9 +227,9 @@ _SERVERS = Row(
             min=0,
         ),
         Panel(
-            "How sessions end",
-            "Sessions per second that ended in the servers, by reason: idle, timeout and lost "
-            "are not the players' doing.",
+            "Ended sessions",
+            "Sessions per second that ended in the servers, by reason. Players do not cause the "
+            "reasons idle, timeout and lost.",
             (
                 Query(
                     "sum by (reason) (rate("
@@ -242,8 +242,7 @@ _SERVERS = Row(
         ),
         Panel(
             "Worker processes",
-            "Processes that run sessions within the servers, and per minute those that died or "
-            "were killed.",
+            "Worker processes of the servers, and the number per minute that died or were killed.",
             (
                 Query(
                     f"sum by (pod) ({server(EnvServerMetric.WORKERS)})",
@@ -262,7 +261,7 @@ _SERVERS = Row(
         ),
         Panel(
             "Gateways",
-            "Gateways that are scraped, by version.",
+            "Scraped gateways by version.",
             (
                 Query(
                     f"count by (version) ({GatewayMetric.BUILD}_info{{{NAMESPACE}}})",
@@ -277,7 +276,7 @@ _SERVERS = Row(
         ),
         Panel(
             "Failed calls in the servers",
-            "Errors per second that environment servers answered with, by code.",
+            "Error replies per second of environment servers, by code.",
             (
                 Query(
                     f"sum by (code) (rate({server(EnvServerMetric.ERRORS, '_total')}[{RATE}])) > 0",
@@ -296,11 +295,11 @@ _SERVERS = Row(
 FLEET = Dashboard(
     uid="ludus-fleet",
     title="Ludus / Environment fleet",
-    description="Sessions, queue, latency, what is lost, and the servers themselves.",
+    description="Sessions, queue, latency, losses and servers.",
     variables=(
         variables.DATASOURCE,
         variables.NAMESPACES,
         variables.ENVIRONMENTS_OF_FLEET,
     ),
-    rows=(_SESSIONS, _LOST, _LATENCY, _SERVERS),
+    rows=(_SESSIONS, _FAILURES, _LATENCY, _SERVERS),
 )

@@ -1,4 +1,4 @@
-"""All runs and the fleet at a glance: is anything wrong, and which page says more."""
+"""Dashboard with an overview of all runs and the fleet."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def _stat(title: str, description: str, expr: str, **more: object) -> Panel:
 _NOW = Row(
     "Now",
     (
-        _stat("Runs", "Runs whose driver is scraped.", f"count({_RUNS}) or vector(0)"),
+        _stat("Runs", "Runs with a scraped driver.", f"count({_RUNS}) or vector(0)"),
         _stat(
             "Alerts",
-            "Alerts of Ludus that fire; each names its page under docs/runbooks.",
+            "Firing alerts of Ludus; each has a page in docs/runbooks.",
             f'count(ALERTS{{{NAMESPACE}, alertname=~"Ludus.+", alertstate="firing"}}) or vector(0)',
             thresholds=_BAD,
         ),
         _stat(
             "Sessions",
-            "Open sessions on servers that take new ones.",
+            "Open sessions on servers that accept new ones.",
             f"sum({sessions('active')})",
         ),
         _stat(
             "Saturation",
-            "Open sessions of all that the fleet can hold.",
+            "Open sessions as a share of the fleet's capacity.",
             f"sum({sessions('active')}) / (sum({capacity()}) > 0)",
             unit="percentunit",
             thresholds=((0.75, "yellow"), (0.9, "red")),
@@ -60,7 +60,7 @@ _NOW = Row(
         ),
         _stat(
             "Lost sessions",
-            "Sessions of the last hour that ended through no doing of their players.",
+            "Sessions in the last hour that ended because their server was lost.",
             f"sum(increase({gateway(GatewayMetric.SESSIONS_LOST, '_total')}[1h]))",
             decimals=0,
             thresholds=_BAD,
@@ -75,8 +75,8 @@ def _column(expr: str) -> Query:
 
 _TABLE = Panel(
     "Runs",
-    "Each run as it stands. The win rate is that of the newest evaluation, averaged over its "
-    "environments; its page tells them apart.",
+    "Current state of each run. The win rate is from the newest evaluation, averaged over all "
+    "environments; the run's page shows each environment.",
     (
         _column(gauge(TrainSeries.STEP)),
         _column(gauge(TrainSeries.TARGET_STEPS)),
@@ -109,7 +109,7 @@ _RUNS_ROW = Row(
         _TABLE,
         Panel(
             "Evaluated win rate",
-            "Win rate of the trained policy on the evaluation's seeds.",
+            "Win rate of the trained policy on the evaluation seeds.",
             (Query(evaluated(EvalMetric.WIN_RATE, "trained"), "{{run}}: {{environment}}"),),
             "percentunit",
             min=0,
@@ -117,13 +117,13 @@ _RUNS_ROW = Row(
         ),
         Panel(
             "Reward",
-            "Mean reward of the newest step's episodes.",
+            "Mean reward of the episodes of the newest step.",
             (Query(gauge(TrainMetric.REWARD_MEAN, PLAYED), "{{run}}: {{environment}}"),),
             "none",
         ),
         Panel(
             "Steps per minute",
-            "Optimizer batches taken.",
+            "Completed training steps.",
             (Query(f"60 * {rate(TrainSeries.STEPS)}", "{{run}}"),),
             "suffix: /min",
             min=0,
@@ -135,7 +135,7 @@ _FLEET = Row(
     (
         Panel(
             "Sessions",
-            "Open sessions, and those that the servers can hold.",
+            "Open sessions and the capacity of the servers.",
             (
                 Query(sessions("active"), "{{env}}"),
                 Query(capacity(), "{{env}}: capacity"),
@@ -145,15 +145,15 @@ _FLEET = Row(
         ),
         Panel(
             "Servers",
-            "Environment servers that take new sessions.",
+            "Environment servers that accept new sessions.",
             (Query(servers("ready"), "{{env}}"),),
             "suffix: servers",
             min=0,
             decimals=0,
         ),
         Panel(
-            "Voided episodes",
-            "Share of the episodes that infrastructure voided, as the runs saw it.",
+            "Void episodes",
+            "Share of the runs' episodes that were voided because infrastructure failed.",
             (
                 Query(
                     share(TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES, PLAYED),
@@ -169,7 +169,7 @@ _FLEET = Row(
 OVERVIEW = Dashboard(
     uid="ludus-overview",
     title="Ludus / Overview",
-    description="All runs and the fleet at a glance.",
+    description="Overview of all runs and the fleet.",
     variables=(
         variables.DATASOURCE,
         variables.NAMESPACES,

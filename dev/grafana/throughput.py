@@ -1,4 +1,4 @@
-"""How weights travel and how fast the run is: sync, canary, tokens, idle time, buffer."""
+"""Dashboard of weight synchronization and throughput: canary, tokens, idle time, buffer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from grafana.model import Annotation, Dashboard, Panel, Query, Row
 from grafana.queries import OF_RUN, PLAYED, RUN, gauge, increase, per_step, rate
 from ludus.proto.metrics import TrainMetric, TrainSeries
 
-_OF_WORKER = f"{RUN}, worker"
+_BY_WORKER = f"{RUN}, worker"
 _RUN = "{{run}}"
 
 
-def _of_worker(series: TrainSeries) -> str:
-    return f"max by ({_OF_WORKER}) ({series}{{{OF_RUN}}})"
+def _newest_by_worker(series: TrainSeries) -> str:
+    return f"max by ({_BY_WORKER}) ({series}{{{OF_RUN}}})"
 
 
 _WEIGHTS = Row(
     "Weights",
     (
         Panel(
-            "Version behind the learner",
-            "How many versions each rollout worker is behind the learner's newest step.",
+            "Versions behind the learner",
+            "Number of versions that each rollout worker is behind the learner's newest step.",
             (
                 Query(
                     f"{gauge(TrainSeries.STEP)}\n"
-                    f"  - on ({RUN}) group_right () {_of_worker(TrainSeries.WORKER_VERSION)}",
+                    f"  - on ({RUN}) group_right () {_newest_by_worker(TrainSeries.WORKER_VERSION)}",
                     "{{run}}: worker {{worker}}",
                 ),
             ),
@@ -33,21 +33,21 @@ _WEIGHTS = Row(
             decimals=0,
         ),
         Panel(
-            "Time of a sync",
-            "From the last update until every worker samples from it, per step: publishing holds "
-            "up the learner, delivering runs beside the next step.",
+            "Weight sync duration",
+            "Time per step from the last update until every worker samples from it. Publishing "
+            "blocks the learner; delivery overlaps with the next step.",
             (
                 Query(per_step(TrainMetric.PUBLISH_S), "{{run}}: publish"),
                 Query(per_step(TrainMetric.DELIVER_S), "{{run}}: deliver"),
                 Query(per_step(TrainMetric.WEIGHT_FETCH_S), "{{run}}: fetch, slowest worker"),
-                Query(per_step(TrainMetric.SAMPLER_PAUSE_S), "{{run}}: pause of sampling"),
+                Query(per_step(TrainMetric.SAMPLER_PAUSE_S), "{{run}}: sampling paused"),
             ),
             "s",
             min=0,
         ),
         Panel(
-            "Bytes of a sync",
-            "Bytes of a published version, and those that all workers fetched for it.",
+            "Weight sync bytes",
+            "Bytes of a published version, and bytes that all workers fetched for it.",
             (
                 Query(per_step(TrainMetric.WEIGHT_SYNC_BYTES), "{{run}}: published"),
                 Query(per_step(TrainMetric.WEIGHT_FETCH_BYTES), "{{run}}: fetched"),
@@ -57,10 +57,12 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Canary error",
-            "Difference between the log-probs that a worker and the learner give the tokens of a "
-            "fixed answer. It is rounding as long as the worker samples from the right weights.",
+            "Difference between the log-probs of a worker and of the learner for the canary tokens. "
+            "With the right weights it is only a rounding error.",
             (
-                Query(_of_worker(TrainSeries.WORKER_CANARY_ERROR), "{{run}}: worker {{worker}}"),
+                Query(
+                    _newest_by_worker(TrainSeries.WORKER_CANARY_ERROR), "{{run}}: worker {{worker}}"
+                ),
                 Query(gauge(TrainMetric.CANARY_ERROR), "{{run}}: largest so far"),
             ),
             "suffix: nats",
@@ -68,8 +70,8 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Failed canaries",
-            "Deliveries after which a worker sampled from other weights, since the run began. "
-            "Each ends the run.",
+            "Deliveries since the start of the run after which a worker sampled from other weights. "
+            "Each stops the run.",
             (Query(gauge(TrainMetric.NUM_CANARY_FAILURES), _RUN),),
             "none",
             kind="stat",
@@ -79,7 +81,7 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Workers",
-            "Rollout workers that hold weights.",
+            "Rollout workers with weights.",
             (Query(gauge(TrainSeries.WORKERS), _RUN),),
             "none",
             kind="stat",
@@ -88,12 +90,12 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Different weights",
-            "Contents that the workers hold, counted by their hash: more than one for longer "
+            "Number of distinct content hashes of the workers' weights. More than one for longer "
             "than a delivery means that workers sample from different weights.",
             (
                 Query(
                     f"count by ({RUN}) (count_values by ({RUN}) "
-                    f'("hash", {_of_worker(TrainSeries.WORKER_HASH)}))',
+                    f'("hash", {_newest_by_worker(TrainSeries.WORKER_HASH)}))',
                     _RUN,
                 ),
             ),
@@ -108,8 +110,8 @@ _SPEED = Row(
     (
         Panel(
             "Tokens",
-            "Tokens per second: sampled by the rollout workers, computed by the learner with "
-            "prompts and padding, and in the loss.",
+            "Tokens per second: sampled by the rollout workers, computed by the learner (including "
+            "prompts and padding), and in the loss.",
             (
                 Query(
                     f"sum by ({RUN}) ({rate(TrainMetric.NUM_TOKENS_GENERATED, PLAYED)})",
@@ -123,7 +125,7 @@ _SPEED = Row(
         ),
         Panel(
             "Tokens sampled per worker",
-            "Tokens per second and rollout worker: it should not fall as workers are added.",
+            "Tokens per second per rollout worker. The value should not fall when workers are added.",
             (
                 Query(
                     f"sum by ({RUN}) ({rate(TrainMetric.NUM_TOKENS_GENERATED, PLAYED)})\n"
@@ -136,16 +138,16 @@ _SPEED = Row(
         ),
         Panel(
             "Episodes",
-            "Episodes per second, in the run's environments together.",
+            "Episodes per second in all environments of the run.",
             (Query(f"sum by ({RUN}) ({rate(TrainMetric.NUM_EPISODES, PLAYED)})", _RUN),),
             "suffix: episodes/s",
             min=0,
         ),
         Panel(
             "Idle shares",
-            "Share of the time in which the learner waited for a batch, and in which sampling "
-            "stood still because the staleness bound admitted nothing. Where the first is high, "
-            "add rollout workers; where the second is, they wait for the learner.",
+            "Share of the time in which the learner waited for a batch, and in which the staleness "
+            "limit paused sampling. If the first share is high, add rollout workers. If the second "
+            "is high, rollout workers wait for the learner.",
             (
                 Query(
                     f"{rate(TrainMetric.WAIT_FOR_BATCH_S)}\n  / ({rate(TrainMetric.STEP_S)} > 0)",
@@ -161,14 +163,15 @@ _SPEED = Row(
         ),
         Panel(
             "Buffer",
-            "Groups that wait for training after a batch was taken.",
+            "Groups that remain in the buffer after a batch was taken.",
             (Query(gauge(TrainMetric.BUFFER_DEPTH_GROUPS), _RUN),),
             "suffix: groups",
             min=0,
         ),
         Panel(
-            "Use of the hardware",
-            "Floating-point work of the model per second of training, of what the device can do.",
+            "Hardware use",
+            "Floating-point operations of the model per second of training, as a share of the "
+            "device's peak.",
             (
                 Query(
                     gauge(TrainMetric.MFU),
@@ -180,8 +183,8 @@ _SPEED = Row(
             min=0,
         ),
         Panel(
-            "Time of a step",
-            "Seconds from one step's end to the next, and per step what checkpoints take.",
+            "Step duration",
+            "Seconds between the ends of two steps, and seconds per step for checkpoints.",
             (
                 Query(per_step(TrainMetric.STEP_S), "{{run}}: step"),
                 Query(per_step(TrainMetric.CHECKPOINT_S), "{{run}}: checkpoints"),
@@ -190,9 +193,9 @@ _SPEED = Row(
             min=0,
         ),
         Panel(
-            "Tokens computed of those in the batch",
-            "Below 100 %: what samples begin with in common is computed once (learner.packing = "
-            '"tree"). Above: the rest is padding.',
+            "Computed tokens per batch token",
+            "Below 100 %: common prefixes of samples are computed once (learner.packing = "
+            '"tree"). Above 100 %: the excess is padding.',
             (
                 Query(
                     f"{increase(TrainMetric.NUM_TOKENS_FORWARDED)}\n"
@@ -210,8 +213,8 @@ _MACHINES = Row(
     (
         Panel(
             "Memory",
-            "Memory in use of what each Ray node has. The head holds driver and buffer: the run "
-            "ends when it runs out.",
+            "Share of each Ray node's memory in use. The head runs the driver and the buffer; the run "
+            "stops if it runs out of memory.",
             (
                 Query(
                     'max by (pod) (ray_node_mem_used{namespace=~"$namespace"})\n'
@@ -227,7 +230,7 @@ _MACHINES = Row(
         ),
         Panel(
             "GPUs",
-            "Use of each Ray node's GPUs, as their driver tells it.",
+            "GPU use of each Ray node, as reported by the GPU driver.",
             (
                 Query(
                     'avg by (pod) (ray_node_gpus_utilization{namespace=~"$namespace"})',
@@ -246,7 +249,7 @@ _MACHINES = Row(
 THROUGHPUT = Dashboard(
     uid="ludus-throughput",
     title="Ludus / Weights and throughput",
-    description="How weights travel and how fast the run is.",
+    description="Weight synchronization and throughput of runs.",
     variables=(
         variables.DATASOURCE,
         variables.NAMESPACES,

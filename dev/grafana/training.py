@@ -1,4 +1,4 @@
-"""One run: what it has learned, whether it still learns, and where its time goes."""
+"""Dashboard of one run: results, learning health and step durations."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _outcomes() -> Panel:
     ]
     return Panel(
         "Outcomes in training: $environment",
-        "Won, drawn and lost episodes, as shares of those that finished within the window; dashed: "
-        "the 95 % Wilson interval. These are sampled games at the training temperature: the "
-        "evaluation beside it is the one to report.",
+        "Shares of won, drawn and lost episodes among those that finished within the window; "
+        "dashed: 95 % Wilson interval. These episodes use the training temperature. Report the "
+        "evaluation instead.",
         queries,
         "percentunit",
         width=12,
@@ -72,7 +72,7 @@ _OUTCOME = Row(
         Panel(
             "Evaluation against baselines",
             "Win rate of the trained policy and of the fixed policies on the same seeds, which "
-            "training never sees; dashed: the 95 % interval of the trained policy.",
+            "training does not use; dashed: 95 % interval of the trained policy.",
             (
                 Query(evaluated(EvalMetric.WIN_RATE), "{{environment}}: {{policy}}"),
                 Query(evaluated(EvalMetric.WIN_RATE_CI95_LOW, "trained"), "{{environment}} low"),
@@ -85,8 +85,8 @@ _OUTCOME = Row(
         ),
         Panel(
             "Evaluated return",
-            "Mean return of an evaluation's game by policy; dashed: the 95 % interval of the "
-            "trained policy.",
+            "Mean return of evaluated episodes by policy; dashed: 95 % interval of the trained "
+            "policy.",
             (
                 Query(evaluated(EvalMetric.RETURN_MEAN), "{{environment}}: {{policy}}"),
                 Query(evaluated(EvalMetric.RETURN_CI95_LOW, "trained"), "{{environment}} low"),
@@ -97,7 +97,7 @@ _OUTCOME = Row(
         ),
         Panel(
             "Gap closed",
-            "How far the trained policy has come from the random policy (0 %) to the optimal one "
+            "Position of the trained policy between the random policy (0 %) and the optimal policy "
             "(100 %) in the newest evaluation.",
             (
                 Query(
@@ -111,8 +111,8 @@ _OUTCOME = Row(
         ),
         Panel(
             "Reward",
-            "Mean reward of the newest step's episodes, all terms weighted; dashed: one standard "
-            "deviation of single episodes to both sides.",
+            "Mean weighted reward of the episodes of the newest step; dashed: plus and minus one "
+            "standard deviation of single episodes.",
             (
                 Query(gauge(TrainMetric.REWARD_MEAN, PLAYED), "{{environment}}"),
                 Query(
@@ -131,8 +131,8 @@ _OUTCOME = Row(
         ),
         Panel(
             "Reward terms",
-            "Mean of each term of the reward, before its weight: a sum that rises through the "
-            "wrong term shows here.",
+            "Mean of each reward term before weighting. Check here that the intended term raises "
+            "the reward.",
             (
                 Query(
                     f"max by ({PLAYED}, term) ({TrainSeries.REWARD_TERM}{{{OF_ENVIRONMENT}}})",
@@ -142,17 +142,17 @@ _OUTCOME = Row(
             "none",
         ),
         Panel(
-            "Length of an episode",
-            "Mean number of turns: a policy that ends games sooner or stalls them shows here "
-            "before its reward does.",
+            "Episode length",
+            "Mean number of turns. A change can show a new behavior of the policy earlier than the "
+            "reward does.",
             (Query(gauge(TrainMetric.NUM_TURNS_MEAN, PLAYED), "{{environment}}"),),
             "suffix: turns",
             min=0,
         ),
         Panel(
             "Tools",
-            "Shares: of the episodes those that called a tool, and of the calls those that failed, "
-            "because the tool returned an error or nobody could read what was asked for.",
+            "Share of the episodes with a tool call, and share of the tool calls that failed because "
+            "the tool returned an error or the call could not be parsed.",
             (
                 Query(
                     share(
@@ -172,7 +172,7 @@ _OUTCOME = Row(
         ),
         Panel(
             "Tool calls",
-            "Calls of tools in an episode, the failed ones included.",
+            "Tool calls per episode, including failed calls.",
             (
                 Query(
                     share(TrainMetric.NUM_TOOL_CALLS, TrainMetric.NUM_EPISODES, PLAYED),
@@ -187,20 +187,20 @@ _OUTCOME = Row(
 )
 
 _HEALTH = Row(
-    "Does it still learn",
+    "Learning health",
     (
         Panel(
             "Entropy",
-            "Mean entropy of the policy at the tokens that it sampled. A fall to 0 within a few "
-            "steps means that it has stopped to explore.",
+            "Mean entropy of the policy at the sampled tokens. A fall to 0 within a few steps means "
+            "that the policy no longer explores.",
             (Query(gauge(TrainMetric.ENTROPY), "{{run}}"),),
             NATS,
             min=0,
         ),
         Panel(
             "KL divergence",
-            "From the reference model, and of the sampler from the learner (mismatch). The "
-            "mismatch comes from numerics and from staleness: it should stay far below 0.1.",
+            "Divergence of the policy from the reference model, and of the sampler from the learner "
+            "(mismatch). Numerics and staleness cause the mismatch; it should stay far below 0.1.",
             (
                 Query(gauge(TrainMetric.REFERENCE_KL), "reference"),
                 Query(gauge(TrainMetric.MISMATCH_KL), "mismatch"),
@@ -208,9 +208,9 @@ _HEALTH = Row(
             NATS,
         ),
         Panel(
-            "Groups that teach nothing",
-            "Zero variance: all rewards of the group were equal. Void: fewer than two episodes "
-            "were scored. Stale: too old when their turn came. Shares of the groups played.",
+            "Groups without learning signal",
+            "Shares of the played groups. Zero variance: all rewards of the group were equal. Void: "
+            "fewer than two episodes had a reward. Stale: the group was too old for its batch.",
             tuple(
                 Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {word}")
                 for word, metric in (
@@ -225,7 +225,7 @@ _HEALTH = Row(
         ),
         Panel(
             "Curriculum",
-            "Environments that the curriculum has opened so far.",
+            "Environments that the curriculum has unlocked so far.",
             (
                 Query(
                     gauge(TrainMetric.NUM_ENVIRONMENTS_OPEN),
@@ -239,18 +239,18 @@ _HEALTH = Row(
         ),
         Panel(
             "Staleness",
-            "Age of the groups of the newest batch, in versions of the weights: mean and oldest.",
+            "Staleness of the groups of the newest batch in policy versions: mean and maximum.",
             (
                 Query(gauge(TrainMetric.STALENESS_MEAN, PLAYED), "{{environment}}: mean"),
-                Query(gauge(TrainMetric.STALENESS_MAX, PLAYED), "{{environment}}: oldest"),
+                Query(gauge(TrainMetric.STALENESS_MAX, PLAYED), "{{environment}}: maximum"),
             ),
             "suffix: versions",
             min=0,
         ),
         Panel(
             "Loss",
-            "Value of the objective that was minimised, and of the value head's loss. The "
-            "objective is no measure of progress: its scale changes with the advantages.",
+            "Value of the minimized objective, and loss of the value head. The objective does not "
+            "measure progress, because its scale changes with the advantages.",
             (
                 Query(gauge(TrainMetric.LOSS), "objective"),
                 Query(
@@ -270,8 +270,8 @@ _HEALTH = Row(
         ),
         Panel(
             "Clipped and masked",
-            "Shares of sampled tokens at which the clip of the importance ratio held, and of "
-            "tokens and samples that the correction for off-policy data took out of the loss.",
+            "Share of sampled tokens with a clipped importance ratio, and shares of tokens and "
+            "samples that the off-policy correction removed from the loss.",
             (
                 Query(gauge(TrainMetric.CLIP_RATIO), "clipped tokens"),
                 Query(gauge(TrainMetric.MASKED_TOKEN_RATIO), "masked tokens"),
@@ -282,15 +282,15 @@ _HEALTH = Row(
         ),
         Panel(
             "Learning rate",
-            "Of the newest step, as the schedule has it.",
+            "Learning rate of the newest step.",
             (Query(gauge(TrainMetric.LEARNING_RATE), "{{run}}"),),
             "sci",
             min=0,
         ),
         Panel(
             "Explained variance",
-            "Share of the returns' variance that the value head explains; at 0 it is worth "
-            "nothing.",
+            "Share of the variance of returns that the value head explains; at 0 the value head is "
+            "useless.",
             (
                 Query(
                     gauge(TrainMetric.EXPLAINED_VARIANCE),
@@ -309,7 +309,7 @@ _STEPS = Row(
     (
         Panel(
             "Phase",
-            "What the run is doing.",
+            "Current phase of the run.",
             (Query(f"max by (phase) ({TrainSeries.PHASE}{{{OF_RUN}}})", "{{phase}}"),),
             "none",
             kind="state-timeline",
@@ -321,9 +321,9 @@ _STEPS = Row(
             },
         ),
         Panel(
-            "Where a step's time goes",
-            "Seconds per step: waiting for a batch, training, publishing the weights. Where it "
-            "waits, sampling is the bottleneck, and more rollout workers or servers help.",
+            "Step duration by part",
+            "Seconds per step for waiting for a batch, training and publishing the weights. A long "
+            "wait means that sampling is the bottleneck; add rollout workers or servers.",
             (
                 Query(per_step(TrainMetric.WAIT_FOR_BATCH_S), "wait for a batch"),
                 Query(per_step(TrainMetric.TRAIN_S), "train"),
@@ -334,11 +334,11 @@ _STEPS = Row(
             stacked=True,
         ),
         Panel(
-            "Steps done",
-            "Optimizer batches, and those of the whole run. It falls where a lost learner went "
-            "back to its checkpoint.",
+            "Completed steps",
+            "Completed and planned training steps. The curve falls when a lost learner resumes from "
+            "its checkpoint.",
             (
-                Query(gauge(TrainSeries.STEP), "done"),
+                Query(gauge(TrainSeries.STEP), "completed"),
                 Query(gauge(TrainSeries.TARGET_STEPS), "planned"),
             ),
             "none",
@@ -346,34 +346,34 @@ _STEPS = Row(
             decimals=0,
         ),
         Panel(
-            "Work that a loss would cost",
-            "Time since the newest checkpoint, or since the run began or was resumed: what is "
-            "trained again if the learner is lost now.",
+            "Time since the last checkpoint",
+            "Time since the newest checkpoint, or since the run started or resumed. This work is "
+            "repeated if the learner is lost now.",
             (Query(f"time() - {gauge(TrainSeries.LAST_CHECKPOINT)}", "{{run}}"),),
             "s",
             min=0,
         ),
         Panel(
             "Episodes",
-            "Episodes played per second, and of these the ones that infrastructure voided, that "
-            "ended with text that was no action, and that a limit cut off.",
+            "Episodes per second, and the number of them that were lost with their infrastructure, "
+            "ended with text that is not an action, or were truncated by a limit.",
             tuple(
                 Query(rate(metric, PLAYED, WINDOW), f"{{{{environment}}}}: {word}")
                 for word, metric in (
                     ("played", TrainMetric.NUM_EPISODES),
-                    ("voided", TrainMetric.NUM_EPISODES_LOST),
-                    ("no action", TrainMetric.NUM_EPISODES_INVALID),
-                    ("cut off", TrainMetric.NUM_EPISODES_TRUNCATED),
+                    ("lost", TrainMetric.NUM_EPISODES_LOST),
+                    ("invalid", TrainMetric.NUM_EPISODES_INVALID),
+                    ("truncated", TrainMetric.NUM_EPISODES_TRUNCATED),
                 )
             ),
             "suffix: episodes/s",
             min=0,
         ),
         Panel(
-            "Voided episodes",
-            "Shares of the episodes that infrastructure voided (lost), and that ended in an "
-            "exception (failed). Both are never trained on. Above 2 %: of the lost ones look at "
-            "the fleet, of the failed ones at the driver's log, which has the reasons.",
+            "Void episodes",
+            "Shares of episodes that infrastructure ended (lost) or an exception ended (failed). "
+            "Neither is trained on. Above 2 %, check the fleet for lost episodes, and the driver's "
+            "log for the reasons of failed episodes.",
             tuple(
                 Query(
                     share(metric, TrainMetric.NUM_EPISODES, PLAYED), f"{{{{environment}}}}: {word}"
@@ -388,8 +388,8 @@ _STEPS = Row(
         ),
         Panel(
             "Restarts",
-            "Restarts of the learner's ranks and of environment servers that the run owns, and "
-            "groups that were rolled back with a learner, all since the run began.",
+            "Restarts of the learner's ranks and of the run's environment servers, and groups that "
+            "were rolled back with a learner, since the start of the run.",
             (
                 Query(gauge(TrainMetric.NUM_LEARNER_RESTARTS), "learner"),
                 Query(gauge(TrainMetric.NUM_ENVIRONMENT_RESTARTS), "environment servers"),
@@ -421,17 +421,17 @@ _RESTARTS = Annotation(
 )
 
 _UNLOCKS = Annotation(
-    "Environment opened",
+    "Environment unlocked",
     f"{increase(TrainMetric.NUM_UNLOCKS, PLAYED, window='1m')} > 0",
     "{{run}}: {{environment}}",
     "green",
-    empty_unless="the curriculum opened an environment within the last minute",
+    empty_unless="the curriculum unlocked an environment within the last minute",
 )
 
 TRAINING = Dashboard(
     uid="ludus-training",
     title="Ludus / Training",
-    description="One run: what it has learned, whether it still learns, where its time goes.",
+    description="Results, learning health and step durations of one run.",
     variables=(
         variables.DATASOURCE,
         variables.NAMESPACES,

@@ -1,4 +1,4 @@
-"""What a person chooses at the top of a dashboard."""
+"""Selections at the top of the dashboards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAYED = f"{prometheus_name(TrainMetric.NUM_EPISODES)}_total"
 DATASOURCE = Variable(
     "datasource",
     "Prometheus",
-    "The Prometheus that follows the chart's monitors.",
+    "The Prometheus that scrapes the chart's monitors.",
     "prometheus",
     type="datasource",
     multiple=False,
@@ -19,35 +19,35 @@ DATASOURCE = Variable(
 NAMESPACES = Variable(
     "namespace",
     "Namespace",
-    "Where the release is installed.",
+    "Namespace of the release.",
     f'label_values({{__name__=~"{TrainSeries.RUN}|{GatewayMetric.BUILD}_info"}}, namespace)',
 )
 RUNS = Variable(
-    "run", "Run", "Runs by their names.", f"label_values({TrainSeries.RUN}{{{NAMESPACE}}}, run)"
+    "run", "Run", "Names of the runs.", f"label_values({TrainSeries.RUN}{{{NAMESPACE}}}, run)"
 )
 ONE_RUN = Variable(
     "run",
     "Run",
-    "The run that the page is about.",
+    "The run shown on the page.",
     f"label_values({TrainSeries.RUN}{{{NAMESPACE}}}, run)",
     multiple=False,
 )
 ENVIRONMENTS_OF_RUN = Variable(
     "environment",
     "Environment",
-    "Environments as the run calls them.",
+    "Environment names in the run.",
     f'label_values({_PLAYED}{{{NAMESPACE}, run=~"$run"}}, environment)',
 )
 ENVIRONMENTS_OF_FLEET = Variable(
     "environment",
     "Environment",
-    "Environments as the gateway calls them.",
+    "Environment names at the gateway.",
     f"label_values({GatewayMetric.SESSIONS}{{{NAMESPACE}}}, env)",
 )
 ENVIRONMENTS = Variable(
     "environment",
     "Environment",
-    "Environments as the gateway calls them, and as the runs do.",
+    "Environment names at the gateway and in the runs.",
     f"query_result(group by (environment) ({_PLAYED}{{{NAMESPACE}}})"
     f" or group by (environment) (label_join({GatewayMetric.SESSIONS}{{{NAMESPACE}}},"
     ' "environment", "", "env")))',
@@ -56,7 +56,7 @@ ENVIRONMENTS = Variable(
 WINDOW = Variable(
     "window",
     "Window",
-    "The time that counts are taken over: longer is smoother, and its intervals are narrower.",
+    "Time range of counts. A longer window gives smoother curves and narrower intervals.",
     "1m,5m,15m,1h,6h",
     type="custom",
     multiple=False,

@@ -75,7 +75,7 @@ def test_every_alert_has_a_page_that_says_what_to_do() -> None:
     index = (folder / "README.md").read_text(encoding="utf-8")
     for name, text in pages.items():
         headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
-        assert headings == [f"# {name}", "## Meaning", "## Look", "## Do"], name
+        assert headings == [f"# {name}", "## Meaning", "## Diagnosis", "## Remedy"], name
         assert f"[{name}]({name}.md) | {ALERTS[name]['labels']['severity']} |" in index
 
 

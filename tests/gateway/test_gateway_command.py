@@ -101,15 +101,15 @@ async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_a
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), "expected --config or --env"),
-        (("--env", "blackjack"), "expected NAME=TARGET"),
-        (("--env", "a=x_env", "--env", "a=y_env"), "each name once"),
-        (("--env", "a=grpc://nowhere"), "expected grpc://host:port"),
-        (("--env", "a=grpc://h:1", "--option", "a.game=x"), "run here"),
+        ((), "--config or --env is required"),
+        (("--env", "blackjack"), "must be NAME=TARGET"),
+        (("--env", "a=x_env", "--env", "a=y_env"), "names 'a' twice"),
+        (("--env", "a=grpc://nowhere"), "must be grpc://host:port"),
+        (("--env", "a=grpc://h:1", "--option", "a.game=x"), "runs on this machine"),
         (("--env", "a=grpc://h:1"), "LUDUS_SESSION_KEY"),
         (("--env", "a=nope_env", "--port", "0"), "no environment package 'nope_env'"),
         (("--env", "a=openspiel_env", "--isolation", "some"), "'inline', 'pool' or 'process'"),
-        (("--env", "a=openspiel_env", "--host", "0.0.0.0"), "expected tenants or a token"),
+        (("--env", "a=openspiel_env", "--host", "0.0.0.0"), "needs tenants or a token"),
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
     ],
 )

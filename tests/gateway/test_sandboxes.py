@@ -151,7 +151,7 @@ async def test_an_empty_pool_is_told_in_time_and_leaves_no_claim() -> None:
 @pytest.mark.parametrize(
     ("verb", "plural", "status", "said"),
     [
-        ("list", "sandboxclaims", 404, "expected agent-sandbox with its extensions"),
+        ("list", "sandboxclaims", 404, "does not have agent-sandbox"),
         ("get", "sandboxwarmpools", 404, "warm pool 'code'"),
         ("create", "sandboxclaims", 403, "grant it in the gateway's Role"),
     ],
