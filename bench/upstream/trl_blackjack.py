@@ -42,7 +42,7 @@ class InProcess:
     """Games in this process, numbered from 0."""
 
     def __init__(self, num_games):
-        self.environments = [OpenSpielEnvironment("blackjack") for _ in range(num_games)]
+        self.environments = [OpenSpielEnvironment(game="blackjack") for _ in range(num_games)]
         self.observations = [None] * num_games
 
     def deal(self, seeds):

@@ -1,4 +1,7 @@
-"""Atari 2600 games: `make_environment` to play here, `AtariEnv` anywhere."""
+"""Atari 2600 games.
+
+`make_environment` builds an environment in this process; `AtariEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ DEFAULT_PORT = 8007
 
 
 def make_environment(**options: Any) -> AtariEnvironment:
-    """A new environment; the options are those of `AtariEnvironment`.
+    """Return a new environment. The options are the fields of `AtariOptions`.
 
     Raises:
-        NotFoundError: there is no game of that name.
-        ConfigError: ale-py is not installed, or the options do not fit.
+        NotFoundError: The game does not exist.
+        ConfigError: ale-py is not installed, or an option is invalid.
     """
-    # Clients need no emulator, so it is loaded only here.
+    # Clients do not need the emulator, so it is imported here only.
     from .server.atari_environment import AtariEnvironment
 
     return AtariEnvironment(**options)

@@ -1,4 +1,4 @@
-"""The client of an Atari server.
+"""Client of an atari_env server.
 
 with AtariEnv(base_url="http://localhost:8007") as env:
     result = env.reset(seed=7)
@@ -13,11 +13,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import AtariAction, AtariObservation, AtariState
 
 AtariResult = TypedResult[AtariObservation]
-"""What one reset or step led to; `tensors["screen"]` is the picture, where pictures are sent."""
+"""Result of one reset or step. `tensors["screen"]` is the picture, if pictures are sent."""
 
 
 class AtariEnv(TypedEnv[AtariAction, AtariObservation, AtariState]):
-    """Atari games of a server."""
+    """A session on an atari_env server."""
 
     default_url = "http://localhost:8007"
     observation_type = AtariObservation

@@ -1,8 +1,7 @@
-"""What is where on the screen of a game, read from the console's memory.
+"""Positions of objects in a game, read from the console's memory.
 
-Where games keep things is known: Anand et al., Unsupervised State Representation Learning in
-Atari (2019), list it for 22 games; here are three. Coordinates count pixels, x to the right and
-y downwards.
+The memory addresses are from Anand et al., Unsupervised State Representation Learning in Atari
+(2019), who list them for 22 games. Coordinates are in pixels, x to the right and y downward.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import numpy as np
 
 Facts = dict[str, int]
 
-_BYTES: dict[str, Facts] = {
+_ADDRESSES: dict[str, Facts] = {
     "pong": {
         **{"ball_x": 49, "ball_y": 54, "paddle_y": 51, "opponent_y": 50},
         **{"points": 14, "opponent_points": 13},
@@ -19,40 +18,40 @@ _BYTES: dict[str, Facts] = {
     "breakout": {"ball_x": 99, "ball_y": 101, "paddle_x": 72, "bricks_hit": 77},
     "space_invaders": {"cannon_x": 28, "fleet_x": 26, "invaders": 17},
 }
-"""By game: where in the memory each fact is."""
+"""Memory address of each fact, by game."""
 
 PONG_PADDLE_X = 188
 BREAKOUT_PADDLE_Y = 189
-_PONG_MIDDLE = 8
-_BREAKOUT_MIDDLE = 8
-"""From the byte of a paddle to its middle, in the coordinates of the ball."""
+_PONG_PADDLE_CENTER = 8
+_BREAKOUT_PADDLE_CENTER = 8
+"""Offset from a paddle's byte to its center, in the ball's coordinates."""
 
 
-def facts_of(game: str, memory: np.ndarray, before: Facts) -> Facts:
-    """The facts by name; empty for a game whose memory is not known.
+def read_facts(game: str, memory: np.ndarray, previous_facts: Facts) -> Facts:
+    """Return the facts by name; empty for a game without known addresses.
 
-    A ball has two more, `has_ball`, and its change since the decision before as `ball_speed_x`
-    and `ball_speed_y`, 0 where there was none.
+    A game with a ball also has `has_ball`, and the ball's motion since the previous decision,
+    `ball_speed_x` and `ball_speed_y`, which is 0 if there was no ball.
 
     Args:
-        memory: 128 bytes.
-        before: the facts at the decision before; empty at the first.
+        memory: uint8 [128].
+        previous_facts: Facts at the previous decision; empty at the first decision.
     """
-    facts = {name: int(memory[byte]) for name, byte in _BYTES.get(game, {}).items()}
+    facts = {name: int(memory[address]) for name, address in _ADDRESSES.get(game, {}).items()}
     if "ball_x" in facts:
         facts["has_ball"] = int(facts["ball_x"] > 0 and facts["ball_y"] > 0)
-        is_seen_twice = bool(facts["has_ball"] and before.get("has_ball"))
+        has_motion = bool(facts["has_ball"] and previous_facts.get("has_ball"))
         for axis in ("x", "y"):
-            now = facts[f"ball_{axis}"]
-            facts[f"ball_speed_{axis}"] = now - before[f"ball_{axis}"] if is_seen_twice else 0
+            name = f"ball_{axis}"
+            facts[f"ball_speed_{axis}"] = facts[name] - previous_facts[name] if has_motion else 0
     return facts
 
 
-def pong_aside(facts: Facts) -> int:
-    """How many pixels the ball is below the middle of Pong's right paddle."""
-    return facts["ball_y"] - facts["paddle_y"] - _PONG_MIDDLE
+def pong_offset(facts: Facts) -> int:
+    """Return the pixels from the center of Pong's right paddle down to the ball."""
+    return facts["ball_y"] - facts["paddle_y"] - _PONG_PADDLE_CENTER
 
 
-def breakout_aside(facts: Facts) -> int:
-    """How many pixels the ball is to the right of the middle of Breakout's paddle."""
-    return facts["ball_x"] - facts["paddle_x"] - _BREAKOUT_MIDDLE
+def breakout_offset(facts: Facts) -> int:
+    """Return the pixels from the center of Breakout's paddle to the right to the ball."""
+    return facts["ball_x"] - facts["paddle_x"] - _BREAKOUT_PADDLE_CENTER

@@ -1,4 +1,4 @@
-"""What travels between an Atari server and its players; OpenEnv's fields, and a few more."""
+"""Messages between an atari_env server and its players: OpenEnv's fields and a few more."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from pydantic import Field
 from ludus.env import Action, Observation, State
 
 UNNAMED_GAME = "pong"
-"""OpenEnv's clients send this game name when their user named none, whatever is played."""
+"""Game name that OpenEnv's clients send if the user names no game."""
 
 ObsType = Literal["ram", "rgb", "grayscale"]
 UNNAMED_OBS_TYPE: ObsType = "rgb"
-"""The same for the type of observation."""
+"""Observation type that OpenEnv's clients send if the user names no type."""
 
 
 class AtariAction(Action):
-    """One decision; it holds for as many frames as the server's `frameskip` says."""
+    """One decision. The server repeats it for `frameskip` frames."""
 
     action_id: int
-    """One of the observation's `legal_actions`."""
+    """An element of the observation's `legal_actions`."""
     game_name: str = UNNAMED_GAME
-    """The game it is meant for; the default stands for the one that is played."""
+    """Game that the action is for. The default means the session's game."""
     obs_type: ObsType = UNNAMED_OBS_TYPE
-    """What the player expects to see; the default stands for what is sent."""
+    """Type of observation that the player expects. The default means the session's type."""
     full_action_space: bool = False
-    """True is for a server that offers all 18 actions of the console."""
+    """True if the action is for a server that offers all 18 actions."""
 
 
 class AtariObservation(Observation):
-    """What the player sees after its decision."""
+    """The game after a decision."""
 
     screen: list[int] | dict[str, Any] | None
-    """With `ram`, the console's 128 bytes of memory. Pictures travel beside it, as the tensor
-    `screen`; OpenEnv's own clients have them here, as a list with `lists_pixels`, else as
-    {"dtype", "shape", "data"} with the bytes in base64."""
+    """The console's 128 bytes of memory for the type `ram`. A picture is the tensor `screen` of the
+    result instead. OpenEnv's clients get the picture here: as a list with `lists_pixels`,
+    otherwise as {"dtype", "shape", "data"} with base64 data."""
     screen_shape: list[int]
     """[128], [210, 160, 3] or [210, 160]."""
     legal_actions: list[int]
-    """Numbers of the actions; empty at the end."""
+    """Action ids; empty at the end."""
     action_names: list[str]
-    """The name of each action by its number, the console's own: in Pong, RIGHT is up."""
+    """Name of each action on the console, by action id. In Pong, RIGHT is up."""
     score: float = 0.0
-    """Points since the reset, those of an opponent taken off."""
+    """Points since the reset, minus the opponent's points."""
     lives: int = 0
-    """Lives left; 0 in games that have none."""
+    """Remaining lives; 0 in games without lives."""
     episode_frame_number: int = 0
-    """Frames since the reset."""
+    """Number of frames since the reset."""
     frame_number: int = 0
-    """The same: an episode shows nothing of those before it."""
+    """Equal to `episode_frame_number`."""
     memory: list[int] = Field(default_factory=list)
-    """The 128 bytes of the console's memory; empty where `screen` holds them."""
+    """The 128 bytes of the console's memory; empty if `screen` contains them."""
     facts: dict[str, int] = Field(default_factory=dict)
-    """What is where, by name, read from the memory; empty for games whose memory nobody knows."""
+    """Positions read from the memory, by name; empty for games with an unknown memory layout."""
 
 
 class AtariState(State):
-    """Where the episode stands, and what is played."""
+    """State of the episode, and the game."""
 
     game_name: str = UNNAMED_GAME
     obs_type: ObsType = "ram"

@@ -1,4 +1,4 @@
-"""Fixed policies to compare with; each looks at one observation only."""
+"""Baselines for Atari games. Each chooses from one observation only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .facts import breakout_aside, pong_aside
+from .facts import breakout_offset, pong_offset
 
 _NEAR_PIXELS = 8
-"""Closer than a paddle's half: moving on would overshoot."""
+"""Less than half a paddle. Closer than this, another move would overshoot."""
 
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
-    """The game's policies by name: "random" and "wait" for all, "follow" where there is a ball."""
+    """Return the game's baselines by name: "random", "wait", and "follow" in games with a ball."""
     policies: dict[str, FixedPolicy] = {"random": act_at_random, "wait": wait}
     game = options.get("game", "pong")
     if game == "pong":
@@ -27,34 +27,34 @@ def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
 
 
 def act_at_random(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Any action, all equally likely."""
+    """Return an action, all equally likely."""
     return {"action_id": rng.choice(observation["legal_actions"])}
 
 
 def wait(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Touch nothing."""
-    return _named("NOOP", observation)
+    """Do nothing."""
+    return _find_action("NOOP", observation)
 
 
 def follow_in_pong(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """The paddle's middle to the height of the ball."""
+    """Move the center of the paddle to the height of the ball."""
     facts = observation["facts"]
-    aside = pong_aside(facts) if facts["has_ball"] else 0
-    if abs(aside) <= _NEAR_PIXELS:
-        return _named("NOOP", observation)
-    return _named("LEFT" if aside > 0 else "RIGHT", observation)
+    offset = pong_offset(facts) if facts["has_ball"] else 0
+    if abs(offset) <= _NEAR_PIXELS:
+        return _find_action("NOOP", observation)
+    return _find_action("LEFT" if offset > 0 else "RIGHT", observation)
 
 
 def follow_in_breakout(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """The paddle's middle under the ball; a new ball where there is none."""
+    """Move the center of the paddle under the ball. Serve if there is no ball."""
     facts = observation["facts"]
     if not facts["has_ball"]:
-        return _named("FIRE", observation)
-    aside = breakout_aside(facts)
-    if abs(aside) <= _NEAR_PIXELS:
-        return _named("NOOP", observation)
-    return _named("RIGHT" if aside > 0 else "LEFT", observation)
+        return _find_action("FIRE", observation)
+    offset = breakout_offset(facts)
+    if abs(offset) <= _NEAR_PIXELS:
+        return _find_action("NOOP", observation)
+    return _find_action("RIGHT" if offset > 0 else "LEFT", observation)
 
 
-def _named(name: str, observation: JsonObject) -> JsonObject:
+def _find_action(name: str, observation: JsonObject) -> JsonObject:
     return {"action_id": observation["action_names"].index(name)}

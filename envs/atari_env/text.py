@@ -1,13 +1,13 @@
-"""Atari games as text: what is where, read from the console's memory, answered with an action.
+"""Text of Atari games: the situation, read from the console's memory. The response is an action.
 
 compact   user:      ball 9 coming up 2 below        distances in steps of 8 pixels
           assistant: LEFT
 
-rules     system:    what the game is about, the actions, and how to answer
+rules     system:    the goal, the actions and the format of responses
           user:      The ball is 72 pixels left of your paddle ...
           assistant: ... <answer>LEFT</answer>
 
-Policies read text alone: pictures go over the wire, and no model here sees them.
+Policies read text only. Pictures are sent to clients, but no model here sees them.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from ludus.env import Message
 from ludus.env.text.answers import extract_answer, find_named_move, quoted
 from ludus.proto.errors import ActionParseError
 
-from .faces import face_of
+from .game_texts import make_game_text
 from .models import AtariAction, AtariObservation
 
 TextStyle = Literal["compact", "rules"]
 
 
 class AtariRenderer:
-    """Text for one game."""
+    """Renderer for one game."""
 
     def __init__(self, game: str, style: TextStyle) -> None:
-        self._face = face_of(game)
+        self._game_text = make_game_text(game)
         self._style = style
 
     def render(self, observation: AtariObservation, *, first: bool) -> list[Message]:
-        """The situation; in the style with rules, a system message before the first."""
+        """Return the situation. In the rules style, the rules come first."""
         if self._style == "compact":
-            brief = self._face.brief(observation) if observation.legal_actions else "over"
-            return [{"role": "user", "content": brief}]
-        shown: Message = {"role": "user", "content": self._prose(observation)}
+            text = self._game_text.brief(observation) if observation.legal_actions else "over"
+            return [{"role": "user", "content": text}]
+        message: Message = {"role": "user", "content": self._render_sentences(observation)}
         if not first:
-            return [shown]
+            return [message]
         names = ", ".join(observation.action_names)
-        asks = f"Actions: {names}. End with one in tags, for example <answer>FIRE</answer>."
-        return [{"role": "system", "content": f"{self._face.rules}\n\n{asks}"}, shown]
+        format_rule = f"Actions: {names}. End with one in tags, for example <answer>FIRE</answer>."
+        rules = f"{self._game_text.rules}\n\n{format_rule}"
+        return [{"role": "system", "content": rules}, message]
 
     def parse(self, text: str, observation: AtariObservation) -> AtariAction:
-        """The action whose name the text holds, where it holds no other.
+        """Return the action that the text names.
 
         Raises:
-            ActionParseError: there is none.
+            ActionParseError: The text names no action, or several.
         """
         names = observation.action_names
-        said = extract_answer(text) if self._style == "rules" else text
-        name = find_named_move(said, names) if observation.legal_actions else None
+        response = extract_answer(text) if self._style == "rules" else text
+        name = find_named_move(response, names) if observation.legal_actions else None
         if name is None:
-            offered = ", ".join(names) if observation.legal_actions else "none: the game is over"
-            raise ActionParseError(f"expected one action out of {offered}; got {quoted(text)}")
+            choices = ", ".join(names) if observation.legal_actions else "none: the game is over"
+            raise ActionParseError(f"expected one action out of {choices}; got {quoted(text)}")
         return AtariAction(action_id=names.index(name))
 
     def legal_answers(self, observation: AtariObservation) -> list[str]:
-        """The names of the legal actions."""
+        """Return the names of the legal actions."""
         return [observation.action_names[action_id] for action_id in observation.legal_actions]
 
-    def _prose(self, observation: AtariObservation) -> str:
-        standing = f"Score: {observation.score:g}."
+    def _render_sentences(self, observation: AtariObservation) -> str:
+        score = f"Score: {observation.score:g}."
         if observation.lives:
-            standing += f" Lives: {observation.lives}."
+            score += f" Lives: {observation.lives}."
         if not observation.legal_actions:
-            return f"The game is over. {standing}"
-        return f"{self._face.prose(observation)} {standing}"
+            return f"The game is over. {score}"
+        return f"{self._game_text.describe(observation)} {score}"

@@ -1,4 +1,7 @@
-"""Programming tasks: `make_environment` to play here, `CodingEnv` anywhere."""
+"""Programming tasks.
+
+`make_environment` builds an environment in this process; `CodingEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ DEFAULT_PORT = 8008
 
 
 def make_environment(**options: Any) -> CodingEnvironment:
-    """A new environment; the options are those of `CodingEnvironment`.
+    """Return a new environment. The options are the fields of `CodingOptions`.
 
     Raises:
-        ConfigError: the options do not fit.
+        ConfigError: An option is invalid.
     """
     return CodingEnvironment(**options)

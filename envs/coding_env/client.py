@@ -1,4 +1,4 @@
-"""The client of a server of programming tasks.
+"""Client of a coding_env server.
 
 with CodingEnv(base_url="http://localhost:8008") as env:
     print(env.reset(seed=1).observation.prompt)
@@ -13,11 +13,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import CodeAction, CodeObservation, CodeState
 
 CodeResult = TypedResult[CodeObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class CodingEnv(TypedEnv[CodeAction, CodeObservation, CodeState]):
-    """Programming tasks of a server."""
+    """A session on a coding_env server."""
 
     default_url = "http://localhost:8008"
     observation_type = CodeObservation

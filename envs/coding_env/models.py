@@ -1,4 +1,4 @@
-"""What travels between a server of programming tasks and its players; OpenEnv's names."""
+"""Messages between a coding_env server and its players, with OpenEnv's names."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from ludus.env import Action, Observation, State
 
 
 class CodeAction(Action):
-    """A program that defines the function which is asked for."""
+    """A program that defines the requested function."""
 
     code: str
 
 
 class CodeObservation(Observation):
-    """The task, and how the last program did."""
+    """The task and the result of the last program."""
 
     prompt: str
     """The task in words; the same in every observation of an episode."""
     problem: str
-    """Which kind of task it is."""
+    """Kind of the task."""
     parameters: dict[str, int]
-    """The numbers that the task was drawn with; the prompt says them, too."""
+    """Numbers that the task was drawn with. The prompt contains them too."""
     stdout: str = ""
     stderr: str = ""
-    """What the program wrote, cut to the environment's limit."""
+    """Output of the program, cut to the environment's limit."""
     exit_code: int = 0
-    """As the system says it; negative where a signal ended the program."""
+    """Exit code of the program; negative if a signal killed it."""
     timed_out: bool = False
     tests_passed: list[bool] = Field(default_factory=list)
-    """By test; empty before the first program."""
+    """Result of each test; empty before the first program."""
     feedback: str = ""
-    """What is said of the last program; empty before the first."""
+    """Summary of the last program's result; empty before the first program."""
 
 
 class CodeState(State):
-    """Where the episode stands; players do not see it."""
+    """State of the episode, hidden from players."""
 
     last_exit_code: int = 0
     problem: str = ""
     num_passed: int = 0
-    """Tests that the last program has passed."""

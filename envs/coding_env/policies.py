@@ -1,4 +1,4 @@
-"""Fixed policies to compare with; each looks at one observation only."""
+"""Baselines for programming tasks. Each chooses from one observation only."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .problems import solution_of
+from .problems import write_solution
 
-_WRONG = "def solve(*arguments):\n    return None\n"
+_WRONG_PROGRAM = "def solve(*arguments):\n    return None\n"
 
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
-    """The policies by name: "solution" passes all tests, "wrong" none; for all options."""
+    """Return the baselines by name: "solution" passes all tests, "wrong" passes none."""
     return {"solution": solve, "wrong": fail}
 
 
 def solve(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """A program that passes every test."""
-    return {"code": solution_of(observation["problem"], observation["parameters"])}
+    """Return a program that passes every test."""
+    return {"code": write_solution(observation["problem"], observation["parameters"])}
 
 
 def fail(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """A program that runs and passes no test."""
-    return {"code": _WRONG}
+    """Return a program that runs and passes no test."""
+    return {"code": _WRONG_PROGRAM}

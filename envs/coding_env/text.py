@@ -1,4 +1,4 @@
-"""Programming tasks as text: the answer is Python, bare or in a fence of three backticks."""
+"""Text of programming tasks. The response is Python code, bare or in a code block."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from ludus.proto.errors import ActionParseError
 
 from .models import CodeAction, CodeObservation
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 
 
 class CodingRenderer:
-    """Shows the task, then how the program did; takes a text for a program, right or wrong."""
+    """Renderer that shows the task and then the feedback. Every text with code is an action."""
 
     def __init__(self, programs: Sequence[str] = ()) -> None:
-        """`programs` are all that answer some task, where they can be listed."""
+        """Create a renderer.
+
+        Args:
+            programs: Solutions of all tasks, if there are few enough to list.
+        """
         self._programs = programs
 
     def render(self, observation: CodeObservation, *, first: bool) -> list[Message]:
-        """The task; after a program, what is said of it."""
+        """Return the task, or the feedback on the last program."""
         content = observation.prompt if first else observation.feedback
         return [{"role": "user", "content": content}]
 
     def parse(self, text: str, observation: CodeObservation) -> CodeAction:
-        """The last fenced block, or the whole text where there is none.
+        """Return the last code block, or the whole text if there is none.
 
         Raises:
-            ActionParseError: it is empty, or has characters that no source code may have.
+            ActionParseError: The code is empty or contains a null character.
         """
-        blocks = _FENCED.findall(text)
+        blocks = _CODE_BLOCK.findall(text)
         code = blocks[-1] if blocks else text
         if not code.strip() or "\0" in code:
             raise ActionParseError(
                 f"expected Python code, got {code[:_MAX_QUOTED_CHARS]!r}; answer with the code "
-                "alone, or in a fence of three backticks"
+                "alone, or in a code block with three backticks"
             )
         return CodeAction(code=code)
 
     def legal_answers(self, observation: CodeObservation) -> list[str]:
-        """Programs that are right for some task, and wrong for others, where they can be listed."""
+        """Return the listed programs. Each solves some tasks and fails others."""
         return list(self._programs)

@@ -1,6 +1,11 @@
-"""OpenEnv's echo: `make_environment` to play here, `EchoEnv` anywhere."""
+"""OpenEnv's echo environment.
+
+`make_environment` builds an environment in this process; `EchoEnv` connects to a server.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .client import EchoEnv, EchoResult
 from .models import EchoAction, EchoObservation, EchoState
@@ -20,6 +25,10 @@ __all__ = [
 DEFAULT_PORT = 8000
 
 
-def make_environment() -> EchoEnvironment:
-    """A new environment; it has no options."""
-    return EchoEnvironment()
+def make_environment(**options: Any) -> EchoEnvironment:
+    """Return a new environment. It has no options.
+
+    Raises:
+        ConfigError: An option was given.
+    """
+    return EchoEnvironment(**options)

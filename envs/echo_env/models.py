@@ -1,4 +1,4 @@
-"""What travels between a server of echoes and its players; OpenEnv's names."""
+"""Messages between an echo_env server and its players, with OpenEnv's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ludus.env import Action, Observation, State
 
 
 class EchoAction(Action):
-    """A message to be echoed."""
+    """A message to echo."""
 
     message: str
 
@@ -16,8 +16,8 @@ class EchoObservation(Observation):
 
     echoed_message: str
     message_length: int = 0
-    """Characters."""
+    """Number of characters."""
 
 
 class EchoState(State):
-    """How many messages were echoed."""
+    """State of the episode. `step_count` is the number of echoed messages."""

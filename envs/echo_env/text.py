@@ -1,4 +1,4 @@
-"""Echoes as text: what a model says is the message, and what it is shown is the echo."""
+"""Text of the echo environment: every response is a message, the prompt is its echo."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from ludus.env import Message
 
 from .models import EchoAction, EchoObservation
 
-_SAID = ("hello", "good morning", "what a fine day it is", "one two three four five six seven")
-"""Messages of different worth, for who has to choose one."""
+_EXAMPLES = ("hello", "good morning", "what a fine day it is", "one two three four five six seven")
+"""Messages of different lengths, and so of different rewards."""
 
 
 class EchoRenderer:
-    """Shows the echo and takes every text for a message."""
+    """Renderer that shows the echo and accepts every text as a message."""
 
     takes_any_text = True
 
     def render(self, observation: EchoObservation, *, first: bool) -> list[Message]:
-        """The echo; before the first one, that the environment is ready."""
+        """Return the echo, or the greeting before the first message."""
         return [{"role": "user", "content": observation.echoed_message}]
 
     def parse(self, text: str, observation: EchoObservation) -> EchoAction:
-        """The text is the message, whatever it is."""
+        """Return the text as a message."""
         return EchoAction(message=text)
 
     def legal_answers(self, observation: EchoObservation) -> list[str]:
-        """Some of the messages that there may be."""
-        return list(_SAID)
+        """Return some example messages."""
+        return list(_EXAMPLES)

@@ -1,4 +1,7 @@
-"""Seeded arithmetic as an environment: `make_environment` to play here, `MathEnv` anywhere."""
+"""Seeded arithmetic.
+
+`make_environment` builds an environment in this process; `MathEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ DEFAULT_PORT = 8005
 
 
 def make_environment(**options: Any) -> MathEnvironment:
-    """A new environment; the options are those of `MathEnvironment`.
+    """Return a new environment. The options are the fields of `MathOptions`.
 
     Raises:
-        ConfigError: the options do not fit.
+        ConfigError: An option is invalid.
     """
     return MathEnvironment(**options)

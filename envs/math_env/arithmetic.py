@@ -1,4 +1,4 @@
-"""The operations: how a question is written, what it comes to, and what answers there can be."""
+"""Arithmetic operations: the sign, the solution and the largest possible solution."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Arithmetic:
 
     sign: str
     solve: Callable[[int, int], int]
-    highest: Callable[[int], int]
-    """From `limit` to the largest solution; the smallest is 0."""
+    max_solution: Callable[[int], int]
+    """Function from `limit` to the largest solution. The smallest solution is 0."""
     larger_first: bool = False
-    """True where the larger number stands on the left, so that no solution is below 0."""
+    """True if the larger number comes first, so that no solution is negative."""
 
 
 OPERATIONS: Mapping[Operation, Arithmetic] = {

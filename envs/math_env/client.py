@@ -1,4 +1,4 @@
-"""The client of a server of arithmetic.
+"""Client of a math_env server.
 
 with MathEnv(base_url="http://localhost:8005") as env:
     result = env.reset(seed=7)
@@ -12,11 +12,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import MathAction, MathObservation, MathState
 
 MathResult = TypedResult[MathObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class MathEnv(TypedEnv[MathAction, MathObservation, MathState]):
-    """Exercises of a server; `reset` sets the next one."""
+    """A session on a math_env server. `reset` asks for the next question."""
 
     observation_type = MathObservation
     state_type = MathState

@@ -1,4 +1,4 @@
-"""What travels between a server of arithmetic and its players."""
+"""Messages between a math_env server and its players."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ class MathAction(Action):
     """An answer."""
 
     answer: int
-    """Any whole number: one that is wrong is legal, and worth nothing."""
+    """Any whole number. A wrong answer is legal and earns 0."""
 
 
 class MathObservation(Observation):
     """The question."""
 
     left: int
+    """Number before the sign."""
     operation: Operation
     right: int
+    """Number after the sign."""
     legal_actions: list[int]
-    """What an answer to any question of this environment can be, ascending; empty at the end."""
+    """All solutions that questions of this environment can have, ascending; empty at the end."""
 
 
 class MathState(State):
-    """Where the episode stands; players do not see it."""
+    """State of the episode, hidden from players."""
 
     solution: int = 0

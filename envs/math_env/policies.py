@@ -1,4 +1,4 @@
-"""Fixed policies to compare with; each looks at one observation only."""
+"""Baselines for arithmetic. Each chooses from one observation only."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .arithmetic import OPERATIONS
 
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
-    """The policies by name: "random" guesses, "optimal" computes; the same for all options."""
+    """Return the baselines by name: "random" guesses, "optimal" computes."""
     return {"random": guess, "optimal": compute}
 
 
 def guess(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """Any answer that there can be, all equally likely."""
+    """Return one of the possible answers, all equally likely."""
     return {"answer": rng.choice(observation["legal_actions"])}
 
 
 def compute(observation: JsonObject, rng: random.Random) -> JsonObject:
-    """The right answer."""
+    """Return the right answer."""
     arithmetic = OPERATIONS[observation["operation"]]
     return {"answer": arithmetic.solve(observation["left"], observation["right"])}

@@ -1,7 +1,7 @@
-"""Arithmetic as text: "7 + 12 = ?", answered with the number.
+"""Text of arithmetic: the prompt is "7 + 12 = ?", the response is the number.
 
-The answer is the last whole number of the text, so "19", "7 + 12 = 19" and
-"<think>7 + 12</think> It is 19." all say 19.
+The answer is the last whole number of the response, so "19", "7 + 12 = 19" and
+"<think>7 + 12</think> It is 19." all mean 19.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from ludus.proto.errors import ActionParseError
 from .arithmetic import OPERATIONS
 from .models import MathAction, MathObservation
 
-# Neither a part of 3.5 or 1,000, nor the second number of 7-12 with a minus of its own; at most
-# as many digits as any solution can have, and some to spare.
+# Excludes parts of "3.5" and "1,000", and reads the 12 of "7-12" without the minus sign. Twelve
+# digits are more than any solution has.
 _WHOLE_NUMBER = re.compile(r"(?<![\d.,])(?:(?<!\w)-)?\d{1,12}(?![.,]?\d)")
 _MAX_QUOTED_CHARS = 200
 
 
 class MathRenderer:
-    """Shows the question and reads the number."""
+    """Renderer that shows the question and parses the number."""
 
     def render(self, observation: MathObservation, *, first: bool) -> list[Message]:
-        """For example "7 + 12 = ?"; after the answer, that the episode is over."""
+        """Return the question, or "over" after the answer."""
         sign = OPERATIONS[observation.operation].sign
         question = f"{observation.left} {sign} {observation.right} = ?"
         return [{"role": "user", "content": question if first else "over"}]
 
     def parse(self, text: str, observation: MathObservation) -> MathAction:
-        """The answer that the text means.
+        """Return the answer in the text.
 
         Raises:
-            ActionParseError: there is no whole number in it.
+            ActionParseError: The text contains no whole number.
         """
         numbers = _WHOLE_NUMBER.findall(text)
         if not numbers:
@@ -44,5 +44,5 @@ class MathRenderer:
         return MathAction(answer=int(numbers[-1]))
 
     def legal_answers(self, observation: MathObservation) -> list[str]:
-        """Every answer that there can be."""
+        """Return every possible answer."""
         return [str(answer) for answer in observation.legal_actions]

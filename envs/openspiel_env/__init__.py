@@ -1,4 +1,7 @@
-"""OpenSpiel games as an environment: `make_environment` to play here, `OpenSpielEnv` anywhere."""
+"""OpenSpiel games.
+
+`make_environment` builds an environment in this process; `OpenSpielEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ DEFAULT_PORT = 8004
 
 
 def make_environment(**options: Any) -> OpenSpielEnvironment:
-    """A new environment; the options are those of `OpenSpielEnvironment`.
+    """Return a new environment. The options are the fields of `OpenSpielOptions`.
 
     Raises:
-        NotFoundError: there is no game of that name.
-        ConfigError: the options do not fit the game.
+        NotFoundError: The game does not exist.
+        ConfigError: An option is invalid or does not fit the game.
     """
-    # Clients need no OpenSpiel, so it is loaded only here.
+    # Clients do not need OpenSpiel, so it is imported here only.
     from .server.openspiel_environment import build_environment
 
     return build_environment(**options)

@@ -1,9 +1,8 @@
-"""Best play against an opponent that moves at random, for poker small enough to look through.
+"""Best response to a random opponent, for poker games small enough to enumerate.
 
 all histories of the game --OpenSpiel's tabular best response--> information state -> move
 
-Who plays the other seat decides what is best: this is the most that can be won from `random`, and
-no equilibrium, which would win less from it.
+The result wins the most against `random`. It is not an equilibrium, which would win less.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import pyspiel
 from .games import LoadedGame
 from .models import OpenSpielObservation
 
-GAMES = frozenset({"kuhn_poker", "leduc_poker"})
+BEST_RESPONSE_GAMES = frozenset({"kuhn_poker", "leduc_poker"})
 
 
-def best_response(loaded: LoadedGame) -> Callable[[OpenSpielObservation, random.Random], int]:
-    """The policy for whichever seat it is shown; for two players."""
+def make_best_response(loaded: LoadedGame) -> Callable[[OpenSpielObservation, random.Random], int]:
+    """Return a policy for both seats of a two-player game."""
     moves: dict[tuple[float, ...], int] = {}
-    uniform = pyspiel.UniformRandomPolicy(loaded.game)  # OpenSpiel keeps no reference of its own
+    uniform = pyspiel.UniformRandomPolicy(loaded.game)  # must outlive `response`
     for player in range(loaded.num_players):
         response = pyspiel.TabularBestResponse(loaded.game, player, uniform)
         table = response.get_best_response_policy().policy_table()
-        waiting = [loaded.game.new_initial_state()]
-        while waiting:
-            state = waiting.pop()
+        stack = [loaded.game.new_initial_state()]
+        while stack:
+            state = stack.pop()
             if state.is_terminal():
                 continue
             if state.current_player() == player:
-                seen = tuple(state.information_state_tensor(player))
-                moves[seen] = max(table[state.information_state_string(player)], key=_chance)[0]
-            waiting += [state.child(action) for action in state.legal_actions()]
+                tensor = tuple(state.information_state_tensor(player))
+                moves[tensor] = _most_likely(table[state.information_state_string(player)])
+            stack += [state.child(action) for action in state.legal_actions()]
 
     def play(observation: OpenSpielObservation, rng: random.Random) -> int:
         return moves[tuple(observation.info_state)]
@@ -42,5 +41,5 @@ def best_response(loaded: LoadedGame) -> Callable[[OpenSpielObservation, random.
     return play
 
 
-def _chance(move: tuple[int, float]) -> float:
-    return move[1]
+def _most_likely(probabilities: list[tuple[int, float]]) -> int:
+    return max(probabilities, key=lambda move: move[1])[0]

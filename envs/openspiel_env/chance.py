@@ -1,4 +1,4 @@
-"""Chance events drawn cheaply; each draw takes exactly one number from the stream."""
+"""Fast draws of chance events. Each draw uses exactly one number of the stream."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pyspiel
 
 _WORDS = struct.Struct("<8Q")
 _UNIT = 2.0**-53
-_PERSON = b"openspiel_env"  # other uses of a seed draw other numbers
+_PERSON = b"openspiel_env"  # separates this stream from other uses of the seed
 
 
 class ChanceStream:
-    """Numbers that are uniform between 0 and 1 and follow from a seed.
+    """A stream of uniform numbers from 0 to 1, determined by a seed.
 
-    The words of BLAKE2b over seed and block number, as `random.Random` would cut them to
-    floats. A new stream per episode is much of what a short episode costs, and seeding the
-    standard generator takes longer than all the draws of most games.
+    The numbers are BLAKE2b hashes of the seed and a block number, converted to floats like those
+    of `random.Random`. Seeding the standard generator would take longer than all draws of most
+    games.
     """
 
     __slots__ = ("_num_blocks", "_seed", "_words")
@@ -30,11 +30,11 @@ class ChanceStream:
         self._words: list[int] = []
 
     def random(self) -> float:
-        """The next number, from 0 up to but without 1."""
+        """Return the next number, at least 0 and below 1."""
         return ((self._words or self._next_words()).pop() >> 11) * _UNIT
 
     def pick(self, events: list[int]) -> int:
-        """One of the events, all equally likely; it takes the next number."""
+        """Return one of the events, all equally likely."""
         return events[(self._words or self._next_words()).pop() * len(events) >> 64]
 
     def _next_words(self) -> list[int]:
@@ -44,16 +44,16 @@ class ChanceStream:
         return self._words
 
 
-Draws: TypeAlias = ChanceStream | random.Random
+RandomSource: TypeAlias = ChanceStream | random.Random
 
 
-def draw_weighted(state: pyspiel.State, draws: Draws) -> int:
-    """The chance event that happens, by the game's probabilities."""
-    remaining = draws.random()
+def draw_weighted(state: pyspiel.State, source: RandomSource) -> int:
+    """Draw a chance event with the game's probabilities."""
+    remaining = source.random()
     events = state.chance_outcomes()
     for event, probability in events:
         remaining -= probability
         if remaining < 0:
             return event
-    # Probabilities that sum to a hair less than 1 leave this gap to the last possible event.
+    # Rounding: the probabilities sum to slightly less than 1.
     return next(event for event, probability in reversed(events) if probability > 0)

@@ -1,4 +1,4 @@
-"""The client of an OpenSpiel server, used as OpenEnv's tutorials use theirs.
+"""Client of an openspiel_env server, used as in OpenEnv's tutorials.
 
 env = OpenSpielEnv(base_url="http://localhost:8004")
 result = env.reset()
@@ -13,11 +13,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import OpenSpielAction, OpenSpielObservation, OpenSpielState
 
 OpenSpielResult = TypedResult[OpenSpielObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class OpenSpielEnv(TypedEnv[OpenSpielAction, OpenSpielObservation, OpenSpielState]):
-    """One seat at a game on a server; `reset` deals the next episode."""
+    """A session on an openspiel_env server."""
 
     observation_type = OpenSpielObservation
     state_type = OpenSpielState

@@ -1,4 +1,4 @@
-"""Loading OpenSpiel games: any sequential one by name, with what a seat must know of it."""
+"""Load OpenSpiel games by name, with the properties that a seat needs."""
 
 from __future__ import annotations
 
@@ -20,69 +20,69 @@ _Dynamics = pyspiel.GameType.Dynamics
 _Information = pyspiel.GameType.Information
 
 UNIFORM_CHANCE_GAMES = frozenset({"blackjack", "catch", "kuhn_poker", "leduc_poker"})
-"""Games whose chance events are always equally likely: drawing by index spares OpenSpiel from
-listing a probability per event, which would be most of the cost of a step."""
+"""Games whose chance events are always equally likely. An index is drawn instead of an event, which
+avoids most of the cost of a step: OpenSpiel's list of probabilities."""
 
 BINARY_TENSOR_GAMES = frozenset({"blackjack", "catch", "connect_four", "tic_tac_toe"})
-"""Games whose observation tensors hold only zeros and ones, and which have no tensor of the
-information state: what a seat sees can be kept as bytes."""
+"""Games with observation tensors of only zeros and ones, and without an information-state tensor.
+Their observations can be stored as bytes."""
 
 PUBLIC_MOVE_GAMES = frozenset(
     {"kuhn_poker", "leduc_poker", "liars_dice", "repeated_leduc_poker", "universal_poker"}
 )
-"""Games with hidden cards or dice whose moves everybody sees."""
+"""Games with hidden cards or dice but public moves."""
 
 SLOW_GAMES = frozenset({"bridge", "bridge_uncontested_bidding", "tiny_bridge_2p", "yacht"})
-"""Games that may think for longer than about a millisecond between two moves of a seat."""
+"""Games that may need more than about a millisecond between two moves of a seat."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGame:
-    """A sequential game and what a player's seat must know of it."""
+    """A sequential game and the properties that a seat needs."""
 
     name: str
-    """As it was asked for, for example "kuhn_poker" or "kuhn_poker(players=3)"."""
+    """Requested name, for example "kuhn_poker" or "kuhn_poker(players=3)"."""
     params: dict[str, Any]
-    """As they were asked for."""
+    """Requested parameters."""
     game: pyspiel.Game
     short_name: str
     """OpenSpiel's name, without parameters."""
     long_name: str
     num_players: int
     is_turn_based: bool
-    """True where players who would move at once are asked one after another instead."""
+    """True if simultaneous moves were converted to turns."""
     has_uniform_chance: bool
     snapshots: Snapshots | None
-    """Takes what a seat sees as bytes, where its tensor holds only zeros and ones."""
+    """Converter of observations to bytes, for binary tensors; otherwise None."""
     has_perfect_information: bool
     shows_moves: bool
-    """False where a player may not see what another one did."""
+    """False if a player may not see another player's moves."""
     has_random_seed: bool
-    """True where OpenSpiel itself draws random numbers."""
+    """True if OpenSpiel itself draws random numbers."""
     can_be_won_and_lost: bool
-    """True where returns lie on both sides of 0: in other games their sign says nothing."""
+    """True if returns can be positive and negative. In other games their sign has no meaning."""
 
-    def reseeded(self, seed: int) -> pyspiel.Game:
-        """The game with OpenSpiel's own random numbers fixed by a 31-bit seed."""
+    def with_seed(self, seed: int) -> pyspiel.Game:
+        """Return the game with a 31-bit seed for OpenSpiel's own random numbers."""
         return pyspiel.load_game(self.short_name, {**self.game.get_parameters(), "rng_seed": seed})
 
 
 def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
-    """The game of that name, made sequential where its players move at once.
+    """Load a game. Simultaneous moves become turns.
 
     Args:
-        name: a registered name, also with parameters in brackets: "kuhn_poker(players=3)".
+        name: Registered name, also with parameters: "kuhn_poker(players=3)".
 
     Raises:
-        NotFoundError: there is no game of that name.
-        ConfigError: the parameters do not fit, or the game cannot be played turn by turn.
+        NotFoundError: The game does not exist.
+        ConfigError: The parameters are invalid, or the game cannot be played in turns.
     """
-    # Games never change and some take long to build: one per process, not one per session.
-    return _load_game(name, json.dumps(dict(params or {}), sort_keys=True))
+    # Games are immutable and some are slow to build, so sessions share them.
+    return _load_cached(name, json.dumps(dict(params or {}), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _load_game(name: str, params_json: str) -> LoadedGame:
+def _load_cached(name: str, params_json: str) -> LoadedGame:
     params = json.loads(params_json)
     short_name = _short_name(name)
     _require_registered(short_name)
@@ -90,11 +90,11 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
         game = pyspiel.load_game(name, params) if params else pyspiel.load_game(name)
     except (pyspiel.SpielError, TypeError) as error:
         raise ConfigError(
-            f"expected parameters that OpenSpiel's game {short_name!r} takes, got {name!r} "
-            f"with {params}: {error}; fix game or game_params"
+            f"OpenSpiel cannot load the game {name!r} with the parameters {params}: {error}; fix "
+            "game or game_params"
         ) from error
     kind = game.get_type()
-    sequential_game = _made_sequential(name, game)
+    sequential_game = _make_sequential(name, game)
     has_perfect_information = (
         kind.information == _Information.PERFECT_INFORMATION and sequential_game is game
     )
@@ -117,36 +117,31 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
 
 def _require_registered(short_name: str) -> None:
     if short_name.startswith("python_"):
-        importlib.import_module("open_spiel.python.games")  # registers them
+        importlib.import_module("open_spiel.python.games")  # registers the games written in Python
     names = pyspiel.registered_names()
     if short_name in names:
         return
     close = difflib.get_close_matches(short_name, names, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(close)}?" if close else "pyspiel.registered_names() lists all"
-    )
-    raise NotFoundError(f"expected the name of an OpenSpiel game, got {short_name!r}; {hint}")
+    hint = f"did you mean {' or '.join(close)}?" if close else "see pyspiel.registered_names()"
+    raise NotFoundError(f"there is no OpenSpiel game {short_name!r}; {hint}")
 
 
-def _made_sequential(name: str, game: pyspiel.Game) -> pyspiel.Game:
+def _make_sequential(name: str, game: pyspiel.Game) -> pyspiel.Game:
     kind = game.get_type()
     if kind.action_structs_only:
         raise ConfigError(
-            f"expected a game whose moves are numbered, got {name!r}, whose moves are "
-            "structures; choose another game"
+            f"the moves of {name!r} are structures, not numbers, which is not supported; choose "
+            "another game"
         )
     if kind.dynamics == _Dynamics.SEQUENTIAL:
         return game
     if kind.dynamics == _Dynamics.SIMULTANEOUS:
         return pyspiel.convert_to_turn_based(game)
-    raise ConfigError(
-        f"expected a game for separate players, got {name!r}, a mean-field game, whose one "
-        "player stands for a population; choose another game"
-    )
+    raise ConfigError(f"{name!r} is a mean-field game, which is not supported; choose another game")
 
 
 def is_slow(name: str) -> bool:
-    """True where a move can take longer than about a millisecond."""
+    """Return True if a move can take longer than about a millisecond."""
     return _short_name(name) in SLOW_GAMES
 
 

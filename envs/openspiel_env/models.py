@@ -1,4 +1,4 @@
-"""What travels between an OpenSpiel server and its players; the fields are OpenEnv's."""
+"""Messages between an openspiel_env server and its players, with OpenEnv's fields."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import Field
 from ludus.env import Action, Observation, State
 
 UNNAMED_GAME = "catch"
-"""OpenEnv's clients send this game name when their user named none, whatever is played."""
+"""Game name that OpenEnv's clients send if the user names no game."""
 
 GamePhase = Literal["initial", "playing", "terminal"]
 
-_MAX_KEPT_BYTES = 64
-_MAX_KEPT_ACTIONS = 4096
+_MAX_CACHED_BYTES = 64
+_MAX_CACHED_ACTIONS = 4096
 
 _set = object.__setattr__
 
@@ -25,39 +25,39 @@ class OpenSpielAction(Action):
     """One move of the agent."""
 
     action_id: int
-    """One of the observation's `legal_actions`."""
+    """An element of the observation's `legal_actions`."""
     game_name: str = UNNAMED_GAME
-    """The game this move is meant for; the default stands for the one that is played."""
+    """Game that the move is for. The default means the session's game."""
     game_params: dict[str, Any] = Field(default_factory=dict)
-    """The parameters this move is meant for; the default stands for those in force."""
+    """Parameters of the game that the move is for. The default means the session's."""
 
     @classmethod
     def from_json(cls, action_json: bytes) -> OpenSpielAction:
-        """The move; a game has few, and the environment changes none, so they are kept."""
-        if cls is OpenSpielAction and len(action_json) <= _MAX_KEPT_BYTES:
-            return _kept_action(action_json)
+        """Parse a move. Moves are cached: a game has few, and the environment changes none."""
+        if cls is OpenSpielAction and len(action_json) <= _MAX_CACHED_BYTES:
+            return _parse_cached(action_json)
         return super().from_json(action_json)
 
 
 class OpenSpielObservation(Observation):
-    """What the agent's seat may know of the game."""
+    """The game as the agent's seat sees it."""
 
     info_state: list[float]
-    """OpenSpiel's information-state tensor, else its observation tensor, flat; empty where
-    the game has neither."""
+    """OpenSpiel's information-state tensor, or its observation tensor, flattened; empty if the
+    game has neither."""
     legal_actions: list[int]
-    """The agent's legal moves, ascending; empty at the end."""
+    """Legal moves of the agent, ascending; empty at the end."""
     game_phase: GamePhase = "playing"
     current_player_id: int = 0
-    """Whose turn it is; -4 at the end, as in OpenSpiel."""
+    """Player whose turn it is; -4 at the end, as in OpenSpiel."""
     opponent_last_action: int | None = None
-    """The latest move of another player in this episode; None where the rules may hide it."""
+    """Latest move of another player in this episode; None if the rules may hide it."""
 
     @classmethod
-    def of_fields(cls, fields: dict[str, Any]) -> Self:
-        """The observation of all fields, in their order, which are right by construction.
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """Build an observation from all of its fields, in order, without validation.
 
-        Validating each observation would take longer than the game's own move.
+        Validation would take longer than the game's own move.
         """
         observation = cls.__new__(cls)
         _set(observation, "__dict__", fields)
@@ -67,7 +67,7 @@ class OpenSpielObservation(Observation):
         return observation
 
     def to_json(self) -> bytes:
-        """What `model_dump_json` gives, in a third of its time: the fields are JSON's own types."""
+        """Return the same as `model_dump_json`, in a third of its time."""
         return orjson.dumps(self.__dict__)
 
 
@@ -75,7 +75,7 @@ _ALL_FIELDS = set(OpenSpielObservation.model_fields)
 
 
 class OpenSpielState(State):
-    """Where an episode stands and what is played."""
+    """State of the episode, and the game."""
 
     game_name: str = UNNAMED_GAME
     agent_player: int = 0
@@ -84,6 +84,6 @@ class OpenSpielState(State):
     num_players: int = 1
 
 
-@functools.lru_cache(maxsize=_MAX_KEPT_ACTIONS)
-def _kept_action(action_json: bytes) -> OpenSpielAction:
+@functools.lru_cache(maxsize=_MAX_CACHED_ACTIONS)
+def _parse_cached(action_json: bytes) -> OpenSpielAction:
     return OpenSpielAction.__pydantic_validator__.validate_json(action_json)

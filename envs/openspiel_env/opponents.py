@@ -1,4 +1,4 @@
-"""Who plays the other seats: players of few words, tree search, or the game's fixed policies."""
+"""Players of the other seats: simple rules, a tree search, or a baseline of the game."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import pyspiel
 from ludus.proto.errors import ConfigError, ExecutionError
 
 from .games import LoadedGame
-from .policies import Policy, seat_policies
+from .policies import SeatPolicy, seat_policies
 from .search import search_move
 from .seat_view import SeatView
 
 Opponent = Callable[[pyspiel.State, random.Random], int]
-"""From a state in which it is the opponent's turn to its move."""
+"""Function from a state with the opponent's turn to the opponent's move."""
 
 
-def _play_random(state: pyspiel.State, rng: random.Random) -> int:
+def _choose_random(state: pyspiel.State, rng: random.Random) -> int:
     legal_actions = state.legal_actions()
     return legal_actions[int(rng.random() * len(legal_actions))]
 
 
-def _play_first(state: pyspiel.State, rng: random.Random) -> int:
+def _choose_first(state: pyspiel.State, rng: random.Random) -> int:
     return state.legal_actions()[0]
 
 
-def _play_last(state: pyspiel.State, rng: random.Random) -> int:
+def _choose_last(state: pyspiel.State, rng: random.Random) -> int:
     return state.legal_actions()[-1]
 
 
-def _play_middle(state: pyspiel.State, rng: random.Random) -> int:
+def _choose_middle(state: pyspiel.State, rng: random.Random) -> int:
     legal_actions = state.legal_actions()
     return legal_actions[len(legal_actions) // 2]
 
@@ -42,57 +42,57 @@ _NUM_SIMULATIONS = 100
 _MAX_SIMULATIONS = 100_000
 
 _BY_LEGAL_ACTIONS: dict[str, Opponent] = {
-    "random": _play_random,
-    "first": _play_first,
-    "last": _play_last,
-    "middle": _play_middle,
+    "random": _choose_random,
+    "first": _choose_first,
+    "last": _choose_last,
+    "middle": _choose_middle,
 }
 
 
-def make_opponent(opponent: str | Policy, loaded: LoadedGame) -> Opponent:
-    """The opponent of that name, or one that plays the given policy from its own seat's view.
+def make_opponent(opponent: str | SeatPolicy, loaded: LoadedGame) -> Opponent:
+    """Return the opponent of a name, or one that plays a policy with its own seat's observations.
 
     Raises:
-        ConfigError: the name is unknown; raised now, not in the middle of a game.
+        ConfigError: The name is unknown or does not fit the game.
     """
     if not isinstance(opponent, str):
-        return _from_policy(opponent, loaded)
+        return _policy_opponent(opponent, loaded)
     if opponent in _BY_LEGAL_ACTIONS:
         return _BY_LEGAL_ACTIONS[opponent]
-    if searches(opponent):
-        return _searching(opponent, loaded)
+    if is_search(opponent):
+        return _search_opponent(opponent, loaded)
     policies = seat_policies(loaded)
     if opponent not in policies:
         names = ", ".join(dict.fromkeys([*_BY_LEGAL_ACTIONS, f"{_SEARCH}(SIMULATIONS)", *policies]))
         raise ConfigError(
-            f"expected an opponent out of {names}, got {opponent!r}; set opponent "
-            "(OPENSPIEL_OPPONENT_POLICY) to one of them"
+            f"there is no opponent {opponent!r}; set opponent (OPENSPIEL_OPPONENT_POLICY) to one "
+            f"of {names}"
         )
-    return _from_policy(policies[opponent], loaded)
+    return _policy_opponent(policies[opponent], loaded)
 
 
-def searches(opponent: str | Policy) -> bool:
-    """True for an opponent that thinks for longer than about a millisecond."""
+def is_search(opponent: str | SeatPolicy) -> bool:
+    """Return True for a tree search, which needs more than about a millisecond per move."""
     return isinstance(opponent, str) and opponent.partition("(")[0] == _SEARCH
 
 
-def _searching(opponent: str, loaded: LoadedGame) -> Opponent:
-    """Tree search (`search.py`), with the number of simulations that the name says.
+def _search_opponent(opponent: str, loaded: LoadedGame) -> Opponent:
+    """Return a tree search with the number of simulations in the name.
 
     Raises:
-        ConfigError: its number is out of range, or the game hides something or draws lots.
+        ConfigError: The number is out of range, or the game has hidden information or chance.
     """
-    found = re.fullmatch(rf"{_SEARCH}(?:\((\d{{1,6}})\))?", opponent)
-    num_simulations = int(found[1] or _NUM_SIMULATIONS) if found else 0
+    match = re.fullmatch(rf"{_SEARCH}(?:\((\d{{1,6}})\))?", opponent)
+    num_simulations = int(match[1] or _NUM_SIMULATIONS) if match else 0
     if not 1 <= num_simulations <= _MAX_SIMULATIONS:
         raise ConfigError(
-            f"expected {_SEARCH}, or {_SEARCH}(N) with 1 to {_MAX_SIMULATIONS} simulations a move,"
-            f" as opponent, got {opponent!r}"
+            f"the opponent {_SEARCH}(N) needs 1 to {_MAX_SIMULATIONS} simulations per move, got"
+            f" {opponent!r}"
         )
     if not loaded.has_perfect_information:
         raise ConfigError(
-            f"expected a game without hidden cards or moves for the opponent {_SEARCH}, which would"
-            f" look at them, got {loaded.name!r}; choose another opponent"
+            f"the opponent {_SEARCH} would see hidden cards or moves of {loaded.name!r}; choose"
+            " another opponent"
         )
 
     def play(state: pyspiel.State, rng: random.Random) -> int:
@@ -101,7 +101,7 @@ def _searching(opponent: str, loaded: LoadedGame) -> Opponent:
     return play
 
 
-def _from_policy(policy: Policy, loaded: LoadedGame) -> Opponent:
+def _policy_opponent(policy: SeatPolicy, loaded: LoadedGame) -> Opponent:
     views = [SeatView(loaded, player) for player in range(loaded.num_players)]
 
     def play(state: pyspiel.State, rng: random.Random) -> int:
@@ -109,8 +109,8 @@ def _from_policy(policy: Policy, loaded: LoadedGame) -> Opponent:
         action_id = policy(observation, rng)
         if action_id not in observation.legal_actions:
             raise ExecutionError(
-                f"expected a legal move of the opponent, one of {observation.legal_actions}, "
-                f"got {action_id!r}; fix the opponent's policy"
+                f"the opponent's policy must return a legal move, one of "
+                f"{observation.legal_actions}, got {action_id!r}; fix the policy"
             )
         return action_id
 

@@ -1,6 +1,6 @@
-"""Fixed policies to compare with, and to play the other seats.
+"""Baselines, which can also play the other seats.
 
-Each looks at one observation, so a policy can sit at any seat, here or across a wire.
+Each chooses from one observation only, so it can play any seat, in process or over a connection.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .best_response import GAMES as SMALL_POKER
-from .best_response import best_response
+from .best_response import BEST_RESPONSE_GAMES, make_best_response
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .search import search_move
 from .solutions import basic_strategy
 from .text.blackjack import BlackjackRenderer, hand_and_up_card
-from .text.boards import cells, rows
+from .text.boards import read_cells, split_rows
 from .text.catch import ball_and_paddle
 from .text.connect_four import PIECES
-from .text.tic_tac_toe import board_of
+from .text.tic_tac_toe import read_board
 
-Policy = Callable[[OpenSpielObservation, random.Random], int]
-"""From what a seat sees to a legal action; all randomness comes from the generator."""
+SeatPolicy = Callable[[OpenSpielObservation, random.Random], int]
+"""Function from an observation to a legal action. All randomness comes from the generator."""
 
 _HIT, _STAND = (BlackjackRenderer.words.index(word) for word in ("HIT", "STAND"))
 _DEALER_STANDS_AT = 17
@@ -35,22 +34,22 @@ _NUM_SIMULATIONS = 100
 
 
 def fixed_policies(game: str | Mapping[str, Any]) -> dict[str, FixedPolicy]:
-    """The game's policies by name, as they play over any wire; "random" for every game.
+    """Return the game's baselines by name. Every game has "random".
 
     Args:
-        game: its name, or the options an environment is built with.
+        game: Name of the game, or the options of an environment.
 
     Raises:
-        NotFoundError: there is no game of that name.
+        NotFoundError: The game does not exist.
     """
     options: Mapping[str, Any] = {"game": game} if isinstance(game, str) else game
     loaded = load_game(options.get("game", "catch"), options.get("game_params"))
-    return {name: _over_the_wire(policy) for name, policy in seat_policies(loaded).items()}
+    return {name: _as_fixed_policy(policy) for name, policy in seat_policies(loaded).items()}
 
 
-def seat_policies(loaded: LoadedGame) -> dict[str, Policy]:
-    """The game's policies by name."""
-    policies: dict[str, Policy] = {"random": play_random}
+def seat_policies(loaded: LoadedGame) -> dict[str, SeatPolicy]:
+    """Return the game's baselines by name, as functions of typed observations."""
+    policies: dict[str, SeatPolicy] = {"random": play_random}
     if loaded.short_name == "blackjack":
         policies |= {
             "always_stand": always_stand,
@@ -64,29 +63,29 @@ def seat_policies(loaded: LoadedGame) -> dict[str, Policy]:
         policies["minimax"] = minimax
     elif loaded.short_name == "connect_four":
         policies["mcts"] = functools.partial(search_connect_four, loaded=loaded)
-    elif loaded.short_name in SMALL_POKER and loaded.num_players == 2:
-        policies["best_response"] = best_response(loaded)
+    elif loaded.short_name in BEST_RESPONSE_GAMES and loaded.num_players == 2:
+        policies["best_response"] = make_best_response(loaded)
     return policies
 
 
 def play_random(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """Any legal action, all equally likely."""
+    """Return a legal action, all equally likely."""
     return rng.choice(observation.legal_actions)
 
 
 def always_stand(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """The best blackjack policy that cannot see its hand."""
+    """Stand. No blackjack policy without knowledge of its hand is better."""
     return _STAND
 
 
 def dealer_rule(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """Blackjack as the dealer must play: hit below 17."""
+    """Play blackjack by the dealer's rule: hit below 17."""
     total, _, _ = hand_and_up_card(observation.info_state)
     return _HIT if total < _DEALER_STANDS_AT else _STAND
 
 
 def play_basic_strategy(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """The best blackjack policy that sees only total, soft or hard, and the open card."""
+    """Play blackjack optimally given only the total, soft or hard, and the open card."""
     move = basic_strategy()[hand_and_up_card(observation.info_state)]
     return _HIT if move == "HIT" else _STAND
 
@@ -94,49 +93,49 @@ def play_basic_strategy(observation: OpenSpielObservation, rng: random.Random) -
 def follow_ball(
     observation: OpenSpielObservation, rng: random.Random, *, num_columns: int = 5
 ) -> int:
-    """Optimal play of catch: towards the ball's column, then stay under it."""
+    """Play catch optimally: move to the ball's column, then stay."""
     ball, paddle, _ = ball_and_paddle(observation.info_state, num_columns)
     return 1 + (ball > paddle) - (ball < paddle)
 
 
 def minimax(observation: OpenSpielObservation, rng: random.Random) -> int:
-    """Tic-tac-toe that never loses, and among such moves the best against random play."""
-    board = board_of(observation.info_state)
-    me = "x" if board.count("x") == board.count("o") else "o"
+    """Play tic-tac-toe without losing. Among such moves, choose the best against random play."""
+    board = read_board(observation.info_state)
+    mark = _next_mark(board)
     return max(
         observation.legal_actions,
-        key=lambda cell: _board_value(_marked(board, cell, me), me),
+        key=lambda cell: _board_value(_place_mark(board, cell, mark), mark),
     )
 
 
 def search_connect_four(
     observation: OpenSpielObservation, rng: random.Random, *, loaded: LoadedGame
 ) -> int:
-    """Tree search of 100 simulations, from the board alone."""
+    """Search the game tree with 100 simulations, from the board alone."""
     game = loaded.game
     _, _, num_columns = game.observation_tensor_shape()
-    board = cells(observation.info_state, PIECES)
-    shown = {
-        "board": [list(row) for row in rows(board, num_columns)],
+    board = read_cells(observation.info_state, PIECES)
+    position = {
+        "board": [list(row) for row in split_rows(board, num_columns)],
         "current_player": "o" if board.count("x") > board.count("o") else "x",
         "is_terminal": False,
         "winner": "",
     }
-    state = game.new_initial_state(json.dumps(shown))
+    state = game.new_initial_state(json.dumps(position))
     return search_move(game, state, rng, _NUM_SIMULATIONS)
 
 
 @functools.cache
-def _board_value(board: str, me: str) -> tuple[int, float]:
-    """The result with best play on both sides, then the mean result against random play."""
+def _board_value(board: str, player: str) -> tuple[int, float]:
+    """Return a player's result with best play of both, and the mean result against random play."""
     winner = _winner(board)
     if winner or "." not in board:
-        result = 0 if not winner else 1 if winner == me else -1
+        result = 0 if not winner else 1 if winner == player else -1
         return result, float(result)
-    mark = "x" if board.count("x") == board.count("o") else "o"
+    mark = _next_mark(board)
     free = [cell for cell in range(len(board)) if board[cell] == "."]
-    values = [_board_value(_marked(board, cell, mark), me) for cell in free]
-    if mark == me:
+    values = [_board_value(_place_mark(board, cell, mark), player) for cell in free]
+    if mark == player:
         return max(values)
     return min(result for result, _ in values), sum(mean for _, mean in values) / len(values)
 
@@ -145,18 +144,22 @@ _LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 
 
 def _winner(board: str) -> str:
-    """The mark that has a line; empty when none has."""
+    """Return the mark with three in a line, or ""."""
     for a, b, c in _LINES:
         if board[a] != "." and board[a] == board[b] == board[c]:
             return board[a]
     return ""
 
 
-def _marked(board: str, cell: int, mark: str) -> str:
+def _next_mark(board: str) -> str:
+    return "x" if board.count("x") == board.count("o") else "o"
+
+
+def _place_mark(board: str, cell: int, mark: str) -> str:
     return board[:cell] + mark + board[cell + 1 :]
 
 
-def _over_the_wire(policy: Policy) -> FixedPolicy:
+def _as_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
         return {"action_id": policy(OpenSpielObservation.model_construct(**observation), rng)}
 

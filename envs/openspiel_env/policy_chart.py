@@ -1,4 +1,4 @@
-"""The situations of blackjack's strategy chart, as a language model would be asked in them."""
+"""Prompts for every cell of blackjack's strategy chart."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .text import TextStyle, make_renderer
 
 _HIT = 0
 _HOLE_CARD = 3 * 13 + 1
-"""The two of spades, which no example hand holds."""
+"""The two of spades, which no example hand contains."""
 
 
 def blackjack_chart() -> list[PolicyChartPrompt]:
-    """One probe per decision, in the compact style."""
-    return _prompts("compact")
+    """Return one prompt per cell, in the compact style."""
+    return _make_prompts("compact")
 
 
 def blackjack_rules_chart() -> list[PolicyChartPrompt]:
-    """One probe per decision, in the style that explains the rules."""
-    return _prompts("rules")
+    """Return one prompt per cell, in the rules style."""
+    return _make_prompts("rules")
 
 
-def _prompts(style: TextStyle) -> list[PolicyChartPrompt]:
+def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     loaded = load_game("blackjack")
     renderer = make_renderer(loaded, 0, style)
     return [
         PolicyChartPrompt(
-            messages=renderer.render(_example(loaded, state), first=True),
+            messages=renderer.render(_example_observation(loaded, state), first=True),
             answers=list(renderer.words),
             reference=state.best_move,
             panel="soft" if state.is_soft else "hard",
@@ -41,22 +41,22 @@ def _prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     ]
 
 
-def _example(loaded: LoadedGame, state: BlackjackState) -> OpenSpielObservation:
-    """The observation of one hand that is in that state."""
-    first, second, *later = _ranks(state.total, state.is_soft)
+def _example_observation(loaded: LoadedGame, state: BlackjackState) -> OpenSpielObservation:
+    """Return the observation of an example hand in that state."""
+    first, second, *drawn = _example_ranks(state.total, state.is_soft)
     up_card = 1 if state.up_card == "A" else int(state.up_card)
     game_state = loaded.game.new_initial_state()
-    # Suits keep the cards apart: a club, a diamond, a spade to hide, a heart; clubs later.
+    # Different suits prevent duplicates: a club, a diamond, the spade to hide, a heart; then clubs.
     for card in (first - 1, 13 + second - 1, _HOLE_CARD, 26 + up_card - 1):
         game_state.apply_action(card)
-    for rank in later:
+    for rank in drawn:
         game_state.apply_action(_HIT)
         game_state.apply_action(rank - 1)
     return SeatView(loaded, 0).observe(game_state, "initial")
 
 
-def _ranks(total: int, is_soft: bool) -> tuple[int, ...]:
-    """What the cards of an example hand count, ace 1."""
+def _example_ranks(total: int, is_soft: bool) -> tuple[int, ...]:
+    """Return the card values of an example hand, with 1 for an ace."""
     if is_soft:
         return 1, total - 11
     if total <= 11:

@@ -1,4 +1,4 @@
-"""Monte Carlo tree search, which plays any game that hides nothing, and better the longer."""
+"""Monte Carlo tree search, for games without hidden information."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _MAX_TREE_MB = 64
 def search_move(
     game: pyspiel.Game, state: pyspiel.State, rng: random.Random, num_simulations: int
 ) -> int:
-    """The move that a search of so many simulations finds; its seed is drawn from `rng`.
+    """Return the move that a search with `num_simulations` finds. `rng` seeds the search.
 
-    UCT with random rollouts (Kocsis and Szepesvari, Bandit based Monte-Carlo planning, 2006), by
-    OpenSpiel's implementation, which also proves wins and losses. A new tree for each move.
+    The search is UCT with random rollouts (Kocsis and Szepesvari, Bandit based Monte-Carlo
+    planning, 2006), in OpenSpiel's implementation, which also proves wins and losses. Each move
+    starts with a new tree.
     """
     seed = rng.getrandbits(31)
     bot = pyspiel.MCTSBot(
@@ -25,7 +26,7 @@ def search_move(
         _EXPLORATION,
         num_simulations,
         _MAX_TREE_MB,
-        True,  # solve: proven wins are played
+        True,  # solve: play proven wins
         seed,
         False,
     )

@@ -1,4 +1,4 @@
-"""What one seat may know of a game's state, and nothing else."""
+"""The view of one seat on a game's state, without hidden information."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
 from .snapshots import SnapshotTransition
 
-_EVEN = 1e-9
-"""A return that is no farther from 0 is a draw's."""
+_MAX_DRAW_RETURN = 1e-9
+"""Maximum absolute return of a draw."""
 
 
 class SeatView:
-    """A seat's narrow window on states of one game: players and text renderers see only this."""
+    """The observations of one seat. Players and renderers see nothing else of the game."""
 
     __slots__ = (
         "_adds_text",
@@ -43,12 +43,12 @@ class SeatView:
         phase: GamePhase = "playing",
         opponent_last_action: int | None = None,
     ) -> OpenSpielObservation:
-        """The observation of the seat's player; with `adds_text`, its text in the metadata."""
-        return OpenSpielObservation.of_fields(
+        """Return the seat's observation. With `adds_text`, its metadata has OpenSpiel's strings."""
+        return OpenSpielObservation.from_fields(
             {
                 "metadata": self._text(state) if self._adds_text else {},
                 "info_state": self._tensor(state),
-                **self._rest(state, phase, opponent_last_action),
+                **self._other_fields(state, phase, opponent_last_action),
             }
         )
 
@@ -59,27 +59,27 @@ class SeatView:
         opponent_last_action: int | None,
         reward: float | None = None,
     ) -> Transition[OpenSpielObservation]:
-        """What a move of the seat's player, or a deal, has led to."""
+        """Return the transition to this state, after a move of the seat or a deal."""
         terminated = phase == "terminal"
         success = self._has_won(state) if terminated else None
         snapshots = self._snapshots
         if snapshots is None:
             observation = self.observe(state, phase, opponent_last_action)
             return Transition(observation, reward, terminated, success=success)
-        rest = self._rest(state, phase, opponent_last_action)
+        other_fields = self._other_fields(state, phase, opponent_last_action)
         snapshot = snapshots.take(state, self.player)
-        return SnapshotTransition(snapshots, snapshot, rest, reward, terminated, success)
+        return SnapshotTransition(snapshots, snapshot, other_fields, reward, terminated, success)
 
     def _has_won(self, state: pyspiel.State) -> bool | None:
-        """Whether the game that is over was won; None where it is none of winning and losing."""
+        """Return whether the finished game was won; None if the game has no winners."""
         if not self._loaded.can_be_won_and_lost:
             return None
-        return bool(state.player_return(self.player) > _EVEN)
+        return bool(state.player_return(self.player) > _MAX_DRAW_RETURN)
 
-    def _rest(
+    def _other_fields(
         self, state: pyspiel.State, phase: GamePhase, opponent_last_action: int | None
     ) -> dict[str, Any]:
-        """The fields after `info_state`, in their order."""
+        """Return the fields after `info_state`, in order."""
         return {
             "legal_actions": [] if phase == "terminal" else state.legal_actions(self.player),
             "game_phase": phase,
@@ -97,13 +97,13 @@ class SeatView:
     def _text(self, state: pyspiel.State) -> dict[str, object]:
         actions = [] if state.is_terminal() else state.legal_actions(self.player)
         names = [" ".join(state.action_to_string(self.player, a).split()) for a in actions]
-        if len(set(names)) < len(names):  # moves that OpenSpiel prints alike
+        if len(set(names)) < len(names):  # OpenSpiel gives two moves the same name
             names = [f"{name} #{action}" for name, action in zip(names, actions, strict=True)]
         return {"view": self._string(state).strip("\n"), "answers": names}
 
     def _string(self, state: pyspiel.State) -> str:
-        # A board shows everything in games of perfect information; in others only the
-        # information state keeps what a player has seen before.
+        # The observation shows everything in games with perfect information. In other games, only
+        # the information state includes earlier observations.
         kind = self._loaded.game.get_type()
         has_history = kind.provides_information_state_string
         if kind.provides_observation_string and (

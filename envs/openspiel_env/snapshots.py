@@ -1,10 +1,10 @@
-"""What a seat sees in games whose tensors hold only zeros and ones, kept as bytes until asked for.
+"""Observations of games with binary tensors, stored as bytes until they are needed.
 
-    state --Snapshots.take--> bytes --> JSON for the wire
-                                    --> OpenSpielObservation, for whoever looks at it here
+    state --Snapshots.take--> bytes --> JSON for the connection
+                                    --> OpenSpielObservation, if the server itself uses it
 
-Turning a tensor into a list and the list into JSON takes longer than the move that led to it. On
-a server without a text view nobody looks at the list.
+Converting a tensor to a list, and the list to JSON, takes longer than a move. A server without
+text views never needs the list.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _DIGIT_OF_HIGH_BYTE = bytes.maketrans(b"\x00\x3f", b"01")
 
 
 class Snapshots:
-    """Takes the observation tensor of one game's states as bytes.
+    """Converter from the states of one game to the bytes of their observation tensors.
 
-    Making one takes longer than a hand of blackjack, so all seats of a process share it.
+    Creating one takes longer than a game of blackjack, so all seats of a process share it.
     """
 
     __slots__ = ("_floats", "_lock", "_observation", "_zeros")
@@ -43,44 +43,44 @@ class Snapshots:
         self._zeros = bytearray(b"0.0," * num_elements)[:-1]
 
     def take(self, state: pyspiel.State, player: int) -> bytes:
-        """The tensor's elements, float32."""
+        """Return the elements of the tensor as float32 bytes."""
         with self._lock:
             self._observation.set_from(state, player)
             return self._observation.tensor.tobytes()
 
     def to_list(self, snapshot: bytes) -> list[float]:
-        """The elements."""
+        """Return the elements as floats."""
         return list(self._floats.unpack(snapshot))
 
     def to_json(self, snapshot: bytes) -> bytearray:
-        """The elements as they stand in a JSON list."""
+        """Return the elements as the text of a JSON list, without brackets."""
         elements = self._zeros[:]
         elements[::4] = snapshot[3::4].translate(_DIGIT_OF_HIGH_BYTE)
         return elements
 
 
 class SnapshotTransition(Transition[OpenSpielObservation]):
-    """A transition whose observation is made when it is looked at.
+    """A transition that builds its observation on first use.
 
     Args:
-        rest: the observation's fields after `info_state`, in their order.
+        other_fields: Fields of the observation after `info_state`, in order.
     """
 
-    __slots__ = ("_made", "_rest", "_snapshot", "_snapshots")
+    __slots__ = ("_cached_observation", "_other_fields", "_snapshot", "_snapshots")
 
     def __init__(
         self,
         snapshots: Snapshots,
         snapshot: bytes,
-        rest: dict[str, Any],
+        other_fields: dict[str, Any],
         reward: float | None,
         terminated: bool,
         success: bool | None,
     ) -> None:
         self._snapshots = snapshots
         self._snapshot = snapshot
-        self._rest = rest
-        self._made: OpenSpielObservation | None = None
+        self._other_fields = other_fields
+        self._cached_observation: OpenSpielObservation | None = None
         self.reward = reward
         self.terminated = terminated
         self.truncated = False
@@ -90,16 +90,16 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
 
     @property
     def observation(self) -> OpenSpielObservation:  # type: ignore[override]  # a field there
-        """What the seat sees."""
-        if self._made is None:
+        """The seat's observation."""
+        if self._cached_observation is None:
             info_state = self._snapshots.to_list(self._snapshot)
-            fields = {"metadata": {}, "info_state": info_state, **self._rest}
-            self._made = OpenSpielObservation.of_fields(fields)
-        return self._made
+            fields = {"metadata": {}, "info_state": info_state, **self._other_fields}
+            self._cached_observation = OpenSpielObservation.from_fields(fields)
+        return self._cached_observation
 
     def encoded_observation(self) -> tuple[bytes, JsonObject]:
-        """The observation as JSON, and its metadata."""
-        if self._made is not None:  # somebody may have changed it
+        """Return the observation as JSON, and its metadata."""
+        if self._cached_observation is not None:  # the caller may have changed it
             return super().encoded_observation()
         elements = self._snapshots.to_json(self._snapshot)
-        return b"".join((_START, elements, b"],", orjson.dumps(self._rest)[1:])), {}
+        return b"".join((_START, elements, b"],", orjson.dumps(self._other_fields)[1:])), {}

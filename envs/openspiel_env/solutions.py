@@ -1,4 +1,4 @@
-"""What is known exactly: returns of reference policies, and blackjack's basic strategy."""
+"""Exact results: returns of reference policies, and blackjack's basic strategy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from importlib import resources
 from typing import Any, Literal
 
 SOLUTIONS_FILE = "solutions.json"
-"""Written by `python -m openspiel_env.solving`."""
+"""File that `python -m openspiel_env.solving` writes."""
 
 UP_CARDS = ("2", "3", "4", "5", "6", "7", "8", "9", "10", "A")
-"""What the dealer's open card counts, in the order of strategy charts."""
+"""Values of the dealer's open card, in the order of strategy charts."""
 
 _SOURCE = "exact enumeration, python -m openspiel_env.solving"
 
@@ -22,7 +22,7 @@ BlackjackMove = Literal["HIT", "STAND"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReturn:
-    """What a policy gets from a game on average, known without playing."""
+    """The exact expected return of a policy."""
 
     expected_return: float
     win_rate: float
@@ -33,38 +33,40 @@ class ReferenceReturn:
 
 @dataclass(frozen=True, slots=True)
 class BlackjackState:
-    """A decision as far as a strategy chart tells decisions apart."""
+    """A cell of the strategy chart."""
 
     total: int
     is_soft: bool
     up_card: str
-    """The dealer's open card: "2" to "10", which stands for J, Q and K too, or "A"."""
+    """Dealer's open card: "2" to "10", or "A". "10" includes J, Q and K."""
     best_move: BlackjackMove
-    """Basic strategy: the best move for one who knows only what this state says."""
+    """Best move of a player who knows only this state (basic strategy)."""
 
 
 def reference_returns(game: str, agent_player: int = 0) -> dict[str, ReferenceReturn]:
-    """Exact values by policy, always "random" and "optimal"; empty for games not solved.
+    """Return the exact returns by policy, with "random" and "optimal"; empty for unsolved games.
 
-    The other players, where there are any, choose uniformly at random. "optimal" considers
-    all that the player saw; in blackjack that is each single card.
+    Other players choose uniformly at random. "optimal" uses everything that the player has seen;
+    in blackjack these are the individual cards.
     """
-    by_seat = _solutions()["reference_returns"].get(game, {})
+    values_by_seat = _solutions()["reference_returns"].get(game, {})
     return {
         policy: ReferenceReturn(value["expected_return"], value["win"], value["draw"])
-        for policy, value in by_seat.get(str(agent_player), {}).items()
+        for policy, value in values_by_seat.get(str(agent_player), {}).items()
     }
 
 
 def blackjack_states() -> list[BlackjackState]:
-    """All 280 decisions of a blackjack chart: hard, then soft hands, rows by total."""
+    """Return the 280 cells of the blackjack chart: hard, then soft hands, by total."""
     return list(_chart_states())
 
 
 @functools.cache
 def basic_strategy() -> dict[tuple[int, bool, str], BlackjackMove]:
-    """The best move for each (total, whether it is soft, dealer's open card)."""
-    return {(s.total, s.is_soft, s.up_card): s.best_move for s in _chart_states()}
+    """Return the best move for each (total, is soft, dealer's open card)."""
+    return {
+        (state.total, state.is_soft, state.up_card): state.best_move for state in _chart_states()
+    }
 
 
 def _chart_states() -> Iterator[BlackjackState]:

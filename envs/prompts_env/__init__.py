@@ -1,11 +1,14 @@
-"""Rows of a data set as tasks: `make_environment` to play here, `PromptsEnv` anywhere."""
+"""Rows of a data set as tasks.
+
+`make_environment` builds an environment in this process; `PromptsEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .client import PromptsEnv, PromptsResult
-from .data.writing import write_rows
+from .data.write import write_rows
 from .models import PromptsAction, PromptsObservation, PromptsState
 from .server.prompts_environment import PromptsEnvironment
 
@@ -25,9 +28,9 @@ DEFAULT_PORT = 8006
 
 
 def make_environment(**options: Any) -> PromptsEnvironment:
-    """A new environment; the options are those of `PromptsEnvironment`.
+    """Return a new environment. The options are the fields of `PromptsOptions`.
 
     Raises:
-        ConfigError: the options or the data do not fit.
+        ConfigError: An option or the data set is invalid.
     """
     return PromptsEnvironment(**options)

@@ -1,4 +1,4 @@
-"""The client of a server of prompts.
+"""Client of a prompts_env server.
 
 with PromptsEnv(base_url="http://localhost:8006") as env:
     result = env.reset(seed=7)
@@ -12,11 +12,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import PromptsAction, PromptsObservation, PromptsState
 
 PromptsResult = TypedResult[PromptsObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class PromptsEnv(TypedEnv[PromptsAction, PromptsObservation, PromptsState]):
-    """Prompts of a server; `reset` shows the next one."""
+    """A session on a prompts_env server. `reset` shows the next prompt."""
 
     observation_type = PromptsObservation
     state_type = PromptsState

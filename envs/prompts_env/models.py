@@ -1,4 +1,4 @@
-"""What travels between a server of prompts and its players."""
+"""Messages between a prompts_env server and its players."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Split = Literal["train", "test"]
 
 
 class PromptsAction(Action):
-    """An answer: any text."""
+    """A response: any text."""
 
     text: str
 
@@ -25,15 +25,15 @@ class PromptMessage(BaseModel):
 
 
 class PromptsObservation(Observation):
-    """What is asked."""
+    """Messages to respond to."""
 
     messages: list[PromptMessage]
-    """The prompt; after a wrong answer that may be given again, what is said of it."""
+    """The prompt, or the retry prompt after a wrong response."""
 
 
 class PromptsState(State):
-    """Where the episode stands; players do not see it."""
+    """State of the episode, hidden from players."""
 
     split: Split = "train"
     row: int = -1
-    """Of the data set, from 0; -1 before the first reset."""
+    """Index of the row in the data set; -1 before the first reset."""

@@ -1,13 +1,13 @@
-"""Rewards that anybody can verify, as functions over the columns of a data set.
+"""Verifiable rewards, as functions over the columns of a data set.
 
-    math    a number 1, the right one 3 more, none -1                     columns: answer
-    e-mail  keyword 1, as the ideal 1, too long -1, recipient 1,          columns: keyword, ideal,
-            signature 1                                                   recipient, max_words
+    math     a number 1, otherwise -1; the right number 3 more            columns: answer
+    e-mail   keyword 1, similar to the ideal 1, too long -1,              columns: keyword, ideal,
+             recipient 1, signature 1                                     recipient, max_words
 
-Each criterion is a function of its own, so that metrics show it where it is a term of its own;
-`math_rule` and `email_rule` are their sums. A completion is the text of the last answer, without
-what stands before </think>. Functions return a number per episode, None where its row does not say
-what would be right.
+Each criterion is a separate function, so that metrics can show it as a separate term. `math_rule`
+and `email_rule` are their sums. The text of a completion is its last assistant message, without the
+text before </think>. Functions return one reward per episode, or None if the episode's row has no
+value for the criterion.
 """
 
 from __future__ import annotations
@@ -19,142 +19,158 @@ from difflib import SequenceMatcher
 
 from ludus.env import Message
 
-Completion = str | Sequence[Message]
-Scores = list[float | None]
+CompletionMessages = str | Sequence[Message]
+"""A completion: its text, or the messages of a conversation."""
+Rewards = list[float | None]
 
 MAX_WORDS = 150
-"""Of an e-mail whose row says no limit."""
-_IDEAL_RATIO = 0.8
-"""From which share of common words, in their order, two e-mails say the same."""
+"""Maximum number of words of an e-mail whose row has no limit."""
+_MIN_SIMILARITY = 0.8
+"""Minimum share of common words, in the same order, of two similar e-mails."""
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\w)")
 _CLOSINGS = re.compile(
     r"^(?:(?:best|kind|warm|many)\s+)?(?:regards|wishes|thanks|sincerely|cheers)"
     r"|^yours(?:\s+\w+)?|^best|^thank you|^sincerely yours",
     re.IGNORECASE,
 )
+_MAX_WORDS_OF_CLOSING = 3
+_MAX_LINES_OF_NAME = 3
+"""Maximum number of lines after the closing: a name, and possibly a title and a company."""
 
 
 # -- mathematics -----------------------------------------------------------------------
 
 
-def math_rule(completions: Sequence[Completion], answer: Sequence[object], **_: object) -> Scores:
-    """What number and right number come to: 4, 1 or -1."""
+def math_rule(
+    completions: Sequence[CompletionMessages], answer: Sequence[object], **_: object
+) -> Rewards:
+    """Return the sum of `has_number` and `matches_answer`: 4, 1 or -1."""
     return _sum(has_number(completions), matches_answer(completions, answer))
 
 
-def has_number(completions: Sequence[Completion], **_: object) -> Scores:
-    """1 where the answer holds a number, else -1."""
-    return [-1.0 if _number(text_of(one)) is None else 1.0 for one in completions]
+def has_number(completions: Sequence[CompletionMessages], **_: object) -> Rewards:
+    """Return 1 if the completion contains a number, otherwise -1."""
+    return [
+        -1.0 if _last_number(last_text(completion)) is None else 1.0 for completion in completions
+    ]
 
 
 def matches_answer(
-    completions: Sequence[Completion], answer: Sequence[object], **_: object
-) -> Scores:
-    """3 where the last number of the answer is the last one of the column, else 0.
+    completions: Sequence[CompletionMessages], answer: Sequence[object], **_: object
+) -> Rewards:
+    """Return 3 if the last numbers of the completion and of the column are equal, otherwise 0.
 
-    So `#### 1,200` as the column's text is 1200, and `1200.0` is the same.
+    The column may contain text: `#### 1,200` means 1200, and so does `1200.0`.
     """
-    scores: Scores = []
+    rewards: Rewards = []
     for completion, truth in zip(completions, answer, strict=True):
-        wanted = None if truth is None else _number(str(truth))
-        given = _number(text_of(completion))
-        scores.append(None if wanted is None else 3.0 * (given == wanted))
-    return scores
+        right_number = None if truth is None else _last_number(str(truth))
+        number = _last_number(last_text(completion))
+        rewards.append(None if right_number is None else 3.0 * (number == right_number))
+    return rewards
 
 
 # -- e-mails ---------------------------------------------------------------------------
 
 
 def email_rule(
-    completions: Sequence[Completion],
+    completions: Sequence[CompletionMessages],
     keyword: Sequence[object],
     ideal: Sequence[object],
     recipient: Sequence[object],
     max_words: Sequence[object] | None = None,
     **_: object,
-) -> Scores:
-    """What the five criteria come to, from -1 to 4; one that a row says nothing of counts 0."""
+) -> Rewards:
+    """Return the sum of the five criteria, from -1 to 4. A criterion without a value counts 0."""
     return _sum(
-        _known(has_keyword(completions, keyword)),
-        _known(matches_ideal(completions, ideal)),
+        _none_as_zero(has_keyword(completions, keyword)),
+        _none_as_zero(matches_ideal(completions, ideal)),
         is_too_long(completions, max_words),
-        _known(names_recipient(completions, recipient)),
+        _none_as_zero(names_recipient(completions, recipient)),
         has_signature(completions),
     )
 
 
 def has_keyword(
-    completions: Sequence[Completion], keyword: Sequence[object], **_: object
-) -> Scores:
-    """1 where the column's word is there, or all of its words where it is a list; else 0."""
-    return [_holds(one, words) for one, words in zip(completions, keyword, strict=True)]
+    completions: Sequence[CompletionMessages], keyword: Sequence[object], **_: object
+) -> Rewards:
+    """Return 1 if the completion contains the column's word, or all words of a list; else 0."""
+    return [
+        _contains(completion, words) for completion, words in zip(completions, keyword, strict=True)
+    ]
 
 
 def matches_ideal(
-    completions: Sequence[Completion], ideal: Sequence[object], **_: object
-) -> Scores:
-    """1 where four fifths of the words are those of the column's text, in their order; else 0.
+    completions: Sequence[CompletionMessages], ideal: Sequence[object], **_: object
+) -> Rewards:
+    """Return 1 if the completion has the words of the column in their order, otherwise 0.
 
-    The share is difflib's ratio, twice the common words over all words of both.
+    The required similarity is a ratio of 0.8 by difflib, which is twice the number of common words
+    divided by the number of words of both texts.
     """
-    scores: Scores = []
+    rewards: Rewards = []
     for completion, text in zip(completions, ideal, strict=True):
         if text is None:
-            scores.append(None)
+            rewards.append(None)
             continue
-        matcher = SequenceMatcher(None, _words(text_of(completion)), _words(str(text)), False)
-        scores.append(float(matcher.ratio() >= _IDEAL_RATIO))
-    return scores
+        matcher = SequenceMatcher(None, _words(last_text(completion)), _words(str(text)), False)
+        rewards.append(float(matcher.ratio() >= _MIN_SIMILARITY))
+    return rewards
 
 
 def is_too_long(
-    completions: Sequence[Completion], max_words: Sequence[object] | None = None, **_: object
-) -> Scores:
-    """-1 where there are more words than the column says, or than 150; else 0."""
+    completions: Sequence[CompletionMessages],
+    max_words: Sequence[object] | None = None,
+    **_: object,
+) -> Rewards:
+    """Return -1 if the completion has more words than the column allows, otherwise 0.
+
+    The default limit is 150 words.
+    """
     limits = [MAX_WORDS] * len(completions) if max_words is None else max_words
     return [
-        -float(len(text_of(one).split()) > int(str(MAX_WORDS if limit is None else limit)))
-        for one, limit in zip(completions, limits, strict=True)
+        -float(len(last_text(completion).split()) > int(str(MAX_WORDS if limit is None else limit)))
+        for completion, limit in zip(completions, limits, strict=True)
     ]
 
 
 def names_recipient(
-    completions: Sequence[Completion], recipient: Sequence[object], **_: object
-) -> Scores:
-    """1 where the recipient's name is there; else 0."""
-    return [_holds(one, name) for one, name in zip(completions, recipient, strict=True)]
+    completions: Sequence[CompletionMessages], recipient: Sequence[object], **_: object
+) -> Rewards:
+    """Return 1 if the completion contains the recipient's name, otherwise 0."""
+    return [
+        _contains(completion, name) for completion, name in zip(completions, recipient, strict=True)
+    ]
 
 
-def has_signature(completions: Sequence[Completion], **_: object) -> Scores:
-    """1 where the last lines are a closing, such as "Best regards,", and a name; else 0."""
-    return [float(_is_signed(text_of(one))) for one in completions]
+def has_signature(completions: Sequence[CompletionMessages], **_: object) -> Rewards:
+    """Return 1 if the completion ends with a closing, such as "Best regards,", and a name."""
+    return [float(_is_signed(last_text(completion))) for completion in completions]
 
 
-# -- what all of them read -------------------------------------------------------------
+# -- common parts ----------------------------------------------------------------------
 
 
-def text_of(completion: Completion) -> str:
-    """The text of a completion: of its last answer, where it is a conversation."""
+def last_text(completion: CompletionMessages) -> str:
+    """Return the text of a completion; of a conversation, its last assistant message."""
     if not isinstance(completion, str):
-        said = [one["content"] for one in completion if one["role"] == "assistant"]
-        completion = said[-1] if said else ""
+        texts = [message["content"] for message in completion if message["role"] == "assistant"]
+        completion = texts[-1] if texts else ""
     return completion.rpartition("</think>")[2]
 
 
-def _number(text: str) -> Decimal | None:
-    """The last number of a text."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _holds(completion: Completion, wanted: object) -> float | None:
-    if wanted is None:
+def _contains(completion: CompletionMessages, value: object) -> float | None:
+    if value is None:
         return None
-    text = text_of(completion)
-    words = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    return float(
-        all(re.search(rf"(?<!\w){re.escape(str(one))}(?!\w)", text, re.IGNORECASE) for one in words)
-    )
+    text = last_text(completion)
+    words = value if isinstance(value, (list, tuple)) else [value]
+    patterns = [rf"(?<!\w){re.escape(str(word))}(?!\w)" for word in words]
+    return float(all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns))
 
 
 def _words(text: str) -> list[str]:
@@ -163,19 +179,20 @@ def _words(text: str) -> list[str]:
 
 def _is_signed(text: str) -> bool:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    closings = [place for place, line in enumerate(lines) if _CLOSINGS.match(line)]
-    # A name, and perhaps a title and a company, after a line that is nothing but a closing.
     return any(
-        len(lines[place].split()) <= 3 and 1 <= len(lines) - 1 - place <= 3 for place in closings
+        _CLOSINGS.match(line)
+        and len(line.split()) <= _MAX_WORDS_OF_CLOSING
+        and 1 <= len(lines) - 1 - index <= _MAX_LINES_OF_NAME
+        for index, line in enumerate(lines)
     )
 
 
-def _known(scores: Scores) -> Scores:
-    return [0.0 if score is None else score for score in scores]
+def _none_as_zero(rewards: Rewards) -> Rewards:
+    return [0.0 if reward is None else reward for reward in rewards]
 
 
-def _sum(*criteria: Scores) -> Scores:
+def _sum(*criteria: Rewards) -> Rewards:
     return [
-        None if any(score is None for score in scores) else sum(map(float, scores))
-        for scores in zip(*criteria, strict=True)
+        None if any(reward is None for reward in rewards) else sum(map(float, rewards))
+        for rewards in zip(*criteria, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Prompts as text: shown as they are, answered with anything."""
+"""Text of prompts: the messages of a row. Every response is an action."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from .models import PromptsAction, PromptsObservation
 
 
 class PromptsRenderer:
-    """Shows the prompt and takes every text for an answer."""
+    """Renderer that shows the messages and accepts every text as a response."""
 
     takes_any_text = True
 
     def __init__(self, example_answers: Callable[[], list[str]]) -> None:
-        """`example_answers` are what an answer may look like, where that is known."""
+        """Create a renderer.
+
+        Args:
+            example_answers: Function that returns example responses to the current prompt.
+        """
         self._example_answers = example_answers
 
     def render(self, observation: PromptsObservation, *, first: bool) -> list[Message]:
-        """The messages of the row; after the last answer, that the episode is over."""
-        return [{"role": one.role, "content": one.content} for one in observation.messages]
+        """Return the messages of the observation."""
+        return [
+            {"role": message.role, "content": message.content} for message in observation.messages
+        ]
 
     def parse(self, text: str, observation: PromptsObservation) -> PromptsAction:
-        """The text is the answer, whatever it is."""
+        """Return the text as a response."""
         return PromptsAction(text=text)
 
     def legal_answers(self, observation: PromptsObservation) -> list[str]:
-        """Some of the answers that there may be; none where no example is known."""
+        """Return the example responses."""
         return self._example_answers()

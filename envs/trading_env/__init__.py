@@ -1,4 +1,7 @@
-"""Trading: `make_environment` to play here, `TradingEnv` anywhere."""
+"""Trading on simulated or recorded prices.
+
+`make_environment` builds an environment in this process; `TradingEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ DEFAULT_PORT = 8009
 
 
 def make_environment(**options: Any) -> TradingEnvironment:
-    """A new environment; the options are those of `TradingEnvironment`.
+    """Return a new environment. The options are the fields of `TradingOptions`.
 
     Raises:
-        ConfigError: the options or the file of prices do not fit.
+        ConfigError: An option or the price file is invalid.
     """
     return TradingEnvironment(**options)

@@ -1,4 +1,4 @@
-"""The client of a server of markets.
+"""Client of a trading_env server.
 
 with TradingEnv(base_url="http://localhost:8009") as env:
     observation = env.reset(seed=1).observation
@@ -13,11 +13,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import TradingAction, TradingObservation, TradingState
 
 TradingResult = TypedResult[TradingObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class TradingEnv(TypedEnv[TradingAction, TradingObservation, TradingState]):
-    """A market of a server."""
+    """A session on a trading_env server."""
 
     default_url = "http://localhost:8009"
     observation_type = TradingObservation

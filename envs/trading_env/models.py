@@ -1,4 +1,4 @@
-"""What travels between a server of markets and its players."""
+"""Messages between a trading_env server and its players."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from ludus.env import Action, Observation, State
 
 
 class TradingAction(Action):
-    """Orders at the last prices shown, sales before purchases; none is to hold."""
+    """Orders at the last prices shown. Sales come before purchases; no orders means hold."""
 
     orders: dict[str, int] = Field(default_factory=dict)
-    """By asset: shares to buy, or to sell where it is negative."""
+    """Number of shares to buy, by asset. A negative number sells."""
 
 
 class TradingObservation(Observation):
-    """The market up to now, and what the player owns."""
+    """The recent prices and the player's portfolio."""
 
     assets: list[str]
     prices: list[list[float]]
-    """[rows, assets], oldest first: the last row holds the prices at which orders are filled."""
+    """[rows, assets], oldest first. Orders are filled at the prices of the last row."""
     date: str
-    """Of the last row; its number where the market has no dates."""
+    """Date of the last row, or its number if the market has no dates."""
     cash: float
     shares: list[int]
-    """Of each asset."""
+    """Number of shares of each asset."""
     value: float
-    """Cash and shares at the last prices."""
+    """Cash plus the value of the shares at the last prices."""
     cost: float
-    """Share of an order's worth that is paid for it."""
+    """Cost of an order, as a share of its value."""
     steps_left: int
-    """Decisions until the end of the episode."""
+    """Number of decisions until the end of the episode."""
 
 
 class TradingState(State):
-    """Where the episode stands; players do not see it."""
+    """State of the episode, hidden from players."""
 
     market: str = ""
     value: float = 0.0
     hold_value: float = 0.0
-    """What would be owned by who had bought equal parts of all assets at the beginning."""
+    """Final value of a portfolio that buys equal parts of all assets at the start."""

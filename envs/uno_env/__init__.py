@@ -1,4 +1,7 @@
-"""Uno: `make_environment` to play here, `UnoEnv` anywhere."""
+"""The card game Uno.
+
+`make_environment` builds an environment in this process; `UnoEnv` connects to a server.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ DEFAULT_PORT = 8010
 
 
 def make_environment(**options: Any) -> UnoEnvironment:
-    """A new environment; the options are those of `UnoEnvironment`.
+    """Return a new environment. The options are the fields of `UnoOptions`.
 
     Raises:
-        ConfigError: the options do not fit.
+        ConfigError: An option is invalid.
     """
     return UnoEnvironment(**options)

@@ -1,4 +1,4 @@
-"""The client of an Uno server.
+"""Client of a uno_env server.
 
 with UnoEnv(base_url="http://localhost:8010") as env:
     result = env.reset(seed=1)
@@ -13,11 +13,11 @@ from ludus.env.client import TypedEnv, TypedResult
 from .models import UnoAction, UnoObservation, UnoState
 
 UnoResult = TypedResult[UnoObservation]
-"""What one reset or step led to."""
+"""Result of one reset or step."""
 
 
 class UnoEnv(TypedEnv[UnoAction, UnoObservation, UnoState]):
-    """A seat at Uno on a server."""
+    """A session on a uno_env server."""
 
     default_url = "http://localhost:8010"
     observation_type = UnoObservation

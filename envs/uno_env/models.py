@@ -1,4 +1,4 @@
-"""What travels between an Uno server and its players."""
+"""Messages between a uno_env server and its players."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ class UnoAction(Action):
     """One move."""
 
     move: str
-    """One of the observation's `legal_actions`: a card such as "red 5", a wild one with the colour
-    that it calls, "wild blue" or "wild +4 blue", or "draw" or "pass"."""
+    """An element of the observation's `legal_actions`: a card such as "red 5", a wild card with the
+    color it calls ("wild blue", "wild +4 blue"), "draw" or "pass"."""
 
 
 class UnoObservation(Observation):
-    """What one seat knows."""
+    """The game as one seat sees it."""
 
     hand: list[str]
-    """One's own cards, sorted."""
+    """The player's cards, sorted."""
     top: str
-    """The card that lies open."""
+    """The open card."""
     colour: str
-    """That has to be followed: the open card's, or the one that was called."""
+    """The color to follow: that of the open card, or the called color."""
     others: list[int]
-    """How many cards the other players hold, in the order in which they sit after this seat."""
+    """Number of cards of each other player, in seat order after this seat."""
     legal_actions: list[str]
-    """Moves by name; empty at the end."""
+    """Legal moves by name; empty at the end."""
     has_drawn: bool = False
-    """True where this turn's card was drawn: it may be played, and nothing else."""
+    """True if the player drew a card in this turn. It may play that card and no other."""
     events: list[str] = Field(default_factory=list)
-    """What was done since this seat's last move, which comes first; the player is player 0."""
+    """Moves since the last observation, the player's own move first. The player is player 0."""
 
 
 class UnoState(State):
-    """Where the episode stands; players do not see it."""
+    """State of the episode, hidden from players."""
 
     num_players: int = 2
     opponent: str = "random"
     winner: int | None = None
-    """The seat that has no card left; the player's own is 0."""
+    """Seat without cards. The player has seat 0."""

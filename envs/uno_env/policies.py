@@ -1,57 +1,60 @@
-"""Fixed policies, to compare with and to play the other seats; each sees one seat's view only."""
+"""Baselines, which also play the other seats. Each sees one seat's observation only."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
-from .cards import COLOURS, NUMBERS, WILDS, colour_of, face_of
+from .cards import COLORS, NUMBERS, WILDS, card_color, card_symbol
 from .models import UnoObservation
 from .rules import DRAW, PASS
 
-Policy = Callable[[UnoObservation, random.Random], str]
-"""From what a seat sees to a legal move; all randomness comes from the generator."""
+OpponentName = Literal["random", "greedy"]
+SeatPolicy = Callable[[UnoObservation, random.Random], str]
+"""Function from an observation to a legal move. All randomness comes from the generator."""
+
+_ACTION_CARD_POINTS = 20
 
 
 def play_random(observation: UnoObservation, rng: random.Random) -> str:
-    """Any legal move, all equally likely."""
+    """Return a legal move, all equally likely."""
     return rng.choice(observation.legal_actions)
 
 
 def play_greedy(observation: UnoObservation, rng: random.Random) -> str:
-    """A card whenever one fits: signs first, then high numbers, wild ones last.
+    """Return a card if one is legal: action cards first, then high numbers, wild cards last.
 
-    A wild card calls the colour of which the hand holds most.
+    A wild card calls the most frequent color of the hand.
     """
-    held = Counter(colour_of(card) for card in observation.hand if card not in WILDS)
-    called = max(COLOURS, key=lambda colour: held[colour])
+    color_counts = Counter(card_color(card) for card in observation.hand if card not in WILDS)
+    best_color = max(COLORS, key=lambda color: color_counts[color])
 
-    def worth(move: str) -> tuple[int, int, int]:
+    def preference(move: str) -> tuple[int, int, int]:
         if move in (DRAW, PASS):
             return (0, 0, 0)
         if move.startswith("wild"):
-            return (1, int(move.endswith(called)), int("+4" in move))
-        face = face_of(move)
-        points = int(face) if face in NUMBERS else 20
-        return (2, points, held[colour_of(move)])
+            return (1, int(move.endswith(best_color)), int("+4" in move))
+        symbol = card_symbol(move)
+        points = int(symbol) if symbol in NUMBERS else _ACTION_CARD_POINTS
+        return (2, points, color_counts[card_color(move)])
 
-    return max(observation.legal_actions, key=worth)
+    return max(observation.legal_actions, key=preference)
 
 
-POLICIES: dict[str, Policy] = {"random": play_random, "greedy": play_greedy}
+OPPONENTS: dict[OpponentName, SeatPolicy] = {"random": play_random, "greedy": play_greedy}
 
 
 def fixed_policies(options: Mapping[str, Any]) -> dict[str, FixedPolicy]:
-    """The policies by name, "random" and "greedy"; the same for all options."""
-    return {name: _over_the_wire(policy) for name, policy in POLICIES.items()}
+    """Return the baselines by name: "random" and "greedy"."""
+    return {name: _as_fixed_policy(policy) for name, policy in OPPONENTS.items()}
 
 
-def _over_the_wire(policy: Policy) -> FixedPolicy:
+def _as_fixed_policy(policy: SeatPolicy) -> FixedPolicy:
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
         return {"move": policy(UnoObservation.model_validate(observation), rng)}
 

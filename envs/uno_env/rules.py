@@ -1,10 +1,10 @@
-"""A deal of Uno: whose turn it is, what may be played, and what cards do.
+"""The rules of Uno: turns, legal moves and the effects of cards.
 
-The rules of the box, with these decisions: the first open card is a number; nobody bluffs, so a
-wild +4 may be played by who holds no card of the colour only; who can play may not draw, and who
-draws may play the drawn card at once, and no other; nothing is stacked; with two players a reverse
-is a skip. When the pile is used up, the cards under the open one are shuffled; where there are
-none, nothing is drawn.
+These are the official rules, with the following decisions. The first open card is a number. A
+wild +4 is legal only in a hand without the current color, so there is no bluffing. A player who
+can play cannot draw; a drawn card may be played immediately, but no other card. Cards are not
+stacked. With two players a reverse is a skip. When the pile is empty, the cards below the open
+card are shuffled into a new pile; if there are none, no card is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 
 from .cards import (
-    COLOURS,
+    COLORS,
     DECK,
     DRAW_TWO,
     NUMBERS,
@@ -20,121 +20,123 @@ from .cards import (
     SKIP,
     WILD_DRAW_FOUR,
     WILDS,
-    colour_of,
-    face_of,
+    card_color,
+    card_symbol,
 )
 
 DRAW, PASS = "draw", "pass"
 HAND_SIZE = 7
 
 
-class Deal:
-    """One deal, in which seat 0 begins.
+class UnoGame:
+    """One game of Uno. Seat 0 has the first turn.
 
     Args:
-        rng: shuffles; the same gives the same cards whatever is played until the pile is used up.
+        rng: Generator that shuffles. The same generator state gives the same cards, whatever is
+            played, until the pile is shuffled again.
     """
 
     def __init__(self, num_players: int, rng: random.Random) -> None:
         self._rng = rng
-        self._pile = list(DECK)
-        rng.shuffle(self._pile)
-        self.hands = [[self._pile.pop() for _ in range(HAND_SIZE)] for _ in range(num_players)]
-        # A deck without a number on it is no deck: the loop ends.
-        first = next(card for card in reversed(self._pile) if face_of(card) in NUMBERS)
-        self._pile.remove(first)
-        self._played = [first]
-        self.colour = colour_of(first)
+        self.pile = list(DECK)
+        rng.shuffle(self.pile)
+        self.hands = [[self.pile.pop() for _ in range(HAND_SIZE)] for _ in range(num_players)]
+        first = next(card for card in reversed(self.pile) if card_symbol(card) in NUMBERS)
+        self.pile.remove(first)
+        self.played = [first]
+        """Played cards; the last one is open."""
+        self.color = card_color(first)
         self.turn = 0
+        """Seat of the player who must move."""
         self.direction = 1
         self.drawn: str | None = None
-        """The card that the player whose turn it is has just drawn."""
+        """Card that the player drew in this turn."""
         self.winner: int | None = None
 
     @property
     def top(self) -> str:
         """The open card."""
-        return self._played[-1]
+        return self.played[-1]
 
     def legal_moves(self) -> list[str]:
-        """What the player whose turn it is may do, by name; a wild card with each colour."""
+        """Return the legal moves by name, with one move per color for a wild card."""
         if self.winner is not None:
             return []
         if self.drawn is not None:
-            return [*self._plays_of([self.drawn]), PASS]
-        return self._plays_of(self.hands[self.turn]) or [DRAW]
+            return [*self._legal_plays([self.drawn]), PASS]
+        return self._legal_plays(self.hands[self.turn]) or [DRAW]
 
     def move(self, move: str) -> str:
-        """Play one of the legal moves, and return what everybody sees of it."""
+        """Make a legal move and return its public description."""
         if move == DRAW:
             return self._draw()
         if move == PASS:
             self._end_turn()
             return "passes"
         hand = self.hands[self.turn]
-        card, called = _card_and_colour(move)
+        card, color = _split_move(move)
         hand.remove(card)
-        self._played.append(card)
-        self.colour = called
+        self.played.append(card)
+        self.color = color
         self.drawn = None
         if not hand:
             self.winner = self.turn
         else:
-            self._take_effect(face_of(card))
+            self._apply_effect(card_symbol(card))
         return f"plays {move}"
 
-    def seat_after(self, steps: int) -> int:
-        """The seat so many places on from the one whose turn it is."""
-        return (self.turn + steps * self.direction) % len(self.hands)
+    def seat_after(self, num_seats: int) -> int:
+        """Return the seat that is `num_seats` after the current one in the direction of play."""
+        return (self.turn + num_seats * self.direction) % len(self.hands)
 
-    def _plays_of(self, cards: list[str]) -> list[str]:
+    def _legal_plays(self, cards: list[str]) -> list[str]:
         plays: list[str] = []
         for card in dict.fromkeys(cards):
             if card in WILDS:
-                if card != WILD_DRAW_FOUR or not self._holds_colour():
-                    plays += [f"{card} {colour}" for colour in COLOURS]
-            elif colour_of(card) == self.colour or face_of(card) == face_of(self.top):
+                if card != WILD_DRAW_FOUR or not self._has_current_color():
+                    plays += [f"{card} {color}" for color in COLORS]
+            elif card_color(card) == self.color or card_symbol(card) == card_symbol(self.top):
                 plays.append(card)
         return plays
 
-    def _holds_colour(self) -> bool:
-        return any(colour_of(card) == self.colour for card in self.hands[self.turn])
+    def _has_current_color(self) -> bool:
+        return any(card_color(card) == self.color for card in self.hands[self.turn])
 
     def _draw(self) -> str:
-        card = self._taken()
+        card = self._take_card()
         if card is None:
             self._end_turn()
             return "finds no card to draw"
         self.hands[self.turn].append(card)
         self.drawn = card
-        if not self._plays_of([card]):
+        if not self._legal_plays([card]):
             self._end_turn()
         return "draws"
 
-    def _take_effect(self, face: str) -> None:
-        if face == REVERSE and len(self.hands) > 2:
+    def _apply_effect(self, symbol: str) -> None:
+        if symbol == REVERSE and len(self.hands) > 2:
             self.direction = -self.direction
-        skips = face in (SKIP, DRAW_TWO, WILD_DRAW_FOUR)
-        skips = skips or (face == REVERSE and len(self.hands) == 2)
-        for _ in range({DRAW_TWO: 2, WILD_DRAW_FOUR: 4}.get(face, 0)):
-            card = self._taken()
+        skips = symbol in (SKIP, DRAW_TWO, WILD_DRAW_FOUR)
+        skips = skips or (symbol == REVERSE and len(self.hands) == 2)
+        for _ in range({DRAW_TWO: 2, WILD_DRAW_FOUR: 4}.get(symbol, 0)):
+            card = self._take_card()
             if card is not None:
                 self.hands[self.seat_after(1)].append(card)
         self._end_turn(2 if skips else 1)
 
-    def _end_turn(self, steps: int = 1) -> None:
+    def _end_turn(self, num_seats: int = 1) -> None:
         self.drawn = None
-        self.turn = self.seat_after(steps)
+        self.turn = self.seat_after(num_seats)
 
-    def _taken(self) -> str | None:
-        """The next card of the pile; None where all cards are in hands."""
-        if not self._pile:
-            self._pile, self._played = self._played[:-1], self._played[-1:]
-            self._rng.shuffle(self._pile)
-        return self._pile.pop() if self._pile else None
+    def _take_card(self) -> str | None:
+        """Take the next card of the pile; return None if all cards are in hands."""
+        if not self.pile:
+            self.pile, self.played = self.played[:-1], self.played[-1:]
+            self._rng.shuffle(self.pile)
+        return self.pile.pop() if self.pile else None
 
 
-def _card_and_colour(move: str) -> tuple[str, str]:
-    """The card that a move plays, and the colour that holds from then on."""
-    card, _, called = move.rpartition(" ")
-    return (card, called) if card in WILDS else (move, colour_of(move))
+def _split_move(move: str) -> tuple[str, str]:
+    """Return the card that a move plays and the color that must be followed after it."""
+    card, _, color = move.rpartition(" ")
+    return (card, color) if card in WILDS else (move, card_color(move))

@@ -1,8 +1,8 @@
-"""Uno as text: the open card, one's own hand, and what the others did, answered with a move.
+"""Text of Uno: the open card, the hand and the other players' moves. The response is a move.
 
 compact   user:      top red 5 hand red 7, blue 5, wild others 4
           assistant: red 7
-rules     system:    the rules, and how to answer
+rules     system:    the rules and the format of responses
           user:      player 1 draws. Open card: red 5. ... Your legal moves: red 7 | ...
           assistant: ... <answer>red 7</answer>
 """
@@ -21,67 +21,69 @@ from .models import UnoAction, UnoObservation
 TextStyle = Literal["compact", "rules"]
 
 _RULES = (
-    "You play Uno. Play a card of the open card's colour, or with its number or sign, or a wild"
-    " card and call a colour. Where none fits, draw one card; if it fits, play it or pass. skip"
-    " passes over the next player, reverse turns the direction, +2 and wild +4 make the next player"
-    " draw and lose the turn; wild +4 may be played only without a card of the colour. Who has no"
-    " card left wins. End with your move in tags, for example <answer>red 5</answer>,"
+    "You play Uno. Play a card that has the color, the number or the symbol of the open card, or"
+    " play a wild card and call a color. If you cannot play, draw one card; then play that card,"
+    " if you can, or pass. A skip makes the next player lose a turn. A reverse changes the"
+    " direction of play. A +2 or wild +4 makes the next player draw that number of cards and lose"
+    " a turn. You may play a wild +4 only if you have no card of the current color. The first"
+    " player without cards wins. End with your move in tags, for example <answer>red 5</answer>,"
     " <answer>wild blue</answer> or <answer>draw</answer>."
 )
 
 
 class UnoRenderer:
-    """Text for one seat."""
+    """Renderer for one seat."""
 
     def __init__(self, style: TextStyle) -> None:
         self._style = style
 
     def render(self, observation: UnoObservation, *, first: bool) -> list[Message]:
-        """The situation; in the style with rules, a system message before the first."""
+        """Return the situation. In the rules style, the rules come first."""
         if self._style == "compact":
-            return [{"role": "user", "content": _brief(observation)}]
-        shown: Message = {"role": "user", "content": _prose(observation)}
-        return [{"role": "system", "content": _RULES}, shown] if first else [shown]
+            return [{"role": "user", "content": _render_compact(observation)}]
+        message: Message = {"role": "user", "content": _render_sentences(observation)}
+        return [{"role": "system", "content": _RULES}, message] if first else [message]
 
     def parse(self, text: str, observation: UnoObservation) -> UnoAction:
-        """The legal move that the text names.
+        """Return the legal move that the text names.
 
         Raises:
-            ActionParseError: it names none, or several.
+            ActionParseError: The text names no legal move, or several.
         """
-        said = extract_answer(text) if self._style == "rules" else text
-        move = find_named_move(said, observation.legal_actions)
+        response = extract_answer(text) if self._style == "rules" else text
+        move = find_named_move(response, observation.legal_actions)
         if move is None:
-            offered = ", ".join(observation.legal_actions) or "no move: the deal is over"
-            raise ActionParseError(f"expected one of {offered}; got {quoted(text)}")
+            legal_moves = ", ".join(observation.legal_actions) or "no move: the game is over"
+            raise ActionParseError(f"expected one of {legal_moves}; got {quoted(text)}")
         return UnoAction(move=move)
 
     def legal_answers(self, observation: UnoObservation) -> list[str]:
-        """The legal moves."""
+        """Return the legal moves."""
         return observation.legal_actions
 
 
-def _open(observation: UnoObservation) -> str:
+def _open_card(observation: UnoObservation) -> str:
     called = f" {observation.colour}" if observation.top in WILDS else ""
     return f"{observation.top}{called}"
 
 
-def _brief(observation: UnoObservation) -> str:
-    others = " ".join(map(str, observation.others))
+def _render_compact(observation: UnoObservation) -> str:
+    counts = " ".join(map(str, observation.others))
     if not observation.legal_actions:
-        return f"over others {others}"
+        return f"over others {counts}"
     drew = " drew" if observation.has_drawn else ""
-    return f"top {_open(observation)} hand {', '.join(observation.hand)} others {others}{drew}"
+    hand = ", ".join(observation.hand)
+    return f"top {_open_card(observation)} hand {hand} others {counts}{drew}"
 
 
-def _prose(observation: UnoObservation) -> str:
-    said = [f"{event}." for event in observation.events]
+def _render_sentences(observation: UnoObservation) -> str:
+    sentences = [f"{event}." for event in observation.events]
     if not observation.legal_actions:
-        return " ".join([*said, "The deal is over."])
+        return " ".join([*sentences, "The game is over."])
     counts = ", ".join(map(str, observation.others))
-    said += [
-        f"Open card: {_open(observation)}.",
+    sentences += [
+        f"Open card: {_open_card(observation)}.",
         f"Your hand: {', '.join(observation.hand)}.",
-        f"The others hold {counts} cards.",
+        f"Cards of the other players: {counts}.",
     ]
-    return f"{' '.join(said)}\nYour legal moves: {' | '.join(observation.legal_actions)}"
+    return f"{' '.join(sentences)}\nYour legal moves: {' | '.join(observation.legal_actions)}"

@@ -1,63 +1,51 @@
-"""One game of an Atari 2600, a decision every few frames."""
+"""An environment with one Atari 2600 game and a decision every few frames."""
 
 from __future__ import annotations
 
 import random
 import secrets
-from typing import get_args
+from typing import Any
 
 import numpy as np
 
 from ludus.env import Environment, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
-    ConfigError,
     EpisodeStateError,
     ErrorCode,
     IllegalActionError,
     InvalidCallError,
 )
 
-from ..facts import Facts, facts_of
+from ..facts import Facts, read_facts
 from ..models import (
     UNNAMED_GAME,
     UNNAMED_OBS_TYPE,
     AtariAction,
     AtariObservation,
     AtariState,
-    ObsType,
 )
-from ..text import AtariRenderer, TextStyle
+from ..options import AtariOptions
+from ..text import AtariRenderer
 from .console import Console
 
 OPPONENT_GAMES = frozenset({"boxing", "double_dunk", "ice_hockey", "pong", "tennis"})
-"""Games whose points an opponent's are taken off: a score above 0 is a win."""
+"""Games against an opponent. Their score is the difference of points: above 0 is a win."""
 
 
 class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
-    """An Atari game; its points are the rewards.
+    """An Atari game whose points are the rewards.
 
-    The seed draws how many frames pass before the first decision, and which actions are repeated
-    where some are. Games against an opponent are won with a score above 0; of others nobody says.
+    The seed determines the number of frames before the first decision, and which frames repeat the
+    previous action. A game against an opponent is a success if its score is above 0; other games
+    do not report success.
 
     Args:
-        game: a name that the Arcade Learning Environment knows, such as "space_invaders".
-        obs_type: what `screen` shows: the memory, or the picture, coloured or grey.
-        lists_pixels: sends pictures as lists of numbers, 100,800 for a coloured one, as OpenEnv's
-            own server does; else as arrays.
-        full_action_space: offers all 18 actions of the console.
-        mode: one of the game's own; None is its first. `difficulty` likewise.
-        repeat_action_probability: of each frame to go on with the action before.
-        frameskip: frames that a decision holds.
-        max_waiting_frames: at most so many pass before the first decision.
-        max_turns: decisions after which the episode is cut off; 0 is never.
-        max_scores: the episode ends once points were scored so many times, by either side; 0 is
-            at the game's own end.
-        text_style: "compact" shows the bare situation; "rules" explains game and answers.
+        options: The fields of `AtariOptions`.
 
     Raises:
-        NotFoundError: there is no game of that name.
-        ConfigError: ale-py is not installed, or the options do not fit.
+        NotFoundError: The game does not exist.
+        ConfigError: ale-py is not installed, or an option is invalid.
     """
 
     action_type = AtariAction
@@ -66,79 +54,39 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
     name = "atari_env"
     description = "Atari 2600 games"
 
-    def __init__(
-        self,
-        game: str = UNNAMED_GAME,
-        *,
-        obs_type: ObsType = "ram",
-        lists_pixels: bool = False,
-        full_action_space: bool = False,
-        mode: int | None = None,
-        difficulty: int | None = None,
-        repeat_action_probability: float = 0.0,
-        frameskip: int = 4,
-        max_waiting_frames: int = 30,
-        max_turns: int = 0,
-        max_scores: int = 0,
-        text_style: TextStyle = "compact",
-    ) -> None:
-        _require_choice("obs_type", obs_type, get_args(ObsType))
-        _require_choice("text_style", text_style, get_args(TextStyle))
-        counts = {"max_waiting_frames": max_waiting_frames, "max_turns": max_turns}
-        for name, value in {**counts, "max_scores": max_scores, "frameskip": frameskip}.items():
-            _require_count(name, value, 1 if name == "frameskip" else 0)
-        if not 0 <= repeat_action_probability < 1:
-            raise ConfigError(
-                "expected repeat_action_probability from 0 to below 1, got"
-                f" {repeat_action_probability!r}"
-            )
+    def __init__(self, **options: Any) -> None:
+        self._options = AtariOptions.parse(options)
         self._console = Console(
-            game,
-            has_all_actions=full_action_space,
-            repeat_action_probability=repeat_action_probability,
-            mode=mode,
-            difficulty=difficulty,
+            self._options.game,
+            has_all_actions=self._options.full_action_space,
+            repeat_action_probability=self._options.repeat_action_probability,
+            mode=self._options.mode,
+            difficulty=self._options.difficulty,
         )
-        self._options: JsonObject = {
-            "game": game,
-            "obs_type": obs_type,
-            "lists_pixels": lists_pixels,
-            "full_action_space": full_action_space,
-            "mode": mode,
-            "difficulty": difficulty,
-            "repeat_action_probability": repeat_action_probability,
-            "frameskip": frameskip,
-            "max_waiting_frames": max_waiting_frames,
-            "max_turns": max_turns,
-            "max_scores": max_scores,
-            "text_style": text_style,
-        }
-        self._game = game
-        self._obs_type: ObsType = obs_type
-        self._names = self._console.action_names
+        self._action_names = self._console.action_names
         self._is_playing = False
         self._state = self._new_state(None)
         self._num_scores = 0
         self._facts: Facts = {}
-        self.text_renderer = AtariRenderer(game, text_style)
+        self.text_renderer = AtariRenderer(self._options.game, self._options.text_style)
 
     @property
     def options(self) -> JsonObject:
-        """What it was built with."""
-        return dict(self._options)
+        """The options that the environment was built with."""
+        return self._options.to_json()
 
     @property
     def state(self) -> AtariState:
-        """Where the episode stands."""
+        """The state of the current episode."""
         return self._state
 
-    def reset(  # type: ignore[override]  # names its options, so that others are refused
+    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[AtariObservation]:
-        """The first decision of a new game."""
-        # A text of its own: players draw from random.Random(seed), too.
+        """Start a game and return the first observation."""
+        # The text keeps these numbers apart from those of a player who uses random.Random(seed).
         rng = random.Random(f"atari_env {secrets.randbits(63) if seed is None else seed}")
-        self._console.reset(rng, self._options["max_waiting_frames"])
+        self._console.reset(rng, self._options.max_waiting_frames)
         self._state = self._new_state(episode_id)
         self._num_scores = 0
         self._facts = {}
@@ -146,101 +94,89 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
         return self._transition(None)
 
     def step(self, action: AtariAction) -> Transition[AtariObservation]:
-        """What so many frames of the action led to.
+        """Repeat the action for `frameskip` frames and return the result.
 
         Raises:
-            IllegalActionError: there is no action of that number.
-            InvalidCallError: it is meant for another game, or another kind of server.
-            EpisodeStateError: there is no episode, or it is over.
+            IllegalActionError: The action id does not exist.
+            InvalidCallError: The action is for another game or another kind of server.
+            EpisodeStateError: There is no episode, or it is over.
         """
         if not self._is_playing:
             raise EpisodeStateError(
-                "expected a running episode, got a step before or after one; call reset",
+                "an action needs a running episode; call reset",
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
-        self._check_meant_for_this(action)
-        if not 0 <= action.action_id < len(self._names):
+        self._check_recipient(action)
+        if not 0 <= action.action_id < len(self._action_names):
             raise IllegalActionError(
-                f"expected an action from 0 to {len(self._names) - 1}"
-                f" ({', '.join(self._names)}), got {action.action_id}; the game stands"
+                f"expected an action from 0 to {len(self._action_names) - 1}"
+                f" ({', '.join(self._action_names)}), got {action.action_id}; the game is unchanged"
             )
-        points = self._console.press(action.action_id, self._options["frameskip"])
+        points = self._console.press(action.action_id, self._options.frameskip)
         self._state.step_count += 1
         self._state.episode_return += points
         self._num_scores += points != 0
         return self._transition(points)
 
     def close(self) -> None:
-        """Leave the console to the next session."""
+        """Return the console to the pool of idle consoles."""
         self._is_playing = False
         self._console.close()
 
     def _transition(self, points: float | None) -> Transition[AtariObservation]:
-        limit, scores = self._options["max_turns"], self._options["max_scores"]
-        is_terminated = self._console.is_over or bool(scores and self._num_scores >= scores)
-        is_truncated = bool(not is_terminated and limit and self._state.step_count >= limit)
+        max_turns, max_scores = self._options.max_turns, self._options.max_scores
+        is_terminated = self._console.is_over or bool(max_scores and self._num_scores >= max_scores)
+        is_truncated = bool(not is_terminated and max_turns and self._state.step_count >= max_turns)
         self._is_playing = not (is_terminated or is_truncated)
         success = None
-        if not self._is_playing and self._game in OPPONENT_GAMES:
+        if not self._is_playing and self._options.game in OPPONENT_GAMES:
             success = self._state.episode_return > 0
-        seen = self._console.seen(self._obs_type)
-        is_listed = self._obs_type == "ram" or self._options["lists_pixels"]
+        screen = self._console.screen(self._options.obs_type)
+        is_listed = self._options.obs_type == "ram" or self._options.lists_pixels
         return Transition(
-            self._observation(seen, is_listed),
+            self._observe(screen, is_listed),
             points,
             is_terminated,
             is_truncated,
-            tensors={} if is_listed else {"screen": seen},
+            tensors={} if is_listed else {"screen": screen},
             success=success,
         )
 
-    def _observation(self, seen: np.ndarray, is_listed: bool) -> AtariObservation:
+    def _observe(self, screen: np.ndarray, is_listed: bool) -> AtariObservation:
         memory = self._console.memory
-        self._facts = facts_of(self._game, memory, self._facts)
+        self._facts = read_facts(self._options.game, memory, self._facts)
         num_frames = self._console.num_frames
         return AtariObservation(
-            screen=seen.ravel().tolist() if is_listed else None,
-            screen_shape=list(seen.shape),
-            legal_actions=list(range(len(self._names))) if self._is_playing else [],
-            action_names=self._names,
+            screen=screen.ravel().tolist() if is_listed else None,
+            screen_shape=list(screen.shape),
+            legal_actions=list(range(len(self._action_names))) if self._is_playing else [],
+            action_names=self._action_names,
             score=self._state.episode_return,
             lives=self._console.lives,
             episode_frame_number=num_frames,
             frame_number=num_frames,
-            memory=[] if self._obs_type == "ram" else memory.tolist(),
+            memory=[] if self._options.obs_type == "ram" else memory.tolist(),
             facts=self._facts,
         )
 
-    def _check_meant_for_this(self, action: AtariAction) -> None:
-        meant = {
-            "game_name": (action.game_name, UNNAMED_GAME, self._game),
-            "obs_type": (action.obs_type, UNNAMED_OBS_TYPE, self._obs_type),
-            "full_action_space": (
-                *(action.full_action_space, False),
-                self._options["full_action_space"],
-            ),
-        }
-        for field, (value, unnamed, served) in meant.items():
+    def _check_recipient(self, action: AtariAction) -> None:
+        """Refuse an action that names another game or another kind of server."""
+        options = self._options
+        for field, value, unnamed, served in (
+            ("game_name", action.game_name, UNNAMED_GAME, options.game),
+            ("obs_type", action.obs_type, UNNAMED_OBS_TYPE, options.obs_type),
+            ("full_action_space", action.full_action_space, False, options.full_action_space),
+        ):
             if value not in (unnamed, served):
                 raise InvalidCallError(
-                    f"expected an action for {field} {served!r}, which this session plays, got one"
-                    f" for {value!r}; start a server for that or leave {field} out"
+                    f"this session has {field} {served!r}, but the action is for {value!r}; start"
+                    f" a server with {value!r} or leave {field} out"
                 )
 
     def _new_state(self, episode_id: str | None) -> AtariState:
-        shared = AtariState.model_fields.keys() & self._options.keys()
+        shared = AtariState.model_fields.keys() & AtariOptions.model_fields.keys()
         return AtariState(
             episode_id=episode_id,
-            game_name=self._options["game"],
-            **{name: self._options[name] for name in shared},
+            game_name=self._options.game,
+            **{name: getattr(self._options, name) for name in shared},
         )
-
-
-def _require_choice(name: str, value: object, offered: tuple[str, ...]) -> None:
-    if value not in offered:
-        raise ConfigError(f"expected {name} out of {', '.join(offered)}, got {value!r}")
-
-
-def _require_count(name: str, value: object, lowest: int) -> None:
-    if type(value) is not int or value < lowest:
-        raise ConfigError(f"expected {name} as a whole number from {lowest}, got {value!r}")

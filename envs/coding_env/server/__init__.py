@@ -1,1 +1,1 @@
-"""The server's half: the environment, the programs it runs, and how it is served."""
+"""Server side: the environment and its server program."""

@@ -1,67 +1,69 @@
-"""Whether a program returned what it should have, and what is said of it."""
+"""Test results of a program, and the feedback that a player reads."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
-from ..problems import FUNCTION, Test
-from .programs import Ended, Outcome
+from ..problems import FUNCTION, TestCall
+from .programs import CallOutcome, ProgramResult
 
-_MAX_CHARS_SAID = 1000
-"""Of each of stdout, stderr and a value."""
+_MAX_QUOTED_CHARS = 1000
+"""Maximum number of characters of stdout, of stderr and of a value in the feedback."""
 _TOLERANCE = 1e-9
 
 
-def passed_tests(ended: Ended, tests: Sequence[Test]) -> list[bool]:
-    """By test, whether the call returned what was expected; False where it was not reached."""
-    outcomes = [*ended.outcomes, *[Outcome()] * len(tests)]
+def grade(result: ProgramResult, tests: Sequence[TestCall]) -> list[bool]:
+    """Return whether each test passed. A call that was not reached did not pass."""
     return [
-        outcome.has_returned and _is_same(outcome.value, test.expected)
-        for outcome, test in zip(outcomes, tests, strict=False)
+        outcome is not None and outcome.has_returned and _is_equal(outcome.value, test.expected)
+        for outcome, test in zip_longest(result.outcomes[: len(tests)], tests)
     ]
 
 
-def feedback_on(ended: Ended, tests: Sequence[Test], passed: Sequence[bool], num_shown: int) -> str:
-    """How many tests passed, how the shown ones went, and what the program wrote."""
-    said = [f"{sum(passed)} of {len(tests)} tests passed."]
-    if ended.timed_out:
-        said.append("The program took too long and was ended.")
-    elif ended.exit_code:
-        said.append(f"The program ended with exit code {ended.exit_code}.")
-    for number in range(num_shown):
-        if not passed[number]:
-            said.append(_told(tests[number], ended.outcomes[number : number + 1]))
-    for name, text in (("stdout", ended.stdout), ("stderr", ended.stderr)):
+def write_feedback(
+    result: ProgramResult, tests: Sequence[TestCall], passed: Sequence[bool], num_shown: int
+) -> str:
+    """Return the number of passed tests, the failures of shown tests, and the output."""
+    lines = [f"{sum(passed)} of {len(tests)} tests passed."]
+    if result.timed_out:
+        lines.append("The program took too long and was stopped.")
+    elif result.exit_code:
+        lines.append(f"The program exited with code {result.exit_code}.")
+    for index in range(num_shown):
+        if not passed[index]:
+            outcome = result.outcomes[index] if index < len(result.outcomes) else None
+            lines.append(_describe_failure(tests[index], outcome))
+    for name, text in (("stdout", result.stdout), ("stderr", result.stderr)):
         if text.strip():
-            said.append(f"{name}:\n{_cut(text.rstrip())}")
-    return "\n".join(said)
+            lines.append(f"{name}:\n{_cut(text.rstrip())}")
+    return "\n".join(lines)
 
 
-def shown_call(test: Test) -> str:
-    """For example "solve([1, 2])"."""
+def write_call(test: TestCall) -> str:
+    """Return the call as Python code, for example "solve([1, 2])"."""
     return f"{FUNCTION}({', '.join(map(repr, test.arguments))})"
 
 
-def _told(test: Test, outcome: Sequence[Outcome]) -> str:
-    if not outcome:
-        return f"{shown_call(test)} was not reached; expected {test.expected!r}."
-    (one,) = outcome
-    got = _cut(repr(one.value)) if one.has_returned else _cut(one.error)
-    return f"{shown_call(test)} expected {test.expected!r}, got {got}."
+def _describe_failure(test: TestCall, outcome: CallOutcome | None) -> str:
+    if outcome is None:
+        return f"{write_call(test)} was not reached; expected {test.expected!r}."
+    value = _cut(repr(outcome.value)) if outcome.has_returned else _cut(outcome.error)
+    return f"{write_call(test)} expected {test.expected!r}, got {value}."
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS_SAID else f"{text[:_MAX_CHARS_SAID]} [cut]"
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]} [cut]"
 
 
-def _is_same(got: Any, expected: Any) -> bool:
-    """Equal as JSON, but for the last digits of fractions; True is not 1."""
-    if isinstance(expected, float) and isinstance(got, float):
-        return math.isclose(got, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+def _is_equal(value: Any, expected: Any) -> bool:
+    """Compare as JSON, so that True is not 1. Floats may differ by rounding."""
+    if isinstance(expected, float) and isinstance(value, float):
+        return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     try:
-        return json.dumps(got, sort_keys=True) == json.dumps(expected, sort_keys=True)
-    except RecursionError:  # lists in lists, as deep as could just be read
+        return json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    except RecursionError:  # nested almost too deeply for the parser
         return False

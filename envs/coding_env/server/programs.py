@@ -1,7 +1,10 @@
-"""Programs that nobody has read, each run in a process of its own: `runner.py` beside this file.
+"""Run programs, each in its own process (`runner.py`).
 
-Python's start takes longer than most programs, so there is one process that has started and is
-copied for each of them. It has seen none of them, and knows nothing else either.
+    run_program --descriptors--> runner process --fork--> program process --outcomes--> CallOutcome
+
+Python's start takes longer than most programs. Therefore one runner process starts once and is
+forked for each program. The runner never runs a program itself, so programs cannot affect each
+other.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,92 +31,98 @@ from ludus.proto.errors import ConfigError, InfrastructureError
 
 from ..problems import FUNCTION, Arguments
 
-_RUNNER = Path(__file__).with_name("runner.py")
+_RUNNER_FILE = Path(__file__).with_name("runner.py")
 _MAX_OUTCOME_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-_WALL_PER_CPU = 3
-"""How much longer than its time of computing a program may take: others compute, too."""
-_START_S = 30
-_PASSED_VARIABLES = ("LD_LIBRARY_PATH", "PATH")
-_SDK = Path(sandbox.__path__[0]).parents[2]
-"""All that the runner needs beside the standard library."""
+_WALL_PER_CPU_S = 3
+"""Wall-clock limit per second of CPU time; other processes use the CPUs too."""
+_START_TIMEOUT_S = 30
+_INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "PATH")
+_SDK_FOLDER = Path(sandbox.__path__[0]).parents[2]
+"""Folder of the SDK, which the runner imports in addition to the standard library."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a program may use."""
+class ProgramLimits:
+    """Resource limits of a program."""
 
     cpu_s: int
     memory_bytes: int
     output_bytes: int
-    """Kept of each of stdout and stderr; what is written beyond is dropped."""
+    """Maximum size of stdout, and of stderr. Further output is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one call came to."""
+class CallOutcome:
+    """The result of one call of the function."""
 
     has_returned: bool = False
     value: Any = None
-    error: str = "nothing that can be read"
+    error: str = "the outcome is not readable"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a program ended."""
+class ProgramResult:
+    """The exit, the output and the call outcomes of a program."""
 
     exit_code: int
     timed_out: bool
     stdout: str
     stderr: str
-    outcomes: tuple[Outcome, ...]
-    """By call, as far as they were reached."""
+    outcomes: tuple[CallOutcome, ...]
+    """One outcome per call, up to the last call that was reached."""
 
 
 @dataclass(slots=True)
 class _Pipe:
-    """The first bytes of what comes out of one."""
+    """The bytes read from a pipe, up to a limit."""
 
-    limit: int
-    kept: bytearray
+    max_bytes: int
+    data: bytearray = field(default_factory=bytearray)
+
+    def append(self, data: bytes) -> None:
+        self.data += data[: self.max_bytes - len(self.data)]
+
+    def text(self) -> str:
+        return self.data.decode(errors="replace")
 
 
 class _Runner:
-    """The process that is copied for each program."""
+    """The process that is forked for each program."""
 
     def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair()
-        variables = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
-        with theirs:
+        self._requests, runner_socket = socket.socketpair()
+        variables = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+        with runner_socket:
             process = subprocess.Popen(
-                # Without what is installed: it would be looked for, and then taken away again.
-                [sys.executable, "-S", "-P", "-B", str(_RUNNER), str(theirs.fileno())],
+                # -S -P: programs may not use installed packages, so do not search for them.
+                [sys.executable, "-S", "-P", "-B", str(_RUNNER_FILE), str(runner_socket.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[runner_socket.fileno()],
                 cwd="/",
                 env={
                     **variables,
-                    "PYTHONPATH": str(_SDK),
-                    "PYTHONHASHSEED": "0",  # sets of texts have the same order in every run
+                    "PYTHONPATH": str(_SDK_FOLDER),
+                    "PYTHONHASHSEED": "0",  # sets of strings have the same order in every run
                     "PYTHONUTF8": "1",
                 },
                 start_new_session=True,
             )
-        weakref.finalize(self, _end, self._requests, process, os.getpid())
+        weakref.finalize(self, _stop_runner, self._requests, process, os.getpid())
 
-    def copy(self, descriptors: Sequence[int]) -> None:
-        """Make it run a program that reads and writes these.
+    def fork(self, descriptors: Sequence[int]) -> None:
+        """Start a process for a program that uses these file descriptors.
 
         Raises:
-            OSError: it has ended.
+            OSError: The runner has exited.
         """
         socket.send_fds(self._requests, [b"\0"], descriptors)
 
 
-def _end(requests: socket.socket, process: subprocess.Popen[bytes], made_in: int) -> None:
-    """Let a runner end, unless this is only a copy of the process that made it."""
-    if os.getpid() == made_in:
+def _stop_runner(requests: socket.socket, process: subprocess.Popen[bytes], owner_pid: int) -> None:
+    """Stop a runner. A forked copy of its owner only closes the socket."""
+    if os.getpid() == owner_pid:
         with contextlib.suppress(OSError):
             requests.shutdown(socket.SHUT_RDWR)
         process.wait()
@@ -121,17 +130,17 @@ def _end(requests: socket.socket, process: subprocess.Popen[bytes], made_in: int
 
 
 @functools.lru_cache(maxsize=1)
-def _runner_of(pid: int) -> _Runner:
-    """The runner of this process; what is forked off may be confined in another way."""
+def _get_runner(pid: int) -> _Runner:
+    """Return the runner of process `pid`. Forked processes may have another sandbox."""
     return _Runner()
 
 
-def run_program(code: str, calls: Sequence[Arguments], limits: Limits) -> Ended:
-    """How the program ended, and what its function returned for each call.
+def run_program(code: str, calls: Sequence[Arguments], limits: ProgramLimits) -> ProgramResult:
+    """Run a program, call its function with each of `calls`, and return the result.
 
     Raises:
-        ConfigError: this system cannot confine it.
-        InfrastructureError: its process did not come up.
+        ConfigError: This system cannot sandbox the program.
+        InfrastructureError: The program's process did not start.
     """
     job = {
         "code": code,
@@ -141,17 +150,17 @@ def run_program(code: str, calls: Sequence[Arguments], limits: Limits) -> Ended:
         "memory_bytes": limits.memory_bytes,
     }
     with contextlib.ExitStack() as stack:
-        (its_job, job_file), *rest = [_pipe(stack) for _ in range(5)]
-        its_files = [its_job, *(writer for _, writer in rest)]
-        _copy(its_files)
-        for one in its_files:
-            one.close()
-        with contextlib.suppress(BrokenPipeError), job_file:
-            job_file.write(json.dumps(job).encode())
-        return _followed(*(reader for reader, _ in rest), limits)
+        (job_reader, job_writer), *output_pipes = [_open_pipe(stack) for _ in range(5)]
+        program_files = [job_reader, *(writer for _, writer in output_pipes)]
+        _start_program(program_files)
+        for file in program_files:
+            file.close()
+        with contextlib.suppress(BrokenPipeError), job_writer:
+            job_writer.write(json.dumps(job).encode())
+        return _collect_result(*(reader for reader, _ in output_pipes), limits)
 
 
-def _pipe(stack: contextlib.ExitStack) -> tuple[io.FileIO, io.BufferedWriter]:
+def _open_pipe(stack: contextlib.ExitStack) -> tuple[io.FileIO, io.BufferedWriter]:
     reader, writer = os.pipe()
     return (
         stack.enter_context(open(reader, "rb", buffering=0)),
@@ -159,97 +168,98 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[io.FileIO, io.BufferedWriter]:
     )
 
 
-def _copy(files: Sequence[io.IOBase]) -> None:
-    descriptors = [one.fileno() for one in files]
+def _start_program(files: Sequence[io.IOBase]) -> None:
+    descriptors = [file.fileno() for file in files]
     try:
-        _runner_of(os.getpid()).copy(descriptors)
-    except OSError:  # something has ended it since
-        _runner_of.cache_clear()
-        _runner_of(os.getpid()).copy(descriptors)
+        _get_runner(os.getpid()).fork(descriptors)
+    except OSError:  # the runner was killed
+        _get_runner.cache_clear()
+        _get_runner(os.getpid()).fork(descriptors)
 
 
-def _followed(
-    stdout: io.FileIO, stderr: io.FileIO, outcomes: io.FileIO, end: io.FileIO, limits: Limits
-) -> Ended:
+def _collect_result(
+    stdout: io.FileIO,
+    stderr: io.FileIO,
+    outcomes: io.FileIO,
+    exit_status: io.FileIO,
+    limits: ProgramLimits,
+) -> ProgramResult:
     pipes = {
-        stdout: _Pipe(limits.output_bytes, bytearray()),
-        stderr: _Pipe(limits.output_bytes, bytearray()),
-        outcomes: _Pipe(_MAX_OUTCOME_BYTES, bytearray()),
-        end: _Pipe(_READ_BYTES, bytearray()),
+        stdout: _Pipe(limits.output_bytes),
+        stderr: _Pipe(limits.output_bytes),
+        outcomes: _Pipe(_MAX_OUTCOME_BYTES),
+        exit_status: _Pipe(_READ_BYTES),
     }
-    in_time = _read(pipes, pipes[outcomes], limits.cpu_s * _WALL_PER_CPU)
-    first, *rest = bytes(pipes[outcomes].kept).split(b"\n")[:-1] or [b""]
-    said = {file: bytes(pipes[file].kept).decode(errors="replace") for file in (stdout, stderr)}
-    pid = _pid_in(first, said[stderr])
-    if not in_time:
+    is_in_time = _read_pipes(pipes, pipes[outcomes], limits.cpu_s * _WALL_PER_CPU_S)
+    start_line, *outcome_lines = bytes(pipes[outcomes].data).split(b"\n")[:-1] or [b""]
+    pid = _read_pid(start_line, pipes[stderr].text())
+    if not is_in_time:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    told = bytes(pipes[end].kept) or end.readall()
-    if not told:
+    exit_text = bytes(pipes[exit_status].data) or exit_status.readall()
+    if not exit_text:
         raise InfrastructureError(
-            "expected the exit code of the program, got none: something has ended the process "
-            "that waits for it; see whether the machine is out of memory"
+            "the exit code of the program is missing because its parent process was killed; check"
+            " whether the machine is out of memory"
         )
-    exit_code = int(told)
-    return Ended(
+    exit_code = int(exit_text)
+    return ProgramResult(
         exit_code,
-        # It can send itself no signal, so that this one is the limit's.
-        timed_out=not in_time or exit_code == -signal.SIGKILL,
-        stdout=said[stdout],
-        stderr=said[stderr],
-        outcomes=tuple(map(_outcome_of, rest)),
+        # A program cannot send itself a signal, so SIGKILL means a limit.
+        timed_out=not is_in_time or exit_code == -signal.SIGKILL,
+        stdout=pipes[stdout].text(),
+        stderr=pipes[stderr].text(),
+        outcomes=tuple(map(_parse_outcome, outcome_lines)),
     )
 
 
-def _read(pipes: dict[Any, _Pipe], told: _Pipe, wall_s: float) -> bool:
-    """Read until all are closed; False where that takes longer than it may.
+def _read_pipes(pipes: dict[Any, _Pipe], outcomes: _Pipe, wall_s: float) -> bool:
+    """Read until all pipes are closed. Return False if that exceeds the time limit.
 
-    The time of a program counts from when it runs, not from when its process is made.
+    The time limit of the program starts when the program runs, not when its process is forked.
     """
-    deadline, has_begun = time.monotonic() + _START_S, False
+    deadline, has_started = time.monotonic() + _START_TIMEOUT_S, False
     with selectors.DefaultSelector() as selector:
-        for source in pipes:
-            selector.register(source, selectors.EVENT_READ)
+        for file in pipes:
+            selector.register(file, selectors.EVENT_READ)
         while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            for key, _ in selector.select(left):
+            for key, _ in selector.select(remaining_s):
                 data = os.read(key.fd, _READ_BYTES)
-                pipe = pipes[key.fileobj]
-                pipe.kept += data[: pipe.limit - len(pipe.kept)]
+                pipes[key.fileobj].append(data)
                 if not data:
                     selector.unregister(key.fileobj)
-            if told.kept and not has_begun:
-                deadline, has_begun = time.monotonic() + wall_s, True
+            if outcomes.data and not has_started:
+                deadline, has_started = time.monotonic() + wall_s, True
     return True
 
 
-def _pid_in(first: bytes, stderr: str) -> int:
-    """The program's process, from the line that says it has come up."""
-    if not first:
-        _runner_of.cache_clear()
-        said = stderr.strip().splitlines() or ["see what the server has written to stderr"]
+def _read_pid(start_line: bytes, stderr: str) -> int:
+    """Return the program's process id from the first line of its outcomes."""
+    if not start_line:
+        _get_runner.cache_clear()
+        errors = stderr.strip().splitlines() or ["see the server's stderr"]
         raise InfrastructureError(
-            f"expected a process for the program to come up within {_START_S} s, got none: "
-            f"{said[-1]}"
+            f"the program's process did not start within {_START_TIMEOUT_S} s: {errors[-1]}"
         )
-    started = json.loads(first)
-    if "refused" in started:
+    start = json.loads(start_line)
+    if "refused" in start:
         raise ConfigError(
-            f"programs of a policy cannot be confined here: {started['refused']}; serve coding_env "
-            "on Linux and play it there by its address"
+            f"this machine cannot sandbox programs: {start['refused']}; serve coding_env on Linux "
+            "and connect to its address"
         )
-    return int(started["pid"])
+    return int(start["pid"])
 
 
-def _outcome_of(line: bytes) -> Outcome:
+def _parse_outcome(line: bytes) -> CallOutcome:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):  # the program has written there itself
-        return Outcome()
-    if not isinstance(found, dict):
-        return Outcome()
-    if "value" in found:
-        return Outcome(True, found["value"], "")
-    return Outcome(error=str(found.get("error")))
+        outcome = json.loads(line)
+    except (ValueError, RecursionError):  # the program itself wrote to this pipe
+        return CallOutcome()
+    if not isinstance(outcome, dict):
+        return CallOutcome()
+    if "value" in outcome:
+        return CallOutcome(True, outcome["value"], "")
+    return CallOutcome(error=str(outcome.get("error")))

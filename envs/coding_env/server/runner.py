@@ -1,17 +1,17 @@
-"""`python runner.py DESCRIPTOR`: runs programs, each in a copy of this process that ends with it.
+"""`python runner.py DESCRIPTOR`: run programs, each in a fork of this process.
 
-DESCRIPTOR is a socket. Each message brings the descriptors of one program:
+DESCRIPTOR is a socket. Each message contains the file descriptors of one program:
 
-    job         {"code", "function", "calls", "cpu_s", "memory_bytes"}, JSON, read to its end
-    stdout      what it writes
-    stderr
-    outcomes    a line of JSON before the program: {"pid": its process} or {"refused": why}
-                then one per call, as it ends: {"value": ...} or {"error": "..."}
-    end         its exit code, once it has ended
+    job            JSON until end of file: {"code", "function", "calls", "cpu_s", "memory_bytes"}
+    stdout         output of the program
+    stderr         errors of the program
+    outcomes       before the program, a line {"pid": process id} or {"refused": reason};
+                   then one line per call: {"value": ...} or {"error": "..."}
+    exit status    exit code of the program
 
-The program never learns what a call should return. It may compute, read the system's libraries
-and write to stdout and stderr; files, processes, threads, signals and sockets are refused by the
-kernel, and it cannot undo that.
+The program never gets the expected values. It can compute, read system libraries and write to
+stdout and stderr. The kernel refuses files, processes, threads, signals and sockets, and the
+program cannot change that.
 """
 
 from __future__ import annotations
@@ -43,66 +43,69 @@ _MAX_OPEN_FILES = 64
 
 
 def main(descriptor: int) -> int:
-    """The exit code: 0, or 1 after an exception; the program may end it with another one."""
+    """Serve programs; in a fork, run one and return its exit code, 1 after an exception."""
     _use_standard_library_only()
-    outcomes = _copied(descriptor)
-    return 0 if outcomes is None else _run(outcomes)
+    outcomes = _serve_forks(descriptor)
+    return 0 if outcomes is None else _run_job(outcomes)
 
 
-def _copied(descriptor: int) -> int | None:
-    """Where to write outcomes, in a copy that has a program to run; None when no more come."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+def _serve_forks(descriptor: int) -> int | None:
+    """Fork for each request. Return the outcomes descriptor in a fork, None at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exited forks are reaped automatically
     with socket.socket(fileno=descriptor) as requests:
-        while found := socket.recv_fds(requests, 1, _NUM_DESCRIPTORS)[1]:
+        while descriptors := socket.recv_fds(requests, 1, _NUM_DESCRIPTORS)[1]:
             if not os.fork():
-                return _watched(found)
-            for one in found:
-                os.close(one)
+                return _fork_program(descriptors)
+            for number in descriptors:
+                os.close(number)
     return None
 
 
-def _watched(descriptors: list[int]) -> int:
-    """Where to write outcomes, in a copy whose parent waits for it and says how it ended."""
-    *streams, outcomes, end = descriptors
+def _fork_program(descriptors: list[int]) -> int:
+    """Fork the program's process and return its outcomes descriptor there.
+
+    The parent waits, writes the exit code of the program, and exits.
+    """
+    *streams, outcomes, exit_status = descriptors
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if pid := os.fork():
         status = os.waitpid(pid, 0)[1]
-        os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
+        os.write(exit_status, b"%d" % os.waitstatus_to_exitcode(status))
         os._exit(0)
     os.setsid()
-    os.close(end)
-    for place, one in enumerate(streams):
-        os.dup2(one, place)
-        os.close(one)
+    os.close(exit_status)
+    for standard_stream, number in enumerate(streams):
+        os.dup2(number, standard_stream)
+        os.close(number)
     return outcomes
 
 
-def _run(outcomes: int) -> int:
+def _run_job(outcomes: int) -> int:
     job = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         _confine(job["cpu_s"], job["memory_bytes"])
     except (LayerUnavailableError, OSError) as error:
-        _tell(outcomes, {"refused": str(error)})
+        _write_line(outcomes, {"refused": str(error)})
         return 1
-    _tell(outcomes, {"pid": os.getpid()})
+    _write_line(outcomes, {"pid": os.getpid()})
     names: dict[str, Any] = {"__name__": "__main__", "__file__": _FILE}
     try:
         exec(compile(job["code"], _FILE, "exec"), names)
-    except Exception as error:  # noqa: BLE001 - it is the program's, and is shown to who wrote it
+    except Exception as error:  # noqa: BLE001 - any error of the program is shown to the player
         _print_error(error)
         return 1
     for arguments in job["calls"]:
-        _tell(outcomes, _outcome(names.get(job["function"]), job["function"], arguments))
+        _write_line(outcomes, _call(names.get(job["function"]), job["function"], arguments))
     return 0
 
 
 def _confine(cpu_s: int, memory_bytes: int) -> None:
-    """Take from this process what a program that computes does not need.
+    """Restrict this process to what a computation needs.
 
     Raises:
-        LayerUnavailableError: this system has no filter for system calls.
-        OSError: the kernel refuses a limit.
+        LayerUnavailableError: This system cannot filter system calls.
+        OSError: The kernel refuses a limit.
     """
     used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limits = {
@@ -115,51 +118,50 @@ def _confine(cpu_s: int, memory_bytes: int) -> None:
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
     if not sys.platform.startswith("linux"):
-        raise LayerUnavailableError("only Linux can keep a program from starting others")
+        raise LayerUnavailableError("only Linux can prevent a program from starting processes")
     give_up_privileges()
-    code = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    # An older kernel may lack it; what confines the server's worker holds for its children, too.
+    library_paths = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    # An older kernel may lack Landlock. The sandbox of the server's worker still applies.
     with contextlib.suppress(LayerUnavailableError):
-        restrict_files([*system_paths(), *code], device_paths())
+        restrict_files([*system_paths(), *library_paths], device_paths())
     refuse_system_calls(computes_only=True)
 
 
 def _use_standard_library_only() -> None:
-    """Make the program find neither this project's code nor what is installed beside it."""
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    dynamic = {str(Path(place, "lib-dynload")) for place in places}
-    sys.path[:] = [place for place in sys.path if place in places | dynamic]
-    # Where code that is installed for editing lies, finders of its own know.
-    sys.meta_path[:] = [one for one in sys.meta_path if _module_of(one).startswith("_frozen_")]
-    known = sys.stdlib_module_names
-    for name in [name for name in sys.modules if name.partition(".")[0] not in known]:
-        if name != "__main__":
+    """Hide this project's code and all installed packages from the program."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    extension_folders = {str(Path(folder, "lib-dynload")) for folder in folders}
+    sys.path[:] = [path for path in sys.path if path in folders | extension_folders]
+    # Packages in editable installs are found by additional finders.
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if str(getattr(finder, "__module__", "")).startswith("_frozen_")
+    ]
+    for name in list(sys.modules):
+        if name != "__main__" and name.partition(".")[0] not in sys.stdlib_module_names:
             del sys.modules[name]
 
 
-def _module_of(finder: object) -> str:
-    return str(getattr(finder, "__module__", ""))
-
-
-def _outcome(function: Callable[..., Any] | None, name: str, arguments: list[Any]) -> Any:
-    """What one call came to, as JSON can hold it."""
+def _call(function: Callable[..., Any] | None, name: str, arguments: list[Any]) -> Any:
+    """Call the function and return the outcome, which is JSON."""
     if not callable(function):
         return {"error": f"NameError: there is no function {name}"}
     try:
         outcome = {"value": function(*arguments)}
         json.dumps(outcome)
-    except Exception as error:  # noqa: BLE001 - it is the program's, and is shown to who wrote it
+    except Exception as error:  # noqa: BLE001 - any error of the program is shown to the player
         return {"error": "".join(traceback.format_exception_only(error)).strip()[:_MAX_ERROR_CHARS]}
     return outcome
 
 
 def _print_error(error: Exception) -> None:
-    """Show the program's part of a traceback."""
+    """Print the traceback without this file's frames."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     traceback.print_exception(type(error), error, frames)
 
 
-def _tell(descriptor: int, line: Any) -> None:
+def _write_line(descriptor: int, line: Any) -> None:
     sys.stdout.flush()
     data = json.dumps(line).encode() + b"\n"
     while data:

@@ -1,30 +1,37 @@
-"""What is said comes back, and pays 0.1 per character."""
+"""An environment that returns every message and rewards its length."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ludus.env import Environment, Tool, ToolError, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EpisodeStateError, ErrorCode
 
 from ..models import EchoAction, EchoObservation, EchoState
+from ..options import EchoOptions
 from ..text import EchoRenderer
 
 _READY = "Echo environment ready!"
 _CHARACTERS_PER_REWARD = 10
 _MESSAGE = {
     "type": "object",
-    "properties": {"message": {"type": "string", "description": "What to echo."}},
+    "properties": {"message": {"type": "string", "description": "Message to echo."}},
     "required": ["message"],
     "additionalProperties": False,
 }
 _TOOLS = (
-    Tool("echo_message", "The message, as it was said.", _MESSAGE),
-    Tool("echo_with_length", "The message, and how many characters it has.", _MESSAGE),
+    Tool("echo_message", "Return the message.", _MESSAGE),
+    Tool("echo_with_length", "Return the message and its number of characters.", _MESSAGE),
 )
 
 
 class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
-    """Every message is echoed, for a reward of 0.1 per character; no episode ends by itself."""
+    """An echo of every message, with a reward of 0.1 per character. Episodes never terminate.
+
+    Raises:
+        ConfigError: An option was given; there are none.
+    """
 
     action_type = EchoAction
     observation_type = EchoObservation
@@ -34,50 +41,48 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
     steps_on_event_loop = True
     text_renderer = EchoRenderer()
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        EchoOptions.parse(options)
         self._is_ready = False
         self._state = EchoState()
 
     @property
     def tools(self) -> list[Tool]:
-        """Those of OpenEnv's later generations; they pay nothing."""
+        """The tools of OpenEnv's later echo environments. They earn no reward."""
         return list(_TOOLS)
 
     def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """The echo.
+        """Return the echo.
 
         Raises:
-            ToolError: there is no such tool, or no message.
+            ToolError: The tool does not exist, or the arguments are not one message.
         """
         if all(tool.name != name for tool in _TOOLS):
-            return super().call_tool(name, arguments)  # refuses it
+            return super().call_tool(name, arguments)  # raises ToolError
         message = arguments.get("message")
         if not isinstance(message, str) or arguments.keys() != {"message"}:
-            raise ToolError(
-                f"expected a text as `message` and nothing else, got {arguments!r:.200}"
-            )
+            raise ToolError(f"expected one text, `message`, got {arguments!r:.200}")
         if name == "echo_message":
             return {"result": message}
         return {"message": message, "length": len(message)}
 
-    def reset(  # type: ignore[override]  # names its options, so that others are refused
+    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[EchoObservation]:
-        """That it is ready; there is nothing that a seed could decide."""
+        """Start an episode. The seed has no effect."""
         self._is_ready = True
         self._state = EchoState(episode_id=episode_id)
         return Transition(EchoObservation(echoed_message=_READY))
 
     def step(self, action: EchoAction) -> Transition[EchoObservation]:
-        """The echo.
+        """Return the echo.
 
         Raises:
-            EpisodeStateError: no episode has begun.
+            EpisodeStateError: No episode was started.
         """
         if not self._is_ready:
             raise EpisodeStateError(
-                "expected a reset before the first message, got none; call reset",
-                ErrorCode.NOT_RESET,
+                "the first message came before a reset; call reset", ErrorCode.NOT_RESET
             )
         self._state.step_count += 1
         length = len(action.message)
@@ -86,5 +91,5 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, EchoState]):
 
     @property
     def state(self) -> EchoState:
-        """How many messages were echoed."""
+        """The number of echoed messages, as `step_count`."""
         return self._state

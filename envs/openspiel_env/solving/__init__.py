@@ -1,1 +1,1 @@
-"""Exact solutions of small games: `python -m openspiel_env.solving` writes solutions.json."""
+"""Exact solutions of small games. `python -m openspiel_env.solving` writes solutions.json."""

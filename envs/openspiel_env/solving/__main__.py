@@ -1,4 +1,4 @@
-"""`python -m openspiel_env.solving` writes solutions.json again; it takes about a minute."""
+"""Write solutions.json: `python -m openspiel_env.solving`. Takes about a minute."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import pyspiel
 
 from ..solutions import SOLUTIONS_FILE, UP_CARDS
 from . import blackjack
-from .small_games import Value, solve_hidden_information, solve_perfect_information
+from .small_games import GameValue, solve_hidden_information, solve_perfect_information
 
 _NUM_DIGITS = 12
 
 
 def main() -> None:
-    """Write the file beside the package's modules."""
+    """Write the file to the package's folder."""
     chart = blackjack.basic_strategy()
     solutions = {
         "made_by": "python -m openspiel_env.solving",
         "blackjack_basic_strategy": _chart_rows(chart),
         "reference_returns": {
-            "blackjack": {"0": _rounded(_blackjack_values(chart))},
-            "catch": _by_seat("catch", solve_perfect_information),
-            "tic_tac_toe": _by_seat("tic_tac_toe", solve_perfect_information),
-            "kuhn_poker": _by_seat("kuhn_poker", solve_hidden_information),
+            "blackjack": {"0": _round_values(_blackjack_values(chart))},
+            "catch": _solve_seats("catch", solve_perfect_information),
+            "tic_tac_toe": _solve_seats("tic_tac_toe", solve_perfect_information),
+            "kuhn_poker": _solve_seats("kuhn_poker", solve_hidden_information),
         },
     }
     path = Path(__file__).parent.parent / SOLUTIONS_FILE
     path.write_text(json.dumps(solutions, indent=1) + "\n")
 
 
-def _blackjack_values(chart: blackjack.Chart) -> dict[str, Value]:
+def _blackjack_values(chart: blackjack.Chart) -> dict[str, GameValue]:
     outcomes = {
         "random": blackjack.evaluate(lambda hand, open_card: 0.5),
         "always_stand": blackjack.evaluate(lambda hand, open_card: 0.0),
@@ -41,20 +41,20 @@ def _blackjack_values(chart: blackjack.Chart) -> dict[str, Value]:
             lambda hand, open_card: float(blackjack.best_total(hand)[0] < 17)
         ),
         "basic_strategy": blackjack.evaluate(chart.hit_probability),
-        "optimal": blackjack.over_deals(blackjack.play_optimally),
+        "optimal": blackjack.average_over_deals(blackjack.play_optimally),
     }
     return {
-        name: Value(outcome.expected_return, outcome.win, outcome.draw)
+        name: GameValue(outcome.expected_return, outcome.win, outcome.draw)
         for name, outcome in outcomes.items()
     }
 
 
-def _by_seat(name: str, solve: Any) -> dict[str, Any]:
+def _solve_seats(name: str, solve: Any) -> dict[str, Any]:
     game = pyspiel.load_game(name)
-    return {str(seat): _rounded(solve(game, seat)) for seat in range(game.num_players())}
+    return {str(seat): _round_values(solve(game, seat)) for seat in range(game.num_players())}
 
 
-def _rounded(values: Mapping[str, Value]) -> dict[str, dict[str, float]]:
+def _round_values(values: Mapping[str, GameValue]) -> dict[str, dict[str, float]]:
     return {
         name: {part: round(number, _NUM_DIGITS) for part, number in value._asdict().items()}
         for name, value in values.items()
@@ -62,15 +62,15 @@ def _rounded(values: Mapping[str, Value]) -> dict[str, dict[str, float]]:
 
 
 def _chart_rows(chart: blackjack.Chart) -> dict[str, dict[str, str]]:
-    """One letter per open card, in the order of `UP_CARDS`; rows are totals."""
+    """Return the chart by total, with one letter per open card in the order of `UP_CARDS`."""
 
-    def row(total: int, is_soft: bool) -> str:
+    def row_letters(total: int, is_soft: bool) -> str:
         open_cards = [1 if name == "A" else int(name) for name in UP_CARDS]
         return "".join("H" if (total, is_soft, card) in chart.hits else "S" for card in open_cards)
 
     return {
-        "hard": {str(total): row(total, False) for total in range(4, 22)},
-        "soft": {str(total): row(total, True) for total in range(12, 22)},
+        "hard": {str(total): row_letters(total, False) for total in range(4, 22)},
+        "soft": {str(total): row_letters(total, True) for total in range(12, 22)},
     }
 
 

@@ -1,10 +1,11 @@
-"""Blackjack solved exactly, by enumeration over what can be dealt from one deck of 52 cards.
+"""Solve blackjack exactly, by enumeration of all deals from one deck of 52 cards.
 
-The rules are those of OpenSpiel's "blackjack": hit or stand only, the dealer draws to 17 and
-stands on soft 17, no bonus for a two-card 21; win +1, draw 0, loss -1.
+The rules are those of OpenSpiel's "blackjack": hit or stand only; the dealer draws to 17 and stands
+on soft 17; no bonus for a two-card 21; win +1, draw 0, loss -1.
 
-A hand is a tuple of ten counts, ace first and ten, jack, queen and king last together. The
-dealer's hidden card is drawn like any later one: unseen cards are exchangeable.
+A hand is a tuple with the number of cards of each value, from ace to ten; the ten includes jack,
+queen and king. The dealer's hidden card is drawn like a later one, because unseen cards are
+exchangeable.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,126 +22,130 @@ from numpy.typing import NDArray
 
 Hand = tuple[int, ...]
 Cell = tuple[int, bool, int]
-"""What a strategy chart looks at: total, whether it is soft, and the open card (1 = ace)."""
+"""Cell of a strategy chart: total, whether it is soft, and the open card (1 = ace)."""
 HitProbability = Callable[[Hand, int], float]
-"""From a hand and the dealer's open card to how likely the player hits."""
+"""Function from a hand and the dealer's open card to the probability of a hit."""
 
 _DECK: Hand = (4, 4, 4, 4, 4, 4, 4, 4, 4, 16)
-_COUNTS = range(1, 11)
+_CARD_VALUES = range(1, 11)
 _EMPTY: Hand = (0,) * 10
-_MAX_DRAWN = 16  # with the open card that is 17 at least, so there the drawing ends
+_MAX_DRAWN = 16  # with the open card these are at least 17, so the dealer stops
 _ARRANGEMENTS = np.array(
     [[float(math.perm(cards, drawn)) for drawn in range(_MAX_DRAWN + 1)] for cards in range(53)]
 )
-"""In how many orders so many cards (second index) can be drawn from so many (first)."""
+"""[53, 17] number of orders in which j cards can be drawn from i cards."""
 
 
-class Outcome(NamedTuple):
-    """How likely a game is won and drawn."""
+class OutcomeProbabilities(NamedTuple):
+    """Probabilities that a game is won and drawn."""
 
     win: float
     draw: float
 
     @property
     def expected_return(self) -> float:
-        """Win minus loss."""
+        """The probability of a win minus that of a loss."""
         return self.win - (1 - self.win - self.draw)
 
 
-LOSS = Outcome(0.0, 0.0)
+LOSS = OutcomeProbabilities(0.0, 0.0)
 
 
 def best_total(hand: Hand) -> tuple[int, bool]:
-    """The hand's total and whether an ace counts 11 in it."""
-    hard_total = sum(count * number for count, number in zip(_COUNTS, hand, strict=True))
+    """Return the total of a hand and whether an ace counts 11."""
+    hard_total = sum(value * number for value, number in zip(_CARD_VALUES, hand, strict=True))
     is_soft = hand[0] > 0 and hard_total <= 11
     return hard_total + 10 * is_soft, is_soft
 
 
-def cell_of(hand: Hand, open_card: int) -> Cell:
-    """The chart's cell for a decision."""
+def chart_cell(hand: Hand, open_card: int) -> Cell:
+    """Return the cell of a decision."""
     return (*best_total(hand), open_card)
 
 
 @functools.cache
-def stand(hand: Hand, open_card: int) -> Outcome:
-    """What standing leads to."""
+def stand(hand: Hand, open_card: int) -> OutcomeProbabilities:
+    """Return the outcome of standing."""
     total, _ = best_total(hand)
     dealer = _dealer_totals(open_card, _unseen(hand, open_card))
     win = 1.0 - dealer[total:22].sum()
-    return Outcome(float(win), float(dealer[total]))
+    return OutcomeProbabilities(float(win), float(dealer[total]))
 
 
-def draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
-    """The hands that one more card makes, and how likely each is; above 21 included."""
-    yield from _draws(hand, _unseen(hand, open_card))
+def draw_card(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
+    """Yield the probability of each hand after one more card, including totals above 21."""
+    yield from _draw_from(hand, _unseen(hand, open_card))
 
 
 @functools.cache
-def play_optimally(hand: Hand, open_card: int) -> Outcome:
-    """The outcome of the play with the highest expected return, all seen cards considered."""
+def play_optimally(hand: Hand, open_card: int) -> OutcomeProbabilities:
+    """Return the outcome of optimal play that considers all seen cards."""
     standing = stand(hand, open_card)
-    hitting = _mix((p, play_optimally(h, open_card)) for p, h in _safe_draws(hand, open_card))
+    hitting = _average(
+        (p, play_optimally(drawn, open_card)) for p, drawn in _safe_draws(hand, open_card)
+    )
     return max(standing, hitting, key=lambda outcome: outcome.expected_return)
 
 
-def evaluate(hit_probability: HitProbability) -> Outcome:
-    """The outcome of a policy over all deals."""
+def evaluate(hit_probability: HitProbability) -> OutcomeProbabilities:
+    """Return the average outcome of a policy over all deals."""
 
     @functools.cache
-    def play(hand: Hand, open_card: int) -> Outcome:
+    def play(hand: Hand, open_card: int) -> OutcomeProbabilities:
         hit = hit_probability(hand, open_card)
         hitting = LOSS
         if hit > 0:
-            hitting = _mix((p, play(h, open_card)) for p, h in _safe_draws(hand, open_card))
-        return _mix([(hit, hitting), (1 - hit, stand(hand, open_card))])
+            hitting = _average(
+                (p, play(drawn, open_card)) for p, drawn in _safe_draws(hand, open_card)
+            )
+        return _average([(hit, hitting), (1 - hit, stand(hand, open_card))])
 
-    return over_deals(play)
+    return average_over_deals(play)
 
 
-def over_deals(play: Callable[[Hand, int], Outcome]) -> Outcome:
-    """The mean outcome over the player's first two cards and the dealer's open card."""
-    return _mix((p, play(hand, open_card)) for p, hand, open_card in _deals())
+def average_over_deals(play: Callable[[Hand, int], OutcomeProbabilities]) -> OutcomeProbabilities:
+    """Return the mean outcome over the player's first two cards and the dealer's open card."""
+    return _average((p, play(hand, open_card)) for p, hand, open_card in _deals())
 
 
 def _deals() -> Iterator[tuple[float, Hand, int]]:
-    for p_first, one in _draws(_EMPTY, _DECK):
-        for p_second, two in _draws(one, _without(_DECK, one)):
-            for p_open, dealer in _draws(_EMPTY, _without(_DECK, two)):
-                yield p_first * p_second * p_open, two, dealer.index(1) + 1
+    for p_first, first_card in _draw_from(_EMPTY, _DECK):
+        for p_second, hand in _draw_from(first_card, _subtract(_DECK, first_card)):
+            for p_open, dealer in _draw_from(_EMPTY, _subtract(_DECK, hand)):
+                yield p_first * p_second * p_open, hand, dealer.index(1) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """The cells in which to hit; all others stand."""
+class StrategyChart:
+    """The cells in which to hit. All other cells stand."""
 
     hits: frozenset[Cell]
 
     def hit_probability(self, hand: Hand, open_card: int) -> float:
-        """1 in the cells that hit, else 0."""
-        return float(cell_of(hand, open_card) in self.hits)
+        """Return 1 in cells that hit, otherwise 0."""
+        return float(chart_cell(hand, open_card) in self.hits)
 
 
-def basic_strategy() -> Chart:
-    """The best chart on (total, soft, open card), by policy iteration.
+def basic_strategy() -> StrategyChart:
+    """Return the best chart on (total, is soft, open card), by policy iteration.
 
-    One cell stands for many hands. Each is weighted by how often the chart's own play gets
-    there, plus a hair of random play so that cells which it never reaches are judged too.
+    A cell covers many hands. Each is weighted by its probability under the chart. A small
+    probability of random play makes all cells reachable.
     """
-    chart = Chart(frozenset())
+    chart = StrategyChart(frozenset())
     while True:
-        improved = _improved(chart)
+        improved = _improve(chart)
         if improved == chart:
             return chart
         chart = improved
 
 
-def _improved(chart: Chart) -> Chart:
+def _improve(chart: StrategyChart) -> StrategyChart:
     advantage: dict[Cell, float] = defaultdict(float)
 
     @functools.cache
     def play(hand: Hand, open_card: int) -> float:
-        hits = cell_of(hand, open_card) in chart.hits
+        hits = chart_cell(hand, open_card) in chart.hits
         return hit(hand, open_card) if hits else stand(hand, open_card).expected_return
 
     @functools.cache
@@ -151,18 +156,20 @@ def _improved(chart: Chart) -> Chart:
             value += p * play(drawn, open_card)
         return value - (1 - p_safe)
 
-    for (hand, open_card), weight in _reach(chart).items():
+    for (hand, open_card), weight in _decision_probabilities(chart).items():
         gain = hit(hand, open_card) - stand(hand, open_card).expected_return
-        advantage[cell_of(hand, open_card)] += weight * gain
-    return Chart(frozenset(cell for cell, gain in advantage.items() if gain > 0))
+        advantage[chart_cell(hand, open_card)] += weight * gain
+    return StrategyChart(frozenset(cell for cell, gain in advantage.items() if gain > 0))
 
 
-def _reach(chart: Chart, exploration: float = 1e-6) -> dict[tuple[Hand, int], float]:
-    """How likely each decision comes up, when the chart is left with a small probability."""
-    reach: dict[tuple[Hand, int], float] = defaultdict(float)
+def _decision_probabilities(
+    chart: StrategyChart, exploration: float = 1e-6
+) -> dict[tuple[Hand, int], float]:
+    """Return the probability of each decision, with random hits of probability `exploration`."""
+    probabilities: dict[tuple[Hand, int], float] = defaultdict(float)
     for p, hand, open_card in _deals():
-        reach[hand, open_card] += p
-    wave = dict(reach)
+        probabilities[hand, open_card] += p
+    wave = dict(probabilities)
     while wave:
         following: dict[tuple[Hand, int], float] = defaultdict(float)
         for (hand, open_card), weight in wave.items():
@@ -170,75 +177,78 @@ def _reach(chart: Chart, exploration: float = 1e-6) -> dict[tuple[Hand, int], fl
             for p, drawn in _safe_draws(hand, open_card):
                 following[drawn, open_card] += weight * p_hit * p
         for decision, weight in following.items():
-            reach[decision] += weight
+            probabilities[decision] += weight
         wave = following
-    return reach
+    return probabilities
 
 
 def _safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
-    return ((p, drawn) for p, drawn in draws(hand, open_card) if best_total(drawn)[0] <= 21)
+    return ((p, drawn) for p, drawn in draw_card(hand, open_card) if best_total(drawn)[0] <= 21)
 
 
 @dataclass(frozen=True, slots=True)
 class _DealerHands:
-    """Every hand that ends the dealer's drawing, without its open card."""
+    """All hands with which the dealer stops, without the open card."""
 
     drawn: NDArray[np.intp]
-    """(hands, ten counts)."""
+    """int [hands, 10] number of drawn cards of each value."""
     totals: NDArray[np.intp]
+    """int [hands], including the open card."""
     orders: NDArray[np.float64]
-    """In how many orders its cards can be drawn without an end before the last."""
+    """float64 [hands] number of orders in which the dealer does not stop before the last card."""
 
 
 @functools.cache
 def _dealer_hands(open_card: int) -> _DealerHands:
-    ended: dict[Hand, int] = defaultdict(int)
+    final_hands: dict[Hand, int] = defaultdict(int)
     wave = {_EMPTY: 1}
     while wave:
         following: dict[Hand, int] = defaultdict(int)
         for drawn, orders in wave.items():
-            for count in _COUNTS:
-                more = _plus(drawn, count)
-                total, _ = best_total(_plus(more, open_card))
-                (ended if total >= 17 else following)[more] += orders
+            for value in _CARD_VALUES:
+                next_hand = _add_card(drawn, value)
+                total, _ = best_total(_add_card(next_hand, open_card))
+                (final_hands if total >= 17 else following)[next_hand] += orders
         wave = following
-    totals = [best_total(_plus(drawn, open_card))[0] for drawn in ended]
+    totals = [best_total(_add_card(drawn, open_card))[0] for drawn in final_hands]
     return _DealerHands(
-        np.array(list(ended)), np.array(totals), np.array(list(ended.values()), dtype=np.float64)
+        np.array(list(final_hands)),
+        np.array(totals),
+        np.array(list(final_hands.values()), dtype=np.float64),
     )
 
 
 def _dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
-    """How likely the dealer ends with each total, by total."""
+    """Return the probability of each total of the dealer, by total."""
     hands = _dealer_hands(open_card)
     ways = hands.orders * _ARRANGEMENTS[np.array(deck), hands.drawn].prod(axis=1)
     p = ways / _ARRANGEMENTS[sum(deck), hands.drawn.sum(axis=1)]
     return np.bincount(hands.totals, weights=p, minlength=22)
 
 
-def _draws(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
+def _draw_from(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
     num_cards = sum(deck)
-    for count, number in zip(_COUNTS, deck, strict=True):
+    for value, number in zip(_CARD_VALUES, deck, strict=True):
         if number:
-            yield number / num_cards, _plus(hand, count)
+            yield number / num_cards, _add_card(hand, value)
 
 
 def _unseen(hand: Hand, open_card: int) -> Hand:
-    return _without(_DECK, _plus(hand, open_card))
+    return _subtract(_DECK, _add_card(hand, open_card))
 
 
-def _plus(hand: Hand, count: int) -> Hand:
-    return (*hand[: count - 1], hand[count - 1] + 1, *hand[count:])
+def _add_card(hand: Hand, value: int) -> Hand:
+    return (*hand[: value - 1], hand[value - 1] + 1, *hand[value:])
 
 
-def _without(deck: Hand, hand: Hand) -> Hand:
+def _subtract(deck: Hand, hand: Hand) -> Hand:
     return tuple(n - used for n, used in zip(deck, hand, strict=True))
 
 
-def _mix(outcomes: Iterator[tuple[float, Outcome]] | list[tuple[float, Outcome]]) -> Outcome:
-    """The weighted sum; weight that is missing to 1 is a loss."""
+def _average(outcomes: Iterable[tuple[float, OutcomeProbabilities]]) -> OutcomeProbabilities:
+    """Return the weighted sum. Weight missing to 1 counts as losses."""
     win, draw = 0.0, 0.0
     for weight, outcome in outcomes:
         win += weight * outcome.win
         draw += weight * outcome.draw
-    return Outcome(win, draw)
+    return OutcomeProbabilities(win, draw)

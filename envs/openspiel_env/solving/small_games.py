@@ -1,4 +1,4 @@
-"""Small OpenSpiel games solved exactly, against other players who choose uniformly at random."""
+"""Solve small OpenSpiel games exactly, against uniformly random players."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pyspiel
 
-Choose = Callable[[pyspiel.State], list[tuple[int, float]]]
-"""The agent's moves in a state, each with how likely it is taken."""
+MoveProbabilities = Callable[[pyspiel.State], list[tuple[int, float]]]
+"""Function from a state to the agent's moves and their probabilities."""
 
 
-class Value(NamedTuple):
-    """What a player can expect."""
+class GameValue(NamedTuple):
+    """Expected results of a player."""
 
     expected_return: float
     win: float
@@ -21,56 +21,58 @@ class Value(NamedTuple):
 
 
 def play_uniformly(state: pyspiel.State) -> list[tuple[int, float]]:
-    """Every legal move, all equally likely."""
+    """Return the legal moves, all equally likely."""
     actions = state.legal_actions()
     return [(action, 1 / len(actions)) for action in actions]
 
 
-def evaluate(game: pyspiel.Game, agent: int, choose: Choose) -> Value:
-    """The exact value of a policy, by walking through the whole game."""
+def evaluate(game: pyspiel.Game, agent: int, choose: MoveProbabilities) -> GameValue:
+    """Return the exact value of a policy, by enumeration of the whole game."""
 
-    def value(state: pyspiel.State) -> Value:
+    def value(state: pyspiel.State) -> GameValue:
         if state.is_terminal():
-            return _at_the_end(state, agent)
+            return _final_value(state, agent)
         return _mean((p, value(state.child(action))) for action, p in _moves(state, agent, choose))
 
     return value(game.new_initial_state())
 
 
-def solve_perfect_information(game: pyspiel.Game, agent: int) -> dict[str, Value]:
-    """The values of random and of optimal play, each state being looked at once."""
+def solve_perfect_information(game: pyspiel.Game, agent: int) -> dict[str, GameValue]:
+    """Return the values of random and of optimal play, by dynamic programming over states."""
 
-    def solve(best: bool) -> Value:
-        known: dict[str, Value] = {}
+    def solve(is_optimal: bool) -> GameValue:
+        values_by_state: dict[str, GameValue] = {}
 
-        def value(state: pyspiel.State) -> Value:
+        def value(state: pyspiel.State) -> GameValue:
             if state.is_terminal():
-                return _at_the_end(state, agent)
+                return _final_value(state, agent)
             key = f"{state.current_player()} {state}"
-            if key not in known:
+            if key not in values_by_state:
                 moves = _moves(state, agent, play_uniformly)
                 values = [(p, value(state.child(action))) for action, p in moves]
-                agent_chooses = best and state.current_player() == agent
-                known[key] = max(v for _, v in values) if agent_chooses else _mean(iter(values))
-            return known[key]
+                agent_chooses = is_optimal and state.current_player() == agent
+                values_by_state[key] = (
+                    max(result for _, result in values) if agent_chooses else _mean(iter(values))
+                )
+            return values_by_state[key]
 
         return value(game.new_initial_state())
 
-    return {"random": solve(best=False), "optimal": solve(best=True)}
+    return {"random": solve(is_optimal=False), "optimal": solve(is_optimal=True)}
 
 
-def solve_hidden_information(game: pyspiel.Game, agent: int) -> dict[str, Value]:
-    """The values of random and of optimal play, by trying every deterministic strategy."""
-    legal = dict(sorted(_information_states(game.new_initial_state(), agent)))
-    strategies = itertools.product(*legal.values())
+def solve_hidden_information(game: pyspiel.Game, agent: int) -> dict[str, GameValue]:
+    """Return the values of random and of optimal play, by trying every deterministic strategy."""
+    legal_actions = dict(sorted(_information_states(game.new_initial_state(), agent)))
+    strategies = itertools.product(*legal_actions.values())
     best = max(
-        evaluate(game, agent, _follow(dict(zip(legal, strategy, strict=True)), agent))
+        evaluate(game, agent, _follow(dict(zip(legal_actions, strategy, strict=True)), agent))
         for strategy in strategies
     )
     return {"random": evaluate(game, agent, play_uniformly), "optimal": best}
 
 
-def _follow(strategy: Mapping[str, int], agent: int) -> Choose:
+def _follow(strategy: Mapping[str, int], agent: int) -> MoveProbabilities:
     return lambda state: [(strategy[state.information_state_string(agent)], 1.0)]
 
 
@@ -83,17 +85,17 @@ def _information_states(state: pyspiel.State, agent: int) -> Iterator[tuple[str,
         yield from _information_states(state.child(action), agent)
 
 
-def _moves(state: pyspiel.State, agent: int, choose: Choose) -> list[tuple[int, float]]:
+def _moves(state: pyspiel.State, agent: int, choose: MoveProbabilities) -> list[tuple[int, float]]:
     if state.is_chance_node():
         return state.chance_outcomes()
     return choose(state) if state.current_player() == agent else play_uniformly(state)
 
 
-def _at_the_end(state: pyspiel.State, agent: int) -> Value:
-    won = state.player_return(agent)
-    return Value(won, float(won > 0), float(won == 0))
+def _final_value(state: pyspiel.State, agent: int) -> GameValue:
+    score = state.player_return(agent)
+    return GameValue(score, float(score > 0), float(score == 0))
 
 
-def _mean(values: Iterator[tuple[float, Value]]) -> Value:
+def _mean(values: Iterator[tuple[float, GameValue]]) -> GameValue:
     weighted = [[p * part for part in value] for p, value in values]
-    return Value(*map(sum, zip(*weighted, strict=True)))
+    return GameValue(*map(sum, zip(*weighted, strict=True)))

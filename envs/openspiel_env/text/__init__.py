@@ -1,10 +1,6 @@
-"""How language models see each game and answer: a renderer per game, one for all others."""
+"""Renderers: one for each of several games, and a generic one for all others."""
 
 from __future__ import annotations
-
-from typing import get_args
-
-from ludus.proto.errors import ConfigError
 
 from ..games import LoadedGame
 from .blackjack import BlackjackRenderer
@@ -27,14 +23,5 @@ _RENDERERS: dict[str, type[GameRenderer]] = {
 
 
 def make_renderer(loaded: LoadedGame, player: int, style: TextStyle) -> GameRenderer:
-    """The game's own renderer, or the generic one.
-
-    Raises:
-        ConfigError: there is no such style.
-    """
-    if style not in get_args(TextStyle):
-        raise ConfigError(
-            f"expected a text style out of {', '.join(get_args(TextStyle))}, got {style!r}; set "
-            "text_style (OPENSPIEL_TEXT_STYLE) to one of them"
-        )
+    """Return the renderer of a game."""
     return _RENDERERS.get(loaded.short_name, GenericRenderer)(loaded, player, style)

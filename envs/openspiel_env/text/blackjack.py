@@ -1,4 +1,4 @@
-"""Blackjack as text: "hard 16 vs 10", answered with HIT or STAND."""
+"""Text of blackjack: the prompt is "hard 16 vs 10", the response HIT or STAND."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .renderer import GameRenderer
 
 CARD_NAMES = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
 
-# Layout of OpenSpiel's observation tensor: 3 places for the phase, 30 for the player's total
-# in unary (0 first), then 52 cards three times: open card, player's hand, dealer's known hand.
+# Layout of OpenSpiel's observation tensor: 3 elements for the phase, 30 for the player's total
+# in unary (from 0), then 52 cards three times: open card, player's hand, dealer's known hand.
 _TOTAL = 3
 _OPEN_CARD = 33
 _HAND = 85
@@ -19,27 +19,27 @@ _DEALER_HAND = 137
 _NUM_CARDS = 52
 _NUM_RANKS = 13
 _PLAYER_ACES = tuple(_HAND + suit * _NUM_RANKS for suit in range(4))
-_COUNTS = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
-_UP_CARD_OF = tuple("A" if count == 1 else str(count) for count in _COUNTS)
+_CARD_VALUES = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
+_UP_CARD_NAMES = tuple("A" if value == 1 else str(value) for value in _CARD_VALUES)
 
 
 def hand_and_up_card(info_state: Sequence[float]) -> tuple[int, bool, str]:
-    """The player's best total, whether it is soft, and the dealer's open card: "A", "2" to "10"."""
+    """Return the player's total, whether it is soft, and the dealer's card, "A" or "2" to "10"."""
     total = info_state.index(0.0, _TOTAL) - _TOTAL - 1
-    up_card = _UP_CARD_OF[info_state.index(1.0, _OPEN_CARD) - _OPEN_CARD]
-    has_ace = 1.0 in [info_state[place] for place in _PLAYER_ACES]
-    # An ace counts 11 exactly where the best total is above what the cards count with ace = 1.
-    is_soft = has_ace and total != sum(_COUNTS[card] for card in _cards(info_state, _HAND))
+    up_card = _UP_CARD_NAMES[info_state.index(1.0, _OPEN_CARD) - _OPEN_CARD]
+    has_ace = 1.0 in [info_state[index] for index in _PLAYER_ACES]
+    # An ace counts 11 if the total is above the sum of the values with ace = 1.
+    is_soft = has_ace and total != sum(_CARD_VALUES[card] for card in _cards(info_state, _HAND))
     return total, is_soft, up_card
 
 
 def brief_situation(total: int, is_soft: bool, up_card: str) -> str:
-    """The compact text of a decision, for example "soft 18 vs A"."""
+    """Return the compact text of a decision, for example "soft 18 vs A"."""
     return f"{'soft' if is_soft else 'hard'} {total} vs {up_card}"
 
 
 class BlackjackRenderer(GameRenderer):
-    """Shows the hand's total, whether it is soft, and the dealer's open card."""
+    """Renderer that shows the total, whether it is soft, and the dealer's open card."""
 
     words = ("HIT", "STAND")
     rules = (
@@ -53,14 +53,14 @@ class BlackjackRenderer(GameRenderer):
     )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """For example "hard 16 vs 10"; at the end "over 19 vs 22"."""
+        """Return for example "hard 16 vs 10"; at the end "over 19 vs 22"."""
         info_state = observation.info_state
         if observation.game_phase == "terminal":
             return f"over {_total(info_state, _HAND)} vs {_total(info_state, _DEALER_HAND)}"
         return brief_situation(*hand_and_up_card(info_state))
 
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """The player's cards, their total, and the dealer's open card, or both hands at the end."""
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return the player's cards and the dealer's open card; at the end, both hands."""
         info_state = observation.info_state
         hand = _names(info_state, _HAND)
         if observation.game_phase == "terminal":
@@ -82,6 +82,6 @@ def _names(info_state: Sequence[float], start: int) -> str:
 
 
 def _total(info_state: Sequence[float], start: int) -> int:
-    counts = list(compress(_COUNTS, info_state[start : start + _NUM_CARDS]))
-    total = sum(counts)
-    return total + 10 if 1 in counts and total <= 11 else total
+    values = list(compress(_CARD_VALUES, info_state[start : start + _NUM_CARDS]))
+    total = sum(values)
+    return total + 10 if 1 in values and total <= 11 else total

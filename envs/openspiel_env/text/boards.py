@@ -1,12 +1,12 @@
-"""Boards in OpenSpiel's tensors: one plane of cells for each kind of piece."""
+"""Read boards from OpenSpiel's tensors, which have one plane of cells per kind of piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def cells(info_state: Sequence[float], pieces: str) -> str:
-    """One character per cell: of `pieces`, the one whose plane marks the cell."""
+def read_cells(info_state: Sequence[float], pieces: str) -> str:
+    """Return one character of `pieces` per cell: the piece whose plane marks the cell."""
     num_cells = len(info_state) // len(pieces)
     board = [""] * num_cells
     for plane, piece in enumerate(pieces):
@@ -17,6 +17,6 @@ def cells(info_state: Sequence[float], pieces: str) -> str:
     return "".join(board)
 
 
-def rows(board: str, num_columns: int) -> list[str]:
-    """The board cut into rows."""
+def split_rows(board: str, num_columns: int) -> list[str]:
+    """Return the rows of the board."""
     return [board[start : start + num_columns] for start in range(0, len(board), num_columns)]

@@ -1,4 +1,4 @@
-"""Catch as text: where ball and paddle are, answered with LEFT, STAY or RIGHT."""
+"""Text of catch: the positions of ball and paddle. The response is LEFT, STAY or RIGHT."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DEFAULT_NUM_COLUMNS = 5
 def ball_and_paddle(
     info_state: Sequence[float], num_columns: int = DEFAULT_NUM_COLUMNS
 ) -> tuple[int, int, int]:
-    """Columns of ball and paddle, from 0, and the steps until the ball lands."""
-    marked = [cell for cell, value in enumerate(info_state) if value]
-    ball, paddle = marked[0], marked[-1]  # one and the same cell where the ball was caught
-    num_steps_left = len(info_state) // num_columns - 1 - ball // num_columns
-    return ball % num_columns, paddle % num_columns, num_steps_left
+    """Return the columns of ball and paddle, from 0, and the steps until the ball lands."""
+    marked_cells = [cell for cell, value in enumerate(info_state) if value]
+    ball, paddle = marked_cells[0], marked_cells[-1]  # the same cell if the ball was caught
+    num_steps = len(info_state) // num_columns - 1 - ball // num_columns
+    return ball % num_columns, paddle % num_columns, num_steps
 
 
 class CatchRenderer(GameRenderer):
-    """Shows the columns of ball and paddle and how far the ball has to fall."""
+    """Renderer that shows the columns of ball and paddle, and the height of the ball."""
 
     words = ("LEFT", "STAY", "RIGHT")
 
@@ -36,17 +36,17 @@ class CatchRenderer(GameRenderer):
         )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """For example "ball 1 up 9 paddle 3"; columns count from 1."""
-        ball, paddle, num_steps_left = ball_and_paddle(observation.info_state, self._num_columns)
-        return f"ball {ball + 1} up {num_steps_left} paddle {paddle + 1}"
+        """Return for example "ball 1 up 9 paddle 3". Columns are numbered from 1."""
+        ball, paddle, num_steps = ball_and_paddle(observation.info_state, self._num_columns)
+        return f"ball {ball + 1} up {num_steps} paddle {paddle + 1}"
 
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """The columns of ball and paddle, and the turns left."""
-        ball, paddle, num_steps_left = ball_and_paddle(observation.info_state, self._num_columns)
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return the columns of ball and paddle, and the height of the ball."""
+        ball, paddle, num_steps = ball_and_paddle(observation.info_state, self._num_columns)
         if observation.game_phase == "terminal":
             outcome = "caught" if ball == paddle else "missed"
             return f"The game is over: you {outcome} the ball."
         return (
-            f"The ball is in column {ball + 1}, {num_steps_left} rows above the paddle. The paddle "
+            f"The ball is in column {ball + 1}, {num_steps} rows above the paddle. The paddle "
             f"is in column {paddle + 1} of {self._num_columns}. LEFT, STAY or RIGHT?"
         )

@@ -1,4 +1,4 @@
-"""Any other game as text: OpenSpiel's own strings for the situation and for the moves."""
+"""Text of any other game: OpenSpiel's strings for the situation and the moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .renderer import GameRenderer, TextStyle
 
 
 class GenericRenderer(GameRenderer):
-    """Shows what OpenSpiel prints for the seat, and lists the legal moves."""
+    """Renderer that shows OpenSpiel's string for the seat and lists the legal moves."""
 
     needs_text = True
 
@@ -24,22 +24,22 @@ class GenericRenderer(GameRenderer):
         )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """OpenSpiel's string and the legal moves, or that the game is over."""
-        over = observation.game_phase == "terminal"
-        last_line = "over" if over else f"moves: {' | '.join(self.answers(observation))}"
+        """Return OpenSpiel's string and the legal moves, or that the game is over."""
+        is_over = observation.game_phase == "terminal"
+        last_line = "over" if is_over else f"moves: {' | '.join(self.answers(observation))}"
         return f"{observation.metadata['view']}\n{last_line}"
 
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """OpenSpiel's string and the legal moves, or that the game is over."""
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return OpenSpiel's string and the legal moves, or that the game is over."""
         view = observation.metadata["view"]
         if observation.game_phase == "terminal":
             return f"The game is over.\n{view}"
         return f"{view}\nYour legal moves: {' | '.join(self.answers(observation))}"
 
     def answers(self, observation: OpenSpielObservation) -> Sequence[str]:
-        """OpenSpiel's strings for the legal moves."""
+        """Return OpenSpiel's strings for the legal moves."""
         return observation.metadata["answers"]
 
     def vocabulary(self, observation: OpenSpielObservation) -> Sequence[str]:
-        """Only the legal moves: others cannot be listed."""
+        """Return the legal moves. Other moves cannot be listed."""
         return self.answers(observation)

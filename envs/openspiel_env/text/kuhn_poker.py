@@ -1,4 +1,4 @@
-"""Kuhn poker as text: the player's card and the bets so far, answered with PASS or BET."""
+"""Text of Kuhn poker: the player's card and the moves so far. The response is PASS or BET."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOVES = ("PASS", "BET")
 
 
 class KuhnPokerRenderer(GameRenderer):
-    """Shows the player's own card and what was bet, never another player's card."""
+    """Renderer that shows the player's card and the moves, never another player's card."""
 
     words = _MOVES
 
@@ -21,24 +21,24 @@ class KuhnPokerRenderer(GameRenderer):
         self.rules = (
             f"You play Kuhn poker with {loaded.num_players} players and {num_cards} cards, from "
             f"low to high {', '.join(self._cards)}. Each player antes one chip and gets one card. "
-            "In turn, players PASS or BET one chip. Once somebody has bet, BET calls and PASS "
+            "In turn, players PASS or BET one chip. Once a player has bet, BET calls and PASS "
             "folds, and each other player has one more turn. The highest card among those who "
             "did not fold wins the pot."
         )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """For example "card Q moves PASS BET"."""
+        """Return for example "card Q moves PASS BET"."""
         card, moves = self._card_and_moves(observation)
         return " ".join([f"card {card}", *(["moves", *moves] if moves else [])])
 
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """The player's card and seat, and the moves so far."""
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return the player's card and seat, and the moves so far."""
         card, moves = self._card_and_moves(observation)
-        told = f"Moves so far: {', '.join(moves)}." if moves else "Nobody has moved yet."
+        history = f"Moves so far: {', '.join(moves)}." if moves else "No moves so far."
         if observation.game_phase == "terminal":
-            return f"The game is over. Your card: {card}. {told}"
+            return f"The game is over. Your card: {card}. {history}"
         seat = f"You are player {self.player + 1} of {self.loaded.num_players}."
-        return f"{seat} Your card: {card}. {told} PASS or BET?"
+        return f"{seat} Your card: {card}. {history} PASS or BET?"
 
     def _card_and_moves(self, observation: OpenSpielObservation) -> tuple[str, list[str]]:
         # The information-state tensor: one place per seat, one per card, two per move.

@@ -1,13 +1,13 @@
-"""What all renderers share: the two styles of showing a game, and reading an answer.
+"""The base class of renderers: two styles of prompts, and parsing of responses.
 
-compact   user:      hard 16 vs 10              the bare situation, for tiny models;
-          assistant: HIT                        the answer and nothing else
+compact   user:      hard 16 vs 10              the situation, for tiny models
+          assistant: HIT                        the move alone
 
-rules     system:    the rules, and how to answer
+rules     system:    the rules and the format of responses
           user:      Your hand: 10, 6 (hard 16). ...
-          assistant: ... <answer>HIT</answer>   tagged, or the only move the text names
+          assistant: ... <answer>HIT</answer>   in tags, or the only move in the text
 
-A renderer sees observations only, so it cannot tell more than the player may know.
+A renderer sees only observations, so it cannot reveal hidden information.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..models import OpenSpielAction, OpenSpielObservation
 
 TextStyle = Literal["compact", "rules"]
 
-# Up to the last closing tag, whose opening one may stand in the prompt; and what never closes.
+# Text up to the last closing tag, whose opening tag may be in the prompt; and unclosed thinking.
 _THINKING = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
@@ -33,14 +33,14 @@ _MAX_LISTED_ANSWERS = 20
 
 
 class GameRenderer(ABC):
-    """One game as text; a subclass names the moves and describes what the player sees."""
+    """Renderer for one game. A subclass names the moves and describes the situation."""
 
     words: tuple[str, ...] = ()
-    """The answer for each action id, where a game has few and fixed ones."""
+    """Name of each action id, for games with few and fixed actions."""
     rules: str
-    """What a newcomer must know to play well."""
+    """Rules of the game, for a new player."""
     needs_text: ClassVar[bool] = False
-    """True where the observation must carry OpenSpiel's own strings."""
+    """True if the renderer needs OpenSpiel's strings in the observation."""
 
     def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
         self.loaded = loaded
@@ -49,84 +49,85 @@ class GameRenderer(ABC):
 
     @abstractmethod
     def brief(self, observation: OpenSpielObservation) -> str:
-        """The situation in as few characters as tell all of it."""
+        """Return the complete situation in as few characters as possible."""
 
     @abstractmethod
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """The situation as one would tell it to a person."""
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return the situation in sentences."""
 
     def answers(self, observation: OpenSpielObservation) -> Sequence[str]:
-        """The answer for each legal action, in the order of `legal_actions`."""
+        """Return the name of each legal action, in the order of `legal_actions`."""
         words = self.words
         return [words[action_id] for action_id in observation.legal_actions]
 
     def vocabulary(self, observation: OpenSpielObservation) -> Sequence[str]:
-        """All words that name a move, legal now or not."""
+        """Return the names of all moves, including illegal ones."""
         return self.words
 
     def render(self, observation: OpenSpielObservation, *, first: bool) -> list[Message]:
-        """The messages that this observation adds; a system message only in the first."""
+        """Return the new messages. In the rules style, the first ones include a system message."""
         if self.style == "compact":
             return [{"role": "user", "content": self.brief(observation)}]
-        message: Message = {"role": "user", "content": self.prose(observation)}
+        message: Message = {"role": "user", "content": self.describe(observation)}
         if not first:
             return [message]
-        how_to_answer = "End with your move in tags, for example <answer>{}</answer>."
         example = self.answers(observation)[0] if observation.legal_actions else "..."
-        system = f"{self.rules}\n\n{how_to_answer.format(example)}"
+        system = (
+            f"{self.rules}\n\nEnd with your move in tags, for example <answer>{example}</answer>."
+        )
         return [{"role": "system", "content": system}, message]
 
     def legal_answers(self, observation: OpenSpielObservation) -> list[str]:
-        """The legal actions as text that `parse` reads back."""
+        """Return the legal actions as text that `parse` accepts."""
         return list(self.answers(observation))
 
     def parse(self, text: str, observation: OpenSpielObservation) -> OpenSpielAction:
-        """The legal action that the text means.
+        """Return the legal action that the text names.
 
         Raises:
-            ActionParseError: the text names no legal action, or more than one.
+            ActionParseError: The text names no legal action, or several.
         """
         answers = self.answers(observation)
-        index = _index_of(self._answer_in(text, observation), answers)
+        index = _find_name(self._extract_answer(text, observation), answers)
         if index is None:
-            listed = ", ".join(answers[:_MAX_LISTED_ANSWERS])
+            choices = ", ".join(answers[:_MAX_LISTED_ANSWERS])
             if len(answers) > _MAX_LISTED_ANSWERS:
-                listed += f", ... ({len(answers)} in all)"
+                choices += f", ... ({len(answers)} in total)"
             raise ActionParseError(
-                f"expected one of {listed}, got {text[-_MAX_QUOTED_CHARS:]!r}; answer with "
+                f"expected one of {choices}, got {text[-_MAX_QUOTED_CHARS:]!r}; answer with "
                 "exactly one of them"
             )
         return OpenSpielAction(action_id=observation.legal_actions[index])
 
-    def _answer_in(self, text: str, observation: OpenSpielObservation) -> str:
-        said = _THINKING.sub("", text)
+    def _extract_answer(self, text: str, observation: OpenSpielObservation) -> str:
+        response = _THINKING.sub("", text)
         if self.style == "compact":
-            return said
-        tagged = _TAGGED.findall(said)
+            return response
+        tagged = _TAGGED.findall(response)
         if tagged:
             return tagged[-1]
-        if _index_of(said, self.answers(observation)) is not None:
-            return said
-        named = _words_named(said, self.vocabulary(observation))
-        return named.pop() if len(named) == 1 else said
+        if _find_name(response, self.answers(observation)) is not None:
+            return response
+        names = _find_words(response, self.vocabulary(observation))
+        return names.pop() if len(names) == 1 else response
 
 
-def _index_of(answer: str, answers: Sequence[str]) -> int | None:
-    """Where the answer is; upper and lower case count only where they tell two answers apart."""
-    answer = " ".join(answer.split())
-    if answer in answers:
-        return answers.index(answer)
-    folded = answer.casefold()
-    matches = [index for index, known in enumerate(answers) if known.casefold() == folded]
+def _find_name(text: str, names: Sequence[str]) -> int | None:
+    """Return the index of a name. Case matters only if two names differ by nothing else."""
+    name = " ".join(text.split())
+    if name in names:
+        return names.index(name)
+    folded = name.casefold()
+    matches = [index for index, choice in enumerate(names) if choice.casefold() == folded]
     return matches[0] if len(matches) == 1 else None
 
 
-def _words_named(text: str, vocabulary: Sequence[str]) -> set[str]:
-    """The words of the vocabulary that the text contains as whole words."""
+def _find_words(text: str, vocabulary: Sequence[str]) -> set[str]:
+    """Return the words of the vocabulary that the text contains as whole words."""
     longest_first = sorted(vocabulary, key=len, reverse=True)
     pattern = "|".join(re.escape(word) for word in longest_first if word)
     if not pattern:
         return set()
-    found = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.IGNORECASE)
-    indices = (_index_of(word, vocabulary) for word in found)
+    matches = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.IGNORECASE)
+    indices = (_find_name(match, vocabulary) for match in matches)
     return {vocabulary[index] for index in indices if index is not None}

@@ -1,11 +1,11 @@
-"""Tic-tac-toe as text: the board, answered with the number of a cell."""
+"""Text of tic-tac-toe: the board. The response is the number of a cell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..models import OpenSpielObservation
-from .boards import cells, rows
+from .boards import read_cells, split_rows
 from .renderer import GameRenderer
 
 SIDE = 3
@@ -13,30 +13,31 @@ _PIECES = ".ox"  # the order of the tensor's planes
 _MARKS = "xo"  # by seat
 
 
-def board_of(info_state: Sequence[float]) -> str:
-    """The nine cells, row by row, each one of ".xo"."""
-    return cells(info_state, _PIECES)
+def read_board(info_state: Sequence[float]) -> str:
+    """Return the nine cells, row by row, each one of ".xo"."""
+    return read_cells(info_state, _PIECES)
 
 
 class TicTacToeRenderer(GameRenderer):
-    """Shows the board and whose mark the player has."""
+    """Renderer that shows the board and the player's mark."""
 
     words = ("1", "2", "3", "4", "5", "6", "7", "8", "9")
     rules = (
         "You play tic-tac-toe on a board of three rows of three cells. The cells are numbered 1 "
-        "to 9, row by row from the top left. Players take turns to mark a free cell, x first; "
-        "three of one's own marks in a row, column or diagonal win. A full board is a draw."
+        "to 9, row by row from the top left. Players take turns to mark a free cell, x first. "
+        "The first player with three marks in a row, column or diagonal wins. A full board is a "
+        "draw."
     )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """The rows with "." for a free cell, and the player's mark."""
-        # Spaces between cells make each a word of its own, whatever the tokenizer.
-        lines = [" ".join(row) for row in rows(board_of(observation.info_state), SIDE)]
+        """Return the rows, with "." for a free cell, and the player's mark."""
+        # Spaces make every tokenizer split the cells.
+        lines = [" ".join(row) for row in split_rows(read_board(observation.info_state), SIDE)]
         return "\n".join([*lines, f"you {_MARKS[self.player]}"])
 
-    def prose(self, observation: OpenSpielObservation) -> str:
-        """The board with the numbers of the free cells."""
-        board = board_of(observation.info_state)
+    def describe(self, observation: OpenSpielObservation) -> str:
+        """Return the board with the numbers of the free cells."""
+        board = read_board(observation.info_state)
         numbered = [
             word if mark == "." else mark for mark, word in zip(board, self.words, strict=True)
         ]

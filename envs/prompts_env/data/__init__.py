@@ -1,1 +1,1 @@
-"""Data sets: files and folders as rows, rows as tasks, and what is written for them."""
+"""Data sets: files and folders as rows, and rows as tasks."""

@@ -1,8 +1,9 @@
-"""A permutation of 0 ... n - 1 that is computed place by place.
+"""A permutation of 0 ... n - 1 that is computed element by element.
 
-A Feistel network over the smallest even number of bits that holds n, walked until it lands below
-n again ("cycle walking"): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002. It
-keeps no list, whatever n is, and is the same on every machine and in every version.
+A Feistel network over the smallest even number of bits that can represent n - 1, applied repeatedly
+until the result is below n ("cycle walking"): Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002. It stores no list for any n, and gives the same result on every machine and in every
+version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """One of the orders of `size` things; which one, the text `key` says."""
+    """A pseudorandom permutation of 0 ... `size` - 1, determined by `key`."""
 
     size: int
     key: str
@@ -28,20 +29,20 @@ class Permutation:
         keys = (blake2b(f"{number} {self.key}".encode()) for number in range(_NUM_ROUNDS))
         object.__setattr__(self, "_round_keys", tuple(key.digest() for key in keys))
 
-    def __getitem__(self, place: int) -> int:
-        """What stands at `place`, from 0; every place holds another."""
-        if not 0 <= place < self.size:
-            raise IndexError(f"expected a place from 0 to {self.size - 1}, got {place}")
-        place = self._exchanged(place)
-        while place >= self.size:
-            place = self._exchanged(place)
-        return place
+    def __getitem__(self, index: int) -> int:
+        """Return element `index`."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"expected an index from 0 to {self.size - 1}, got {index}")
+        element = self._apply_rounds(index)
+        while element >= self.size:
+            element = self._apply_rounds(element)
+        return element
 
-    def _exchanged(self, number: int) -> int:
+    def _apply_rounds(self, number: int) -> int:
         bits = self._half_bits
         mask = (1 << bits) - 1
-        left, right = number >> bits, number & mask
+        high, low = number >> bits, number & mask
         for key in self._round_keys:
-            digest = blake2b(right.to_bytes(8, "little"), key=key, digest_size=_DIGEST_BYTES)
-            left, right = right, left ^ (int.from_bytes(digest.digest(), "little") & mask)
-        return left << bits | right
+            digest = blake2b(low.to_bytes(8, "little"), key=key, digest_size=_DIGEST_BYTES)
+            high, low = low, high ^ (int.from_bytes(digest.digest(), "little") & mask)
+        return high << bits | low

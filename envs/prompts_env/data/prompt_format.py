@@ -1,4 +1,4 @@
-"""How a row becomes what a policy is shown."""
+"""Convert a row into the messages of a prompt."""
 
 from __future__ import annotations
 
@@ -15,96 +15,97 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """The column that is shown, or a template over several.
+    """The prompt column, or a template over several columns.
 
     Raises:
-        ConfigError: the template cannot be read.
+        ConfigError: The template is invalid.
     """
 
     column: str = "prompt"
-    """Text, or a list of messages, {"role", "content"}."""
+    """Column with text, or with a list of messages, {"role", "content"}."""
     template: str | None = None
-    """In place of the column: text with {names of columns}."""
+    """Text with {column names}, used instead of the column."""
     system_prompt: str | None = None
-    """A message of role system before all others."""
+    """System message before the prompt."""
 
     def __post_init__(self) -> None:
-        _ = self.needed
+        _ = self.shown_columns
 
     @property
-    def needed(self) -> tuple[str, ...]:
-        """The columns that it shows."""
+    def shown_columns(self) -> tuple[str, ...]:
+        """The columns that appear in the prompt."""
         if self.template is None:
             return (self.column,)
         try:
-            parts = [name for _, name, _, _ in string.Formatter().parse(self.template)]
+            fields = [name for _, name, _, _ in string.Formatter().parse(self.template)]
         except ValueError as error:
             raise ConfigError(
-                f"template = {self.template!r}: {error}; a brace that is meant is written twice"
+                f"template = {self.template!r}: {error}; write a literal brace twice"
             ) from None
-        names = [name for name in parts if name is not None]
-        odd = [name for name in names if not name or any(sign in name for sign in ".[]")]
-        if odd or not names:
-            got = repr(odd[0]) if odd else "none"
+        names = [name for name in fields if name is not None]
+        invalid = [name for name in names if not name or any(sign in name for sign in ".[]")]
+        if invalid or not names:
+            got = repr(invalid[0]) if invalid else "none"
             raise ConfigError(
-                f"template = {self.template!r}: expected names of columns in braces, such as "
+                f"template = {self.template!r} needs column names in braces, such as "
                 f"{{question}}, got {got}"
             )
         return tuple(dict.fromkeys(names))
 
     def check_columns(self, columns: tuple[str, ...]) -> None:
-        """Refuse a data set that lacks a column which is shown.
+        """Refuse a data set without one of the shown columns.
 
         Raises:
-            ConfigError: it lacks one; the message names those that it has.
+            ConfigError: A column is missing; the message lists the columns of the data set.
         """
-        field = "prompt" if self.template is None else "template"
-        for name in self.needed:
-            require_column(field, name, columns)
+        option = "prompt" if self.template is None else "template"
+        for name in self.shown_columns:
+            require_column(option, name, columns)
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """What is shown of a row.
+        """Return the prompt of a row.
 
         Raises:
-            ValueError: a column that is shown is missing or of another type.
+            ValueError: A shown column is missing or has the wrong type.
         """
-        shown = _as_messages(self.column, row) if self.template is None else self._filled(row)
+        if self.template is None:
+            messages = _read_messages(self.column, row)
+        else:
+            messages = [{"role": "user", "content": self._fill_in(self.template, row)}]
         if self.system_prompt is not None:
-            return [{"role": "system", "content": self.system_prompt}, *shown]
-        return shown
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
 
-    def _filled(self, row: Mapping[str, Any]) -> list[Message]:
-        assert self.template is not None
-        for name in self.needed:
+    def _fill_in(self, template: str, row: Mapping[str, Any]) -> str:
+        for name in self.shown_columns:
             if row.get(name) is None:
-                raise ValueError(f"expected '{name}' to be filled, got {_seen(name, row)}")
-        return [{"role": "user", "content": self.template.format_map(row)}]
+                raise ValueError(f"'{name}' must have a value, got {_quote(name, row)}")
+        return template.format_map(row)
 
 
 def require_column(option: str, name: str, columns: tuple[str, ...]) -> None:
-    """Refuse an option that names a column which is not there.
+    """Refuse an option that names a missing column.
 
     Raises:
-        ConfigError: with the columns that there are.
+        ConfigError: The column is missing; the message lists the columns of the data set.
     """
     if name in columns:
         return
-    hint = did_you_mean(name, columns)
+    hint = did_you_mean(name, columns) or f"set {option} to one of them"
     raise ConfigError(
-        f"{option} names the column '{name}', and the data set has {', '.join(columns)}"
-        + (f"; {hint}" if hint else f"; set {option} to one of them")
+        f"{option} names the column '{name}', but the data set has {', '.join(columns)}; {hint}"
     )
 
 
-def _as_messages(column: str, row: Mapping[str, Any]) -> list[Message]:
+def _read_messages(column: str, row: Mapping[str, Any]) -> list[Message]:
     value = row.get(column)
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return [{"role": one["role"], "content": one["content"]} for one in value]
+        return [{"role": item["role"], "content": item["content"]} for item in value]
     raise ValueError(
-        f"expected '{column}' to be text or a list of messages, each with a role out of "
-        f"{', '.join(_ROLES)} and a content of text, got {_seen(column, row)}"
+        f"'{column}' must be text or a list of messages, each with a role out of "
+        f"{', '.join(_ROLES)} and a text as content, got {_quote(column, row)}"
     )
 
 
@@ -116,7 +117,7 @@ def _is_message(value: object) -> bool:
     )
 
 
-def _seen(column: str, row: Mapping[str, Any]) -> str:
+def _quote(column: str, row: Mapping[str, Any]) -> str:
     if column not in row:
-        return f"no '{column}' (it has {', '.join(map(str, row)) or 'nothing'})"
+        return f"no '{column}' (the row has {', '.join(map(str, row)) or 'no columns'})"
     return f"{row[column]!r:.80}"

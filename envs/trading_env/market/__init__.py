@@ -1,1 +1,1 @@
-"""Where prices come from: a simulation, or a file."""
+"""Sources of prices: a simulation or a file."""

@@ -1,4 +1,4 @@
-"""Prices as both sources give them."""
+"""A table of prices, the common form of both sources."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The prices of some assets, row by row in the order of time."""
+    """Prices of some assets, ordered by time."""
 
     assets: tuple[str, ...]
     dates: tuple[str, ...]
     rows: tuple[tuple[float, ...], ...]
-    """[dates, assets], all above 0."""
+    """[dates, assets]; every price is above 0."""
 
     def window(self, start: int, num_rows: int) -> Prices:
-        """So many rows from one on."""
+        """Return `num_rows` rows from row `start`."""
         stop = start + num_rows
         return Prices(self.assets, self.dates[start:stop], self.rows[start:stop])

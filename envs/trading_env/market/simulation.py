@@ -1,10 +1,10 @@
-"""Simulated prices: each kind is a process of log prices, drawn anew for every asset.
+"""Simulated prices. Each kind of market is a random process of log prices x, one per asset.
 
 walk       x' = x + mu - sigma^2 / 2 + sigma z              geometric Brownian motion
-regimes    the same; mu is +drift or -drift, and changes sign with probability 0.1 a step
-reverting  x' = (1 - pull) x + sigma z, from its stationary distribution; the price is MEAN exp(x)
+regimes    like walk; mu is +drift or -drift and changes sign with probability 0.1 per step
+reverting  x' = (1 - pull) x + sigma z, started from its stationary distribution
 
-z is standard normal. In `walk` and `regimes` the first price is MEAN.
+z is standard normal, and a price is MEAN exp(x). In `walk` and `regimes` the first price is MEAN.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Literal
 from .prices import Prices
 
 MEAN = 100.0
-"""The price to which `reverting` returns, and at which the others begin."""
+"""Price that `reverting` returns to and that the other markets start from."""
 
-Kind = Literal["walk", "regimes", "reverting"]
+MarketKind = Literal["walk", "regimes", "reverting"]
 
 _SWITCH_PROBABILITY = 0.1
 
 
 def simulate(
-    kind: Kind,
+    kind: MarketKind,
     rng: random.Random,
     num_rows: int,
     num_assets: int,
@@ -33,12 +33,12 @@ def simulate(
     drift: float,
     pull: float,
 ) -> Prices:
-    """Prices of a market that is drawn by the generator.
+    """Return the prices of a market drawn from `rng`.
 
     Args:
-        volatility: sigma, of a step.
-        drift: mu, of a step.
-        pull: towards the mean, from above 0 to 1.
+        volatility: sigma per step.
+        drift: mu per step.
+        pull: Pull toward the mean, above 0 and at most 1.
     """
     columns = []
     for _ in range(num_assets):

@@ -1,7 +1,7 @@
-"""Which rows of a file an episode plays: windows by seed, the last ones held back.
+"""Windows of a price file, chosen by seed. The last rows are kept for evaluation.
 
-Windows of training end before those that are held back begin: a policy that has learnt prices by
-heart knows nothing of the test.
+Training windows end before the first test row, so a policy that has memorized training prices has
+no advantage in the test.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 
 from ludus.proto.errors import ConfigError
-
-_FIRST_TEST_SEED = 2**31
+from ludus.proto.seeds import FIRST_EVAL_SEED
 
 
 class Windows:
-    """The windows of one file.
+    """The training and test windows of one file.
 
     Args:
-        num_rows: of the file.
-        length: of a window, in rows.
-        test_share: of the rows, the last, which are held back.
+        num_rows: Number of rows in the file.
+        length: Rows per window.
+        test_share: Share of the rows, at the end of the file, that form the test part.
 
     Raises:
-        ConfigError: one of both parts has rows, but not enough for a window.
+        ConfigError: The training or the test part is shorter than one window.
     """
 
     def __init__(self, num_rows: int, length: int, test_share: float) -> None:
@@ -32,20 +31,23 @@ class Windows:
         self.num_test = num_test_rows - length + 1 if num_test_rows else 0
         if self.num_train < 1 or (num_test_rows and self.num_test < 1):
             raise ConfigError(
-                f"expected at least {length} rows of prices for training and for the test, got"
-                f" {self._num_train_rows} and {num_test_rows}; lower num_steps, window or"
-                " test_share"
+                f"an episode needs {length} rows of prices, but the file has"
+                f" {self._num_train_rows} for training and {num_test_rows} for the test; lower"
+                " num_steps, window or test_share"
             )
 
-    def start_of(self, seed: int) -> int:
-        """The first row of the seed's window; consecutive seeds show all windows once."""
-        if seed < _FIRST_TEST_SEED or not self.num_test:
+    def start_row(self, seed: int) -> int:
+        """Return the first row of the seed's window. Consecutive seeds use every window once."""
+        if seed < FIRST_EVAL_SEED or not self.num_test:
             return _spread(seed, self.num_train)
-        return self._num_train_rows + _spread(seed - _FIRST_TEST_SEED, self.num_test)
+        return self._num_train_rows + _spread(seed - FIRST_EVAL_SEED, self.num_test)
 
 
 def _spread(number: int, size: int) -> int:
-    """A place below size: neighbours lie far apart, and `size` of them in a row hit all places."""
+    """Map a number to 0 ... `size` - 1.
+
+    Neighbors are far apart, and `size` consecutive numbers reach every value once.
+    """
     stride = max(1, round(size * 0.618))
     while math.gcd(stride, size) != 1:
         stride += 1

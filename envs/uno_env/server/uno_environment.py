@@ -1,152 +1,140 @@
-"""A seat at Uno, against players of the server."""
+"""An environment with one seat in a game of Uno; the server plays the other seats."""
 
 from __future__ import annotations
 
 import random
 import secrets
-from typing import get_args
+from typing import Any
 
 from ludus.env import Environment, Transition
 from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode, IllegalActionError
+from ludus.proto.errors import EpisodeStateError, ErrorCode, IllegalActionError
 
-from ..cards import in_order
+from ..cards import sort_cards
 from ..models import UnoAction, UnoObservation, UnoState
-from ..policies import POLICIES
-from ..rules import Deal
-from ..text import TextStyle, UnoRenderer
+from ..options import UnoOptions
+from ..policies import OPPONENTS
+from ..rules import UnoGame
+from ..text import UnoRenderer
 
-_ME = 0
-_MAX_PLAYERS = 10
-_MAX_TURNS = 1000
+_PLAYER = 0
 
 
 class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
-    """Uno, played from seat 0, which begins; 1 for a deal that is won and -1 for one that is lost.
+    """Uno, played from seat 0, which has the first turn. The reward is 1 for a win, -1 for a loss.
 
-    The seed shuffles, and draws what random opponents do. Opponents see what their seats see.
+    The seed determines the cards and the moves of random opponents. An opponent sees only what
+    its seat may see.
 
     Args:
-        num_players: 2 to 10.
-        opponent: who plays the other seats, "random" or "greedy".
-        max_turns: moves of the player after which the deal is cut off, unpaid.
-        text_style: "compact" shows the bare situation; "rules" explains.
+        options: The fields of `UnoOptions`.
 
     Raises:
-        ConfigError: an option does not fit.
+        ConfigError: An option is invalid.
     """
 
     action_type = UnoAction
     observation_type = UnoObservation
     state_type = UnoState
     name = "uno_env"
-    description = "Uno against players of the server"
+    description = "Uno against opponents on the server"
     steps_on_event_loop = True
 
-    def __init__(
-        self,
-        num_players: int = 2,
-        *,
-        opponent: str = "random",
-        max_turns: int = 100,
-        text_style: TextStyle = "compact",
-    ) -> None:
-        counts = {"num_players": (num_players, 2, _MAX_PLAYERS)}
-        counts["max_turns"] = (max_turns, 1, _MAX_TURNS)
-        for name, (value, lowest, highest) in counts.items():
-            if type(value) is not int or not lowest <= value <= highest:
-                raise ConfigError(f"expected {name} from {lowest} to {highest}, got {value!r}")
-        choices = {"opponent": (opponent, tuple(POLICIES))}
-        choices["text_style"] = (text_style, get_args(TextStyle))
-        for name, (chosen, offered) in choices.items():
-            if chosen not in offered:
-                raise ConfigError(f"expected {name} out of {', '.join(offered)}, got {chosen!r}")
-        self._num_players = num_players
-        self._opponent = opponent
-        self._max_turns = max_turns
-        self._text_style = text_style
-        self._deal: Deal | None = None
+    def __init__(self, **options: Any) -> None:
+        self._options = UnoOptions.parse(options)
+        self._opponent = OPPONENTS[self._options.opponent]
+        self._game: UnoGame | None = None
         self._rng = random.Random(0)
         self._events: list[str] = []
-        self._state = UnoState(num_players=num_players, opponent=opponent)
-        self.text_renderer = UnoRenderer(text_style)
+        self._state = self._new_state(None)
+        self.text_renderer = UnoRenderer(self._options.text_style)
 
     @property
     def options(self) -> JsonObject:
-        """What it was built with."""
-        return {
-            "num_players": self._num_players,
-            "opponent": self._opponent,
-            "max_turns": self._max_turns,
-            "text_style": self._text_style,
-        }
+        """The options that the environment was built with."""
+        return self._options.to_json()
 
     @property
     def state(self) -> UnoState:
-        """Where the episode stands."""
+        """The state of the current episode."""
         return self._state
 
-    def reset(  # type: ignore[override]  # names its options, so that others are refused
+    def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[UnoObservation]:
-        """The player's first view of a new deal."""
+        """Deal the cards and return the player's first observation."""
         seed = secrets.randbits(63) if seed is None else seed
-        # Texts of its own: players draw from random.Random(seed), too.
-        self._deal = Deal(self._num_players, random.Random(f"uno_env cards {seed}"))
+        # The texts keep these numbers apart from those of a player with random.Random(seed).
+        cards_rng = random.Random(f"uno_env cards {seed}")
+        self._game = UnoGame(self._options.num_players, cards_rng)
         self._rng = random.Random(f"uno_env opponents {seed}")
         self._events = []
-        self._state = UnoState(
-            episode_id=episode_id, num_players=self._num_players, opponent=self._opponent
-        )
-        return Transition(self._seen_by(self._deal, _ME))
+        self._state = self._new_state(episode_id)
+        return Transition(self._observe(self._game, _PLAYER))
 
     def step(self, action: UnoAction) -> Transition[UnoObservation]:
-        """What the player sees at its next turn, or at the end.
+        """Make the move, let the others move, and return the player's next observation.
 
         Raises:
-            IllegalActionError: the move is not legal now.
-            EpisodeStateError: there is no deal, or it is over.
+            IllegalActionError: The move is not legal.
+            EpisodeStateError: There is no episode, or it is over.
         """
-        deal = self._deal
-        if deal is None:
+        game = self._game
+        if game is None:
             raise EpisodeStateError(
-                "expected a running deal, got a move before or after one; call reset",
+                "a move needs a running episode; call reset",
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
-        legal = deal.legal_moves()
-        if action.move not in legal:
+        legal_moves = game.legal_moves()
+        if action.move not in legal_moves:
             raise IllegalActionError(
-                f"expected one of {', '.join(legal)}; got {action.move[:80]!r}; the deal stands"
+                f"expected one of {', '.join(legal_moves)}; got {action.move[:80]!r}; the game is"
+                " unchanged"
             )
-        self._events = [f"player 0 {deal.move(action.move)}"]
-        while deal.winner is None and deal.turn != _ME:
-            seat = deal.turn
-            move = POLICIES[self._opponent](self._seen_by(deal, seat), self._rng)
-            self._events.append(f"player {seat} {deal.move(move)}")
+        self._events = [f"player {_PLAYER} {game.move(action.move)}"]
+        self._play_opponents(game)
         self._state.step_count += 1
-        self._state.winner = deal.winner
-        is_cut_off = deal.winner is None and self._state.step_count >= self._max_turns
-        shown = self._seen_by(deal, _ME)
-        if deal.winner is None and not is_cut_off:
-            return Transition(shown, 0.0)
-        self._deal = None
-        shown.legal_actions = []
-        has_won = deal.winner == _ME
-        reward = 0.0 if is_cut_off else 1.0 if has_won else -1.0
+        self._state.winner = game.winner
+        is_truncated = game.winner is None and self._state.step_count >= self._options.max_turns
+        observation = self._observe(game, _PLAYER)
+        if game.winner is None and not is_truncated:
+            return Transition(observation, 0.0)
+        self._game = None
+        observation.legal_actions = []
+        has_won = game.winner == _PLAYER
+        reward = 0.0 if is_truncated else 1.0 if has_won else -1.0
         return Transition(
-            shown, reward, terminated=not is_cut_off, truncated=is_cut_off, success=has_won
+            observation,
+            reward,
+            terminated=not is_truncated,
+            truncated=is_truncated,
+            success=has_won,
         )
 
-    def _seen_by(self, deal: Deal, seat: int) -> UnoObservation:
-        """What a seat knows; only the player's own is told what happened."""
-        others = [(seat + step) % self._num_players for step in range(1, self._num_players)]
-        is_its_turn = deal.turn == seat
+    def _play_opponents(self, game: UnoGame) -> None:
+        while game.winner is None and game.turn != _PLAYER:
+            seat = game.turn
+            move = self._opponent(self._observe(game, seat), self._rng)
+            self._events.append(f"player {seat} {game.move(move)}")
+
+    def _observe(self, game: UnoGame, seat: int) -> UnoObservation:
+        """Return the observation of a seat. Only the player's seat gets the events."""
+        num_players = self._options.num_players
+        other_seats = [(seat + offset) % num_players for offset in range(1, num_players)]
+        has_turn = game.turn == seat
         return UnoObservation(
-            hand=in_order(deal.hands[seat]),
-            top=deal.top,
-            colour=deal.colour,
-            others=[len(deal.hands[other]) for other in others],
-            legal_actions=deal.legal_moves() if is_its_turn else [],
-            has_drawn=is_its_turn and deal.drawn is not None,
-            events=list(self._events) if seat == _ME else [],
+            hand=sort_cards(game.hands[seat]),
+            top=game.top,
+            colour=game.color,
+            others=[len(game.hands[other]) for other in other_seats],
+            legal_actions=game.legal_moves() if has_turn else [],
+            has_drawn=has_turn and game.drawn is not None,
+            events=list(self._events) if seat == _PLAYER else [],
+        )
+
+    def _new_state(self, episode_id: str | None) -> UnoState:
+        return UnoState(
+            episode_id=episode_id,
+            num_players=self._options.num_players,
+            opponent=self._options.opponent,
         )

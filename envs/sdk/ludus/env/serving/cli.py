@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
@@ -48,22 +48,6 @@ def server_parser(default_port: int) -> argparse.ArgumentParser:
     )
     add_server_arguments(parser, default_port)
     return parser
-
-
-def parse_package_arguments(
-    parser: argparse.ArgumentParser, default_port: int, argv: Sequence[str] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An environment package's own options, which the parser knows, and the server's.
-
-    The variable MAX_CONCURRENT_ENVS, which OpenEnv's images set, stands for --max-sessions.
-    """
-    add_server_arguments(parser, default_port)
-    server = {}
-    if "MAX_CONCURRENT_ENVS" in os.environ:
-        server["max_sessions"] = os.environ["MAX_CONCURRENT_ENVS"]
-    own = vars(parser.parse_args(argv))
-    server |= {name: own.pop(name) for name in ServerOptions.model_fields if name in own}
-    return own, server
 
 
 def make_server_options(given: Mapping[str, Any], default_port: int) -> ServerOptions:

@@ -24,10 +24,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from ludus.env.security.session_ids import SessionKey, new_server_id, pod_server_id
 from ludus.env.security.variables import TOKEN_VARIABLE
+from ludus.env.validation import explain
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -40,12 +40,6 @@ _SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
 """Never flags: arguments are shown to every user of a machine."""
 _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "where sessions run"}
 """Each group of flags by its first field."""
-_WORDS = {
-    "Input should be": "expected",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}
-"""What pydantic says, and what we do."""
 
 
 def _own_server_id() -> str:
@@ -296,21 +290,6 @@ def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
         group = _GROUPS.get(field, group)
         if field not in _SECRETS_AND_NAMES:
             yield Flag(field, info, defaults.get(field, info.default), group)
-
-
-def explain(error: ValidationError) -> str:
-    """What is wrong with each field, and the value that it got."""
-    return "; ".join(_fault(one) for one in error.errors(include_url=False))
-
-
-def _fault(error: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in error["loc"])
-    said = error["msg"].removeprefix("Value error, ")
-    for theirs, ours in _WORDS.items():
-        said = said.replace(theirs, ours)
-    has_value = error["type"] != "missing" and "got " not in said
-    got = f", got {error['input']!r:.80}" if has_value else ""
-    return f"{field}: {said[0].lower()}{said[1:]}{got}"
 
 
 def bound_grpc_port(port: int, grpc_port: int | None) -> int:

@@ -1,10 +1,9 @@
-"""Rows in a file of text, read where they lie: 8 bytes of memory per row, however long it is.
+"""Rows of a text file that stay in the file. The index needs 8 bytes of memory per row.
 
-    one pass:    each row is read and checked, and where it begins is noted
-    afterwards:  row i is read from there
+    at the start:  each row is read and checked, and its offset is stored
+    later:         row i is read from its offset
 
-The file stays open, so that a file which is replaced under its name changes nothing. One that is
-changed in place is found out where a row can no longer be read.
+The file stays open, so replacing it has no effect. If it is changed in place, reading a row fails.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ import orjson
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ExecutionError
 
-from .rows import RowCheck, check_row, faulty
+from .rows import RowCheck, check_row, row_error
 
 csv.field_size_limit(2**31 - 1)
 
 
 class _IndexedRows(ABC):
-    """Rows by where they begin in a file."""
+    """Rows of a file, indexed by their offsets."""
 
     def __init__(self, path: Path, check: RowCheck) -> None:
         self._path = path
         self._starts = array("Q")
-        """[N + 1] bytes from the file's beginning; the last one is where the last row ends."""
+        """uint64 [N + 1] offset of each row, and of the end of the last row, in bytes."""
         self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._file)
         names: dict[str, None] = {}
@@ -50,7 +49,7 @@ class _IndexedRows(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """In the order in which they first appear."""
+        """The columns, in the order of their first appearance."""
         return self._columns
 
     def __len__(self) -> int:
@@ -63,29 +62,29 @@ class _IndexedRows(ABC):
             row = self._parse(piece)
         except ValueError as error:
             raise ExecutionError(
-                f"'{self._path}', row {index + 1}: expected what was there when the server "
-                f"started, got {error}; start it again, and leave the file as it is meanwhile"
+                f"'{self._path}', row {index + 1} has changed since the server started: {error}; "
+                "restart the server, and do not change the file while it runs"
             ) from None
         return {name: row.get(name) for name in self._columns}
 
     @abstractmethod
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
-        """Each row with its first byte; at the end all of the file has been read."""
+        """Yield each row and its offset. Read the whole file."""
 
     @abstractmethod
     def _parse(self, piece: bytes) -> JsonObject:
-        """The row that a piece of the file holds.
+        """Return the row in a piece of the file.
 
         Raises:
-            ValueError: it holds none.
+            ValueError: The piece is not a row.
         """
 
 
 class JsonLinesRows(_IndexedRows):
-    """An object of JSON per line; empty lines are passed over."""
+    """Rows of a file with one JSON object per line. Empty lines are skipped."""
 
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
-        end = number = 0
+        end = index = 0
         for line_number, line in enumerate(file, start=1):
             start, end = end, end + len(line)
             if not line.strip():
@@ -93,28 +92,28 @@ class JsonLinesRows(_IndexedRows):
             try:
                 row = self._parse(line)
             except ValueError as error:
-                raise faulty(self._path, number, f"line {line_number}: {error}") from None
+                raise row_error(self._path, index, f"line {line_number}: {error}") from None
             yield start, row
-            number += 1
+            index += 1
 
     def _parse(self, piece: bytes) -> JsonObject:
         line = piece.split(b"\n", 1)[0]
         try:
             row = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
         except orjson.JSONDecodeError as error:
-            raise ValueError(f"expected an object of JSON, {error.msg}: {line[:80]!r}") from None
+            raise ValueError(f"expected a JSON object, {error.msg}: {line[:80]!r}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"expected an object of JSON, got {type(row).__name__}")
+            raise ValueError(f"expected a JSON object, got {type(row).__name__}")
         return row
 
 
 class CsvRows(_IndexedRows):
-    """A header, then a record per row; quoted values may hold line breaks, all values are text."""
+    """Rows of a CSV file with a header. All values are text; quoted values may contain newlines."""
 
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
-        lines = _CountedLines(file)
+        lines = _CountingLines(file)
         records = csv.reader(lines, strict=True)
-        number = 0
+        index = 0
         try:
             self._header = next(records, [])
             self._check_header()
@@ -122,11 +121,11 @@ class CsvRows(_IndexedRows):
             for record in records:
                 if record:
                     yield start, self._row(record)
-                    number += 1
+                    index += 1
                 start = lines.num_bytes
         except (csv.Error, ValueError) as error:
             reason = f"line {records.line_num}: {error}"
-            raise faulty(self._path, number, reason) from None
+            raise row_error(self._path, index, reason) from None
 
     def _parse(self, piece: bytes) -> JsonObject:
         for record in csv.reader(io.StringIO(piece.decode("utf-8"), newline=""), strict=True):
@@ -137,25 +136,25 @@ class CsvRows(_IndexedRows):
     def _row(self, record: list[str]) -> JsonObject:
         if len(record) != len(self._header):
             raise ValueError(
-                f"expected {len(self._header)} values, one for each of the header's, got "
+                f"expected {len(self._header)} values, one per column of the header, got "
                 f"{len(record)}"
             )
         return dict(zip(self._header, record, strict=True))
 
     def _check_header(self) -> None:
-        twice = sorted({name for name in self._header if self._header.count(name) > 1})
-        if twice:
-            raise ValueError(f"expected different names in the header, got {twice[0]!r} twice")
+        duplicates = sorted({name for name in self._header if self._header.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"the header must have distinct names, got {duplicates[0]!r} twice")
 
 
-class _CountedLines:
-    """The lines of a file as text, and how many bytes they took."""
+class _CountingLines:
+    """Iterator over the lines of a file that counts their bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._lines = iter(file)
         self.num_bytes = 0
 
-    def __iter__(self) -> _CountedLines:
+    def __iter__(self) -> _CountingLines:
         return self
 
     def __next__(self) -> str:

@@ -1,10 +1,10 @@
-"""Rows in Parquet files, and in the folders that Hugging Face's `datasets` saves; takes pyarrow.
+"""Rows of Parquet files and of data sets saved by Hugging Face's `datasets`. Needs pyarrow.
 
-    FOLDER/dataset_dict.json      {"splits": ["train", "test"]}; each split is a folder in it
+    FOLDER/dataset_dict.json      {"splits": ["train", "test"]}; each split is a subfolder
     FOLDER/state.json             {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
 
-Arrow files of a folder are mapped: their rows take no memory. Parquet is compressed, so a file is
-read whole. NaN is null, as pandas has it.
+Arrow files of a folder are memory-mapped. Parquet is compressed, so a file is read into memory.
+NaN becomes null, as in pandas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rows import RowCheck, check_row
 
 _STATE_FILE = "state.json"
 _SPLITS_FILE = "dataset_dict.json"
-_NUM_READ_AT_ONCE = 1024
+_ROWS_PER_BATCH = 1024
 
 
 class ArrowRows:
@@ -34,7 +34,7 @@ class ArrowRows:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """In the table's order."""
+        """The columns, in the order of the table."""
         return self._columns
 
     def __len__(self) -> int:
@@ -46,62 +46,58 @@ class ArrowRows:
 
 
 def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
-    """The rows of a Parquet file or of a saved data set, each of which passes `check`.
+    """Open a Parquet file or a saved data set, and check each row.
 
     Raises:
-        ConfigError: pyarrow is not installed, there is no such data set or split, a column holds
-            what JSON cannot, or a row is faulty.
+        ConfigError: pyarrow is not installed, the data set or the split does not exist, the type of
+            a column is not supported, or a row is invalid.
     """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            f"path = '{path}': Parquet and saved data sets are read with pyarrow, which is not "
+            f"path = '{path}': Parquet files and saved data sets need pyarrow, which is not "
             "installed; pip install 'prompts-env[arrow]', or write the rows as .jsonl"
         ) from None
     try:
         table = (
-            _read_folder(pyarrow, _folder_of(path, split))
+            _read_folder(pyarrow, _data_set_folder(path, split))
             if path.is_dir()
             else pyarrow.parquet.read_table(path)
         )
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"path = '{path}' cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"cannot read path = '{path}': {str(error).splitlines()[0]}") from None
     for column in table.schema:
         _check_type(path, pyarrow, column)
-
-    def finite(row: JsonObject) -> None:
-        check(row_without_nan(row))
-
-    number = 0
-    for batch in table.to_batches(max_chunksize=_NUM_READ_AT_ONCE):
+    index = 0
+    for batch in table.to_batches(max_chunksize=_ROWS_PER_BATCH):
         for row in batch.to_pylist():
-            check_row(path, number, row, finite)
-            number += 1
+            check_row(path, index, row_without_nan(row), check)
+            index += 1
     return ArrowRows(table)
 
 
 def _read_folder(pyarrow: Any, folder: Path) -> Any:
-    files = [one["filename"] for one in _read_json(folder / _STATE_FILE)["_data_files"]]
-    maps = [pyarrow.memory_map(str(folder / name)) for name in files]
-    return pyarrow.concat_tables([pyarrow.ipc.open_stream(one).read_all() for one in maps])
+    names = [entry["filename"] for entry in _read_json(folder / _STATE_FILE)["_data_files"]]
+    maps = [pyarrow.memory_map(str(folder / name)) for name in names]
+    return pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in maps])
 
 
-def _folder_of(path: Path, split: str | None) -> Path:
-    """The folder of one data set: `path` itself, or its split."""
+def _data_set_folder(path: Path, split: str | None) -> Path:
+    """Return the folder of one data set: `path` itself, or its split."""
     if (path / _SPLITS_FILE).is_file():
         splits = _read_json(path / _SPLITS_FILE)["splits"]
         if split not in splits:
             raise ConfigError(
-                f"path = '{path}' holds the splits {', '.join(splits)}, got split = {split!r}; set "
+                f"path = '{path}' has the splits {', '.join(splits)}, got split = {split!r}; set "
                 "split, or test_split, to one of them"
             )
         return path / split
     if not (path / _STATE_FILE).is_file():
         raise ConfigError(
-            f"path = '{path}': expected a folder that save_to_disk wrote, with {_STATE_FILE} or "
-            f"{_SPLITS_FILE} in it; of Parquet files, name one"
+            f"path = '{path}' was not written by save_to_disk: it has no {_STATE_FILE} and no "
+            f"{_SPLITS_FILE}; for Parquet files, give one file"
         )
     return path
 
@@ -110,18 +106,23 @@ def _read_json(path: Path) -> Any:
     try:
         return orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"path = '{path}' cannot be read: {error}") from None
+        raise ConfigError(f"cannot read path = '{path}': {error}") from None
 
 
 def _check_type(path: Path, pyarrow: Any, column: Any) -> None:
     types = pyarrow.types
-    kinds = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_decimal)
+    unsupported = (
+        types.is_binary,
+        types.is_large_binary,
+        types.is_fixed_size_binary,
+        types.is_decimal,
+    )
     kind = column.type
     while types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
     parts = [part.type for part in kind] if types.is_struct(kind) else [kind]
-    if any(is_kind(part) for part in parts for is_kind in kinds):
+    if any(is_unsupported(part) for part in parts for is_unsupported in unsupported):
         raise ConfigError(
-            f"path = '{path}': column '{column.name}' is of type {column.type}, which JSON "
-            "cannot hold; write the data set without it"
+            f"path = '{path}': column '{column.name}' has the type {column.type}, which JSON does "
+            "not support; write the data set without the column"
         )

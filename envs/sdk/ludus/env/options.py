@@ -1,0 +1,145 @@
+"""The options of an environment, declared once as a model.
+
+    class CoinOptions(EnvironmentOptions):
+        num_flips: int = Field(10, ge=1)
+        \"\"\"Number of flips in an episode.\"\"\"
+
+    CoinEnvironment(num_flips=3)                       the environment's constructor
+    python -m coin_env.server.app --num-flips 3        the command line of its server
+    COIN_NUM_FLIPS=3                                   its environment variables
+    option_table(CoinOptions)                          the table in its README
+
+The docstring under a field is its help text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+)
+from pydantic_core import PydanticUndefined
+
+from ludus.env.types import JsonObject
+from ludus.env.validation import explain
+from ludus.proto.errors import ConfigError
+
+
+class EnvironmentOptions(BaseModel):
+    """Base class of every environment's options.
+
+    The class name without "Options" is the prefix of the environment variables.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+    variable_suffixes: ClassVar[Mapping[str, str]] = {}
+    """Suffixes of the variables that are not named like their option, by option."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], *, is_text: bool = False) -> Self:
+        """Return the options with these values.
+
+        Args:
+            is_text: Accept text for every option, as on a command line.
+
+        Raises:
+            ConfigError: An option is unknown, has the wrong type or is out of range.
+        """
+        if is_text:
+            lists = {option.name for option in list_options(cls) if option.is_list}
+            values = {
+                name: value.split() if isinstance(value, str) and name in lists else value
+                for name, value in values.items()
+            }
+        try:
+            return cls.model_validate(values, strict=False if is_text else None)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls.model_fields)) from None
+
+    def to_json(self) -> JsonObject:
+        """Return all options by name, as JSON values."""
+        return self.model_dump(mode="json")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of an environment, as people see it."""
+
+    name: str
+    variable: str
+    """Environment variable that sets it."""
+    help: str
+    default: str
+    """The default as text; "" if there is none or if it is empty."""
+    is_list: bool
+    is_switch: bool
+
+
+def environment_title(options_type: type[EnvironmentOptions]) -> str:
+    """Return the name of the environment, for example "OpenSpiel"."""
+    return options_type.__name__.removesuffix("Options")
+
+
+def variable_name(options_type: type[EnvironmentOptions], option: str) -> str:
+    """Return the name of the environment variable that sets an option."""
+    suffix = options_type.variable_suffixes.get(option, option)
+    return f"{environment_title(options_type)}_{suffix}".upper()
+
+
+def list_options(options_type: type[EnvironmentOptions]) -> list[Option]:
+    """Return the options in the order of their declaration."""
+    return [
+        Option(
+            name=name,
+            variable=variable_name(options_type, name),
+            help=" ".join((field.description or "").split()),
+            default=_as_text(field.get_default(call_default_factory=True)),
+            is_list=get_origin(field.annotation) is tuple,
+            is_switch=field.annotation is bool,
+        )
+        for name, field in options_type.model_fields.items()
+    ]
+
+
+def option_table(options_type: type[EnvironmentOptions]) -> str:
+    """Return the Markdown table of the options."""
+    lines = ["| option | variable | default | |", "|---|---|---|---|"]
+    for option in list_options(options_type):
+        default = f"`{option.default}`" if option.default else ""
+        lines.append(f"| `{option.name}` | `{option.variable}` | {default} | {option.help} |")
+    return "\n".join(lines)
+
+
+def _as_text(default: Any) -> str:
+    if default is PydanticUndefined or default is None or default in ("", (), {}):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return " ".join(default) if isinstance(default, tuple) else str(default)
+
+
+def _parse_object(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, got {value!r}: {error}") from None
+
+
+JsonOption = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
+"""A JSON object, which may be given as text."""

@@ -1,0 +1,138 @@
+"""The server program of an environment package: `python -m math_env.server.app --limit 100`.
+
+    flags > --options JSON > environment variables > defaults --EnvironmentOptions--> environment
+
+A package's `server/app.py` binds `main` and `__getattr__` to those of a `ServerApplication`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import orjson
+from starlette.types import ASGIApp
+
+from ludus.env.environment import AnyEnvironment, Builder
+from ludus.env.options import (
+    EnvironmentOptions,
+    Option,
+    environment_title,
+    list_options,
+    variable_name,
+)
+from ludus.env.serving.cli import add_server_arguments
+from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
+from ludus.env.serving.server import openenv_app, run_server
+from ludus.env.types import JsonObject
+from ludus.proto.errors import ConfigError, UserError
+
+_MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
+"""The variable that OpenEnv's images set; `--max-sessions` overrides it."""
+
+
+class ServerApplication:
+    """The command line and the ASGI application of an environment package.
+
+    Args:
+        build: The environment's class, or a function that returns an environment.
+        options_type: The model of the options that `build` takes.
+        default_port: Port of HTTP and WebSocket when `--port` is not given.
+    """
+
+    def __init__(
+        self,
+        build: Builder,
+        options_type: type[EnvironmentOptions] = EnvironmentOptions,
+        default_port: int = DEFAULT_PORT,
+    ) -> None:
+        self._build = build
+        self._options_type = options_type
+        self._options = list_options(options_type)
+        self._json_variable = variable_name(options_type, "options")
+        self._default_port = default_port
+
+    def main(self, argv: Sequence[str] | None = None) -> NoReturn:
+        """Serve until a signal, then exit with 0; exit with 2 and one message on bad input."""
+        try:
+            factory, server_options = self._parse(argv)
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(UserError.exit_code)
+        run_server(factory, server_options, self._default_port)
+
+    def module_attribute(self, name: str) -> ASGIApp:
+        """Return the ASGI application for the name "app"; for a module's `__getattr__`.
+
+        OpenEnv's images run `uvicorn server.app:app`. The application is built on first use only.
+        """
+        if name != "app":
+            raise AttributeError(f"the server module has no attribute {name!r}")
+        return openenv_app(*self._parse([]))
+
+    def _parse(
+        self, argv: Sequence[str] | None
+    ) -> tuple[Callable[[], AnyEnvironment], dict[str, Any]]:
+        """Return the factory of environments and the server's own options."""
+        values = vars(self._parser().parse_args(argv))
+        server_options = {
+            name: values.pop(name) for name in ServerOptions.model_fields if name in values
+        }
+        if _MAX_SESSIONS_VARIABLE in os.environ:
+            server_options.setdefault("max_sessions", os.environ[_MAX_SESSIONS_VARIABLE])
+        json_options = _parse_json_options(values.pop("options", "{}"))
+        options = self._options_type.parse(
+            {**self._read_variables(os.environ), **json_options, **values}, is_text=True
+        )
+        keywords = options.model_dump(mode="json", exclude_unset=True)
+        return functools.partial(self._build, **keywords), server_options
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            argument_default=argparse.SUPPRESS,
+            description=f"Serve the {environment_title(self._options_type)} environment over HTTP,"
+            " WebSocket, MCP and gRPC.",
+        )
+        for option in self._options:
+            parser.add_argument(f"--{option.name.replace('_', '-')}", **_argument(option))
+        if self._options:
+            parser.add_argument(
+                "--options",
+                help=f"All options as one JSON object. Variable: {self._json_variable}.",
+            )
+        add_server_arguments(parser, self._default_port)
+        return parser
+
+    def _read_variables(self, variables: Mapping[str, str]) -> JsonObject:
+        json_options = _parse_json_options(variables.get(self._json_variable, "{}"))
+        texts = {
+            option.name: variables[option.variable]
+            for option in self._options
+            if option.variable in variables
+        }
+        return {**json_options, **texts}
+
+
+def _argument(option: Option) -> dict[str, Any]:
+    """Return the arguments of `add_argument`. The options' model parses the values."""
+    words = [option.help, f"Variable: {option.variable}."]
+    if option.default:
+        words.insert(1, f"Default: {option.default}.")
+    argument: dict[str, Any] = {"help": " ".join(words).replace("%", "%%")}
+    if option.is_switch:
+        return {**argument, "action": argparse.BooleanOptionalAction}
+    return {**argument, "nargs": "+"} if option.is_list else argument
+
+
+def _parse_json_options(text: str) -> JsonObject:
+    try:
+        options = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--options must be a JSON object, got {text!r}: {error.msg}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--options must be a JSON object, got {text!r}")
+    return options
