@@ -1,4 +1,4 @@
-"""Every example is a run that could start, and `make learn` judges what it holds."""
+"""Tests that every example is a valid run, and that `make learn` measures its claims."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import learn_language
 import pytest
 
 from ludus.env.targets.targets import make_environment
-from ludus.proto.config import LocalEnvironment, load_run_config
+from ludus.proto.config import LanguageModelRun, LocalEnvironment, load_run_config
 from ludus.proto.config.environment import RANDOM_POLICY
+from ludus.proto.config.network import LocalNetworkEnvironment
 from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +21,15 @@ EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*/*.toml") if path.parent.name != "reward_model"
 )
 
-DATA_ARE_MADE_FIRST = {learn_language.RLHF}
-NEEDS = {
+GENERATED_DATA = {learn_language.RLHF}
+"""Examples whose data set is not in the repository."""
+REQUIRED_LIBRARIES = {
     "inverted_pendulum/ppo.toml": ("mujoco", "imageio"),
     "inverted_pendulum/pybullet.toml": ("pybullet", "pybullet_envs_gymnasium"),
 }
-"""Libraries that an example asks for and `make setup` does not install."""
+"""Libraries of an example that `make setup` does not install."""
 
-CLAIM_NOTHING = {
+WITHOUT_CLAIM = {
     "atari/pong.toml",
     "connect_four/mcts.toml",
     "email/tiny.toml",
@@ -36,13 +38,13 @@ CLAIM_NOTHING = {
     "trading/tiny.toml",
     "uno/tiny.toml",
 }
-"""They show an environment, or how rows are scored, and do not say how much is learned."""
+"""Examples that show an environment or rewards, without a claim about learning."""
 
 
 def report(
     num_games: int, win_rate: float, draw_rate: float = 0.0, gap_closed: float | None = None
 ) -> EvalReport:
-    judged = PolicyResult(
+    result = PolicyResult(
         num_games=num_games,
         win_rate=win_rate,
         win_rate_ci95=(win_rate - 0.01, win_rate + 0.01),
@@ -51,7 +53,7 @@ def report(
         expected_return_ci95=(0.0, 0.0),
     )
     return EvalReport(
-        policy=judged,
+        policy=result,
         baselines={},
         temperature=1.0,
         gap_closed=gap_closed,
@@ -60,49 +62,50 @@ def report(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_example_names_environments_that_exist_and_policies_that_they_have(path: Path) -> None:
+def test_environments_and_baselines_of_an_example_exist(path: Path) -> None:
     run = load_run_config(path)
     name = f"{path.parent.name}/{path.name}"
-    if name in DATA_ARE_MADE_FIRST:
-        pytest.skip("its data are no part of the repository")
-    for module in NEEDS.get(name, ()):
+    if name in GENERATED_DATA:
+        pytest.skip("its data set is not in the repository")
+    for module in REQUIRED_LIBRARIES.get(name, ()):
         pytest.importorskip(module)
     for environment in run.environments.values():
-        assert isinstance(environment, LocalEnvironment)
-        built = make_environment(environment.package, environment.options)
-        if environment.policies is None:
+        assert isinstance(environment, LocalEnvironment | LocalNetworkEnvironment)
+        options = make_environment(environment.package, environment.options).options
+        if isinstance(environment, LocalNetworkEnvironment) or environment.policies is None:
             assert set(environment.baselines) <= {RANDOM_POLICY}
             continue
         module, _, function = environment.policies.partition(":")
-        policies = getattr(importlib.import_module(module), function)(built.options)
+        policies = getattr(importlib.import_module(module), function)(options)
         assert set(environment.baselines) <= set(policies)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_example_of_a_tiny_model_is_measured_by_make_learn(path: Path) -> None:
-    if load_run_config(path).model.kind != "tiny":
+def test_tiny_example_is_measured_by_make_learn(path: Path) -> None:
+    run = load_run_config(path)
+    if isinstance(run, LanguageModelRun) and run.model.kind != "tiny":
         pytest.skip("needs a GPU")
     name = f"{path.parent.name}/{path.name}"
-    in_language = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
-    of_frameworks = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}
-    measured = {case.example for case in learn.CASES.values()} | in_language | of_frameworks
-    assert (name in measured) != (name in CLAIM_NOTHING)
+    language_examples = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
+    agent_examples = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}
+    measured = {case.example for case in learn.CASES.values()} | language_examples | agent_examples
+    assert (name in measured) != (name in WITHOUT_CLAIM)
 
 
-def test_targets_name_environments_of_their_example() -> None:
+def test_targets_are_environments_of_the_example() -> None:
     for case in learn.CASES.values():
         run = load_run_config(ROOT / "examples" / case.example, list(case.overrides))
         assert set(case.targets) <= set(run.environments)
         assert {target.metric for target in case.targets.values()} <= set(learn.METRICS)
 
 
-def test_games_that_were_not_lost_are_those_won_or_drawn_with_a_wilson_interval() -> None:
+def test_not_lost_share_has_a_wilson_interval() -> None:
     share, (low, high) = learn.not_lost(report(1000, win_rate=0.9, draw_rate=0.08))
     assert share == pytest.approx(0.98)
     assert 0.965 < low < 0.98 < high < 0.99
 
 
-def test_the_gap_is_judged_by_its_own_interval() -> None:
+def test_gap_uses_its_own_interval() -> None:
     assert learn.gap_closed(report(1000, win_rate=0.4, gap_closed=0.9)) == (
         0.9,
         (0.8, 1.0),

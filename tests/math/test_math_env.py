@@ -1,8 +1,11 @@
+"""Tests of the arithmetic environment."""
+
 from __future__ import annotations
 
 import asyncio
 import functools
 import importlib
+import operator
 import os
 import random
 import subprocess
@@ -22,109 +25,110 @@ from math_env.policies import fixed_policies
 
 ROOT = Path(__file__).parents[2]
 NUM_QUESTIONS = 400
-SOLVED = {
-    "add": lambda left, right: left + right,
-    "subtract": lambda left, right: left - right,
-    "multiply": lambda left, right: left * right,
+SOLUTIONS = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
 }
 
 
-def first_of(seed: int, **options: object) -> MathObservation:
+def ask(seed: int, **options: object) -> MathObservation:
     return make_environment(**options).reset(seed=seed).observation
 
 
 # -- the contract ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", SOLVED)
-def test_every_rule_of_the_environment_contract_holds(operation: str) -> None:
+@pytest.mark.parametrize("operation", SOLUTIONS)
+def test_environment_contract(operation: str) -> None:
     factory = functools.partial(make_environment, operation=operation, limit=7)
     check_environment(factory, seeds=range(4)).raise_if_failed()
 
 
 @pytest.mark.slow
-def test_it_is_listed_among_the_installed_packages() -> None:
+def test_package_is_listed_as_installed() -> None:
     assert "math_env" in [package.name for package in installed_packages()]
 
 
 # -- questions -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", SOLVED)
-def test_the_solution_alone_is_rewarded_and_every_solution_is_a_legal_answer(operation) -> None:
+@pytest.mark.parametrize("operation", SOLUTIONS)
+def test_only_the_solution_is_rewarded(operation: str) -> None:
     environment = make_environment(operation=operation, limit=9)
     for seed in range(NUM_QUESTIONS):
-        asked = environment.reset(seed=seed).observation
-        solution = SOLVED[operation](asked.left, asked.right)
-        assert solution in asked.legal_actions
+        question = environment.reset(seed=seed).observation
+        solution = SOLUTIONS[operation](question.left, question.right)
+        assert solution in question.legal_actions
         answer = solution + seed % 3
-        ended = environment.step(MathAction(answer=answer))
-        assert (ended.reward, ended.terminated) == (float(answer == solution), True)
-        assert ended.success is (answer == solution)
-        assert ended.observation.legal_actions == []
+        transition = environment.step(MathAction(answer=answer))
+        assert (transition.reward, transition.terminated) == (float(answer == solution), True)
+        assert transition.success is (answer == solution)
+        assert transition.observation.legal_actions == []
 
 
-def test_one_seed_asks_one_question_whatever_the_process_draws() -> None:
-    asked = first_of(5)
+def test_seed_determines_the_question() -> None:
+    question = ask(5)
     random.seed(1)
-    assert first_of(5) == asked
-    assert len({(first_of(seed).left, first_of(seed).right) for seed in range(50)}) > 40
+    assert ask(5) == question
+    assert len({(ask(seed).left, ask(seed).right) for seed in range(50)}) > 40
 
 
-def test_questions_reach_the_limit_and_stay_below_it() -> None:
-    asked = [first_of(seed, limit=4) for seed in range(NUM_QUESTIONS)]
-    assert {question.left for question in asked} == {0, 1, 2, 3}
-    assert {question.right for question in asked} == {0, 1, 2, 3}
+def test_numbers_are_below_the_limit() -> None:
+    questions = [ask(seed, limit=4) for seed in range(NUM_QUESTIONS)]
+    assert {question.left for question in questions} == {0, 1, 2, 3}
+    assert {question.right for question in questions} == {0, 1, 2, 3}
 
 
-def test_a_subtraction_has_no_solution_below_zero() -> None:
-    asked = [first_of(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)]
-    assert all(question.left >= question.right for question in asked)
+def test_subtraction_has_no_negative_solution() -> None:
+    questions = [ask(seed, operation="subtract", limit=6) for seed in range(NUM_QUESTIONS)]
+    assert all(question.left >= question.right for question in questions)
 
 
-def test_a_question_is_answered_once() -> None:
+def test_question_accepts_one_answer() -> None:
     environment = make_environment()
-    with pytest.raises(EpisodeStateError) as refused:
+    with pytest.raises(EpisodeStateError) as refusal:
         environment.step(MathAction(answer=1))
-    assert refused.value.code == ErrorCode.NOT_RESET
+    assert refusal.value.code == ErrorCode.NOT_RESET
     environment.reset(seed=0)
     environment.step(MathAction(answer=1))
-    with pytest.raises(EpisodeStateError) as refused:
+    with pytest.raises(EpisodeStateError) as refusal:
         environment.step(MathAction(answer=1))
-    assert refused.value.code == ErrorCode.EPISODE_OVER
+    assert refusal.value.code == ErrorCode.EPISODE_OVER
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"operation": "divide"}, "add, subtract, multiply, got 'divide'"),
+        ({"operation": "divide"}, "'add', 'subtract' or 'multiply', got 'divide'"),
         ({"limit": 1}, "at least 2, got 1"),
-        ({"limit": "many"}, "at least 2, got 'many'"),
-        ({"operation": "multiply", "limit": 1000}, "998,002; lower the limit"),
+        ({"limit": "many"}, "limit: expected a valid integer, got 'many'"),
+        ({"operation": "multiply", "limit": 1000}, "998,002 with 'multiply'; lower limit"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_environment(**options)
 
 
-def test_who_draws_from_the_same_number_does_not_know_the_question() -> None:
-    environment, num_known = make_environment(), 0
+def test_player_with_the_same_seed_cannot_predict_the_question() -> None:
+    environment, num_predicted = make_environment(), 0
     for seed in range(400):
-        asked = environment.reset(seed=seed).observation
-        guessed = random.Random(seed)
-        num_known += (asked.left, asked.right) == (guessed.randrange(20), guessed.randrange(20))
-    assert num_known < 8, "one in 400 is guessed by chance"
+        question = environment.reset(seed=seed).observation
+        rng = random.Random(seed)
+        prediction = rng.randrange(20), rng.randrange(20)
+        num_predicted += (question.left, question.right) == prediction
+    assert num_predicted < 8, "about one prediction in 400 is right by chance"
 
 
 # -- text ------------------------------------------------------------------------------
 
 
-def test_the_question_is_shown_as_it_is_written() -> None:
+def test_question_text() -> None:
     environment = make_environment(operation="multiply", limit=13)
-    asked = environment.reset(seed=3).observation
-    (message,) = environment.text_renderer.render(asked, first=True)
-    assert message == {"role": "user", "content": f"{asked.left} x {asked.right} = ?"}
+    question = environment.reset(seed=3).observation
+    (message,) = environment.text_renderer.render(question, first=True)
+    assert message == {"role": "user", "content": f"{question.left} x {question.right} = ?"}
 
 
 @pytest.mark.parametrize(
@@ -138,67 +142,68 @@ def test_the_question_is_shown_as_it_is_written() -> None:
         ("7-12", 12),
     ],
 )
-def test_the_last_whole_number_is_the_answer(text: str, answer: int) -> None:
+def test_last_whole_number_is_the_answer(text: str, answer: int) -> None:
     environment = make_environment()
-    asked = environment.reset(seed=0).observation
-    assert environment.text_renderer.parse(text, asked).answer == answer
+    question = environment.reset(seed=0).observation
+    assert environment.text_renderer.parse(text, question).answer == answer
 
 
 @pytest.mark.parametrize("text", ["", "nineteen", "1.5", "1,900", "9" * 5000])
-def test_a_text_without_a_whole_number_is_no_action(text: str) -> None:
+def test_text_without_a_whole_number_is_invalid(text: str) -> None:
     environment = make_environment()
-    asked = environment.reset(seed=0).observation
+    question = environment.reset(seed=0).observation
     with pytest.raises(ActionParseError, match="expected a whole number"):
-        environment.text_renderer.parse(text, asked)
+        environment.text_renderer.parse(text, question)
 
 
-# -- policies and wires ----------------------------------------------------------------
+# -- policies and connections ----------------------------------------------------------------
 
 
 @pytest.mark.slow
-async def test_computing_is_always_right_and_guessing_once_in_as_many_answers() -> None:
+async def test_win_rates_of_the_baselines() -> None:
     factory = functools.partial(make_environment, limit=3)
     async with (
-        EnvServer(factory, ServerOptions(port=0)) as up,
-        await AsyncEnvClient.connect(up.grpc_address) as client,
+        EnvServer(factory, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        played = {
+        results = {
             name: summarize(await play_policy(client, policy, range(NUM_QUESTIONS)))
             for name, policy in fixed_policies({"limit": 3}).items()
         }
-    assert played["optimal"].win_rate == 1.0
-    low, high = played["random"].win_rate_ci95
+    assert results["optimal"].win_rate == 1.0
+    low, high = results["random"].win_rate_ci95
     assert low < 1 / 5 < high
 
 
-async def test_the_typed_client_plays_over_http() -> None:
-    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
-        assert await asyncio.to_thread(right_answer_over, up.http_address) == 1.0
+async def test_typed_client_plays_over_http() -> None:
+    async with EnvServer(make_environment, ServerOptions(port=0)) as server:
+        assert await asyncio.to_thread(reward_of_right_answer, server.http_address) == 1.0
 
 
-def right_answer_over(address: str) -> float | None:
+def reward_of_right_answer(address: str) -> float | None:
+    """Answer a question over HTTP and return the reward."""
     with MathEnv(base_url=address) as env:
-        asked = env.reset(seed=7).observation
-        result = env.step(MathAction(answer=asked.left + asked.right))
+        question = env.reset(seed=7).observation
+        result = env.step(MathAction(answer=question.left + question.right))
         assert result.done and env.state().step_count == 1
         return result.reward
 
 
-def test_variables_and_options_choose_what_the_application_asks(monkeypatch) -> None:
+def test_environment_variables_set_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATH_OPERATION", "multiply")
     monkeypatch.setenv("MATH_LIMIT", "1000")
     application = importlib.import_module("math_env.server.app")
-    with pytest.raises(ConfigError, match="lower the limit"):
+    with pytest.raises(ConfigError, match="lower limit"):
         _ = application.app
     monkeypatch.setenv("MATH_LIMIT", "5")
     assert application.app.routes
 
 
 @pytest.mark.slow
-def test_a_server_with_bad_options_ends_with_one_line() -> None:
+def test_server_with_invalid_options_exits_with_one_line() -> None:
     command = [sys.executable, "-m", "math_env.server.app", "--port", "0", "--limit", "1"]
-    ended = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ}
     )
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("error: expected a limit of at least 2, got 1")
+    assert process.returncode == 2
+    assert process.stderr.splitlines() == ["error: limit: expected at least 2, got '1'"]

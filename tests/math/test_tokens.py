@@ -1,4 +1,4 @@
-"""What a tiny model is asked is cut into the tokens that it was warm-started on."""
+"""Tests that a tiny model tokenizes prompts in the same way as in its warm start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ludus.proto.config import TinyModel
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 
-QUESTIONS = [f"{left} + {right} = ?" for left in range(20) for right in range(20)]
+QUESTIONS = [f"{first} + {second} = ?" for first in range(20) for second in range(20)]
 ANSWERS = [str(number) for number in range(39)] * 20
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that knows sums, as a run leaves it."""
+    """Return the folder of a tiny model for sums, as a run writes it."""
     tokenizer = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     config = TinyModel(width=32, num_heads=1, intermediate=32, max_tokens=32)
     path = tmp_path_factory.mktemp("model")
@@ -27,42 +27,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_saved_tokenizer_comes_back_with_the_same_tokens(folder: Path) -> None:
-    made = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
+def test_saved_tokenizer_gives_the_same_tokens(folder: Path) -> None:
+    expected = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     loaded = load_tokenizer(folder)
     for text in (*QUESTIONS, *ANSWERS):
-        assert loaded.encode(text) == made.encode(text)
+        assert loaded.encode(text) == expected.encode(text)
 
 
-def test_every_number_of_a_sum_is_one_token(folder: Path) -> None:
+def test_every_number_is_one_token(folder: Path) -> None:
     loaded = load_tokenizer(folder)
     assert {len(loaded.encode(question)) for question in QUESTIONS} == {5}
     assert {len(loaded.encode(answer)) for answer in ANSWERS} == {1}
 
 
-def test_a_checkpoint_of_it_keeps_the_tokens(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_keeps_the_tokens(folder: Path, tmp_path: Path) -> None:
     first = load_tokenizer(folder)
     first.save_pretrained(tmp_path)
-    again = load_tokenizer(tmp_path)
-    assert [again.encode(text) for text in QUESTIONS] == [first.encode(text) for text in QUESTIONS]
+    second = load_tokenizer(tmp_path)
+    assert [second.encode(text) for text in QUESTIONS] == [first.encode(text) for text in QUESTIONS]
 
 
-def test_a_loader_that_knows_nothing_of_us_gives_the_same_tokens(folder: Path) -> None:
-    made = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
+def test_auto_tokenizer_gives_the_same_tokens(folder: Path) -> None:
+    expected = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
     loaded = AutoTokenizer.from_pretrained(folder)
-    assert len(loaded) == len(made)
+    assert len(loaded) == len(expected)
     for text in (*QUESTIONS, *ANSWERS):
-        assert loaded.encode(text) == made.encode(text)
+        assert loaded.encode(text) == expected.encode(text)
         assert loaded.decode(loaded.encode(text)) == text
 
 
-def test_a_model_of_another_type_keeps_its_tokens_where_we_load_it(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Tiny models of older runs are Qwen2s."""
+def test_model_of_another_type_keeps_its_tokens(folder: Path, tmp_path: Path) -> None:
+    """Load a Qwen2, the type of tiny models in older runs."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     old = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(old))
-    made, loaded = load_tokenizer(folder), load_tokenizer(tmp_path)
-    assert [loaded.encode(text) for text in QUESTIONS] == [made.encode(text) for text in QUESTIONS]
+    original, loaded = load_tokenizer(folder), load_tokenizer(tmp_path)
+    for text in QUESTIONS:
+        assert loaded.encode(text) == original.encode(text)

@@ -1,4 +1,4 @@
-"""Uno: its cards and rules, what seats see, and what is paid."""
+"""Tests of Uno: cards, rules, observations and rewards."""
 
 from __future__ import annotations
 
@@ -19,91 +19,100 @@ from ludus.proto.errors import (
     IllegalActionError,
 )
 from uno_env import UnoAction, UnoEnv, UnoObservation, make_environment
-from uno_env.cards import COLOURS, DECK
-from uno_env.policies import POLICIES, fixed_policies
-from uno_env.rules import Deal
+from uno_env.cards import COLORS, DECK
+from uno_env.policies import OPPONENTS, fixed_policies
+from uno_env.rules import UnoGame
 from uno_env.text import UnoRenderer
 
-SHOWN = UnoObservation(
+OBSERVATION = UnoObservation(
     hand=["red 7", "blue 5", "wild"],
     top="red 5",
     colour="red",
     others=[4],
-    legal_actions=["red 7", "blue 5", *(f"wild {colour}" for colour in COLOURS)],
+    legal_actions=["red 7", "blue 5", *(f"wild {color}" for color in COLORS)],
 )
 
 
-def deal_of(hands: list[list[str]], top: str, pile: list[str] | None = None) -> Deal:
-    """A deal that stands so, with seat 0 to move."""
-    deal = Deal(len(hands), random.Random(0))
-    deal.hands = [list(hand) for hand in hands]
-    deal._played = [top]
-    deal.colour = top.partition(" ")[0]
-    deal._pile = list(pile if pile is not None else ["green 9"] * 20)
-    return deal
+def make_game(hands: list[list[str]], top: str, pile: list[str] | None = None) -> UnoGame:
+    """Return a game with these hands, this open card and the turn of seat 0."""
+    game = UnoGame(len(hands), random.Random(0))
+    game.hands = [list(hand) for hand in hands]
+    game.played = [top]
+    game.color = top.partition(" ")[0]
+    game.pile = list(pile if pile is not None else ["green 9"] * 20)
+    return game
 
 
-def played(policy: str, seed: int, **options: Any) -> list[dict[str, Any]]:
-    """The observations of a deal, and then whether it was won."""
+def play_episode(policy: str, seed: int, **options: Any) -> list[dict[str, Any]]:
+    """Return the observations of an episode, and its last transition without the observation."""
     environment = make_environment(**options)
     act, rng = fixed_policies(options)[policy], random.Random(f"player {seed}")
-    result = environment.reset(seed=seed)
-    seen = [result.observation.model_dump()]
-    while not (result.terminated or result.truncated):
-        result = environment.step(UnoAction.model_validate(act(seen[-1], rng)))
-        seen.append(result.observation.model_dump())
-    seen.append({"success": result.success})
-    return seen
+    transition = environment.reset(seed=seed)
+    observations = [transition.observation.model_dump()]
+    while not (transition.terminated or transition.truncated):
+        action = UnoAction.model_validate(act(observations[-1], rng))
+        transition = environment.step(action)
+        observations.append(transition.observation.model_dump())
+    end = {
+        "reward": transition.reward,
+        "terminated": transition.terminated,
+        "success": transition.success,
+        "winner": environment.state.winner,
+    }
+    return [*observations, end]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_players": 4, "opponent": "greedy"}])
-def test_every_rule_of_the_environment_contract_holds(options: dict[str, Any]) -> None:
+def test_environment_contract(options: dict[str, Any]) -> None:
     def make() -> Any:
         return make_environment(**options)
 
     check_environment(make, seeds=range(2), num_steps=10).raise_if_failed()
 
 
-def test_the_classes_are_found_beside_those_of_the_other_packages() -> None:
+def test_package_is_importable_under_envs() -> None:
     package = importlib.import_module("envs.uno_env")
     assert package.UnoAction(move="draw").move == "draw"
     assert package.UnoEnv.default_url == "http://localhost:8010"
 
 
-def test_the_deck_has_the_cards_of_the_box() -> None:
+def test_deck_has_108_cards() -> None:
     count = Counter(DECK)
     assert len(DECK) == 108 and len(count) == 54
     assert count["red 0"] == 1 and count["red 9"] == 2 and count["blue skip"] == 2
     assert count["wild"] == count["wild +4"] == 4
 
 
-def test_cards_are_neither_lost_nor_made_in_a_whole_deal() -> None:
+def test_game_keeps_all_cards() -> None:
     for seed in range(20):
-        deal, rng = Deal(4, random.Random(seed)), random.Random(f"moves {seed}")
+        game, rng = UnoGame(4, random.Random(seed)), random.Random(f"moves {seed}")
         for _ in range(300):
-            if deal.winner is not None:
+            if game.winner is not None:
                 break
-            deal.move(rng.choice(deal.legal_moves()))
-            cards = [*deal._pile, *deal._played, *(c for hand in deal.hands for c in hand)]
+            game.move(rng.choice(game.legal_moves()))
+            cards = [*game.pile, *game.played, *(card for hand in game.hands for card in hand)]
             assert Counter(cards) == Counter(DECK)
 
 
-def test_a_card_fits_by_colour_number_or_sign_and_who_can_play_may_not_draw() -> None:
-    deal = deal_of([["red 1", "blue 5", "blue 6", "wild"], ["red 1"]], "red 5")
-    wilds = [f"wild {colour}" for colour in COLOURS]
-    assert deal.legal_moves() == ["red 1", "blue 5", *wilds]
-    deal = deal_of([["blue skip", "blue 6"], ["red 1"]], "red skip")
-    assert deal.legal_moves() == ["blue skip"]
-    assert deal_of([["blue 6"], ["red 1"]], "red skip").legal_moves() == ["draw"]
+def test_legal_cards_match_color_number_or_symbol() -> None:
+    game = make_game([["red 1", "blue 5", "blue 6", "wild"], ["red 1"]], "red 5")
+    wild_moves = [f"wild {color}" for color in COLORS]
+    assert game.legal_moves() == ["red 1", "blue 5", *wild_moves]
+    game = make_game([["blue skip", "blue 6"], ["red 1"]], "red skip")
+    assert game.legal_moves() == ["blue skip"]
 
 
-def test_a_wild_draw_four_needs_a_hand_without_the_colour_and_calls_one() -> None:
-    assert deal_of([["wild +4", "red 1"], ["red 1"]], "red 5").legal_moves() == ["red 1"]
-    deal = deal_of([["wild +4", "blue 1", "blue 2"], ["red 1"], ["red 2"]], "red 5")
-    assert "wild +4 blue" in deal.legal_moves()
-    assert deal.move("wild +4 blue") == "plays wild +4 blue"
-    assert (deal.colour, deal.turn, len(deal.hands[1])) == ("blue", 2, 5)
+def test_draw_is_legal_without_a_legal_card() -> None:
+    assert make_game([["blue 6"], ["red 1"]], "red skip").legal_moves() == ["draw"]
+
+
+def test_wild_draw_four_needs_a_hand_without_the_color() -> None:
+    assert make_game([["wild +4", "red 1"], ["red 1"]], "red 5").legal_moves() == ["red 1"]
+    game = make_game([["wild +4", "blue 1", "blue 2"], ["red 1"], ["red 2"]], "red 5")
+    assert "wild +4 blue" in game.legal_moves()
+    assert game.move("wild +4 blue") == "plays wild +4 blue"
+    assert (game.color, game.turn, len(game.hands[1])) == ("blue", 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -118,122 +127,147 @@ def test_a_wild_draw_four_needs_a_hand_without_the_colour_and_calls_one() -> Non
         ("red +2", 2, 0, 3),
     ],
 )
-def test_signs_do_what_they_say(
-    card: str, num_players: int, turn: int, num_cards_of_next: int
-) -> None:
-    deal = deal_of([[card, "red 9"], *([["blue 1"]] * (num_players - 1))], "red 5")
-    deal.move(card)
-    assert (deal.turn, len(deal.hands[1])) == (turn, num_cards_of_next)
-    assert deal.direction == (-1 if card == "red reverse" and num_players > 2 else 1)
+def test_card_effects(card: str, num_players: int, turn: int, num_cards_of_next: int) -> None:
+    game = make_game([[card, "red 9"], *([["blue 1"]] * (num_players - 1))], "red 5")
+    game.move(card)
+    assert (game.turn, len(game.hands[1])) == (turn, num_cards_of_next)
+    assert game.direction == (-1 if card == "red reverse" and num_players > 2 else 1)
 
 
-def test_a_drawn_card_that_fits_is_played_at_once_or_kept() -> None:
-    deal = deal_of([["blue 6"], ["red 1"]], "red 5", pile=["green 1", "red 8"])
-    assert deal.move("draw") == "draws"
-    assert (deal.turn, deal.legal_moves()) == (0, ["red 8", "pass"])
-    deal.move("pass")
-    assert (deal.turn, deal.hands[0]) == (1, ["blue 6", "red 8"])
-    deal = deal_of([["blue 6"], ["red 1"]], "red 5", pile=["green 1"])
-    deal.move("draw")
-    assert (deal.turn, deal.hands[0]) == (1, ["blue 6", "green 1"])
+def test_legal_drawn_card_can_be_kept() -> None:
+    game = make_game([["blue 6"], ["red 1"]], "red 5", pile=["green 1", "red 8"])
+    assert game.move("draw") == "draws"
+    assert (game.turn, game.legal_moves()) == (0, ["red 8", "pass"])
+    game.move("pass")
+    assert (game.turn, game.hands[0]) == (1, ["blue 6", "red 8"])
 
 
-def test_a_used_up_pile_is_shuffled_anew_and_where_no_card_is_left_none_is_drawn() -> None:
-    deal = deal_of([["blue 6"], ["green 1"]], "red 5", pile=[])
-    assert deal.move("draw") == "finds no card to draw"
-    assert (deal.turn, len(deal.hands[0])) == (1, 1)
-    deal._played = ["green 7", "yellow 2", "red 5"]
-    assert deal.move("draw") == "draws"
-    assert deal.top == "red 5" and len(deal.hands[1]) == 2
+def test_illegal_drawn_card_ends_the_turn() -> None:
+    game = make_game([["blue 6"], ["red 1"]], "red 5", pile=["green 1"])
+    game.move("draw")
+    assert (game.turn, game.hands[0]) == (1, ["blue 6", "green 1"])
 
 
-def test_a_deal_follows_from_its_seed_and_first_cards_whatever_is_played() -> None:
-    assert played("random", 3) == played("random", 3)
-    assert played("random", 3)[0] == played("greedy", 3, opponent="greedy")[0]
+def test_empty_pile_is_refilled_from_played_cards() -> None:
+    game = make_game([["blue 6"], ["green 1"]], "red 5", pile=[])
+    assert game.move("draw") == "finds no card to draw"
+    assert (game.turn, len(game.hands[0])) == (1, 1)
+    game.played = ["green 7", "yellow 2", "red 5"]
+    assert game.move("draw") == "draws"
+    assert game.top == "red 5" and len(game.hands[1]) == 2
+
+
+def test_seed_determines_the_cards() -> None:
+    assert play_episode("random", 3) == play_episode("random", 3)
+    greedy = play_episode("greedy", 3, opponent="greedy")
+    assert play_episode("random", 3)[0] == greedy[0]
     hands = {tuple(make_environment().reset(seed=seed).observation.hand) for seed in range(20)}
-    assert len(hands) == 20  # and no two deals alike
-    assert all(played("greedy", seed)[0]["top"][-1].isdigit() for seed in range(10))
+    assert len(hands) == 20
+    assert all(play_episode("greedy", seed)[0]["top"][-1].isdigit() for seed in range(10))
 
 
 @pytest.mark.slow
-def test_a_player_with_a_plan_beats_chance() -> None:
-    wins = {
-        policy: sum(played(policy, seed)[-1]["success"] is True for seed in range(100))
-        for policy in POLICIES
+def test_greedy_policy_beats_random_policy() -> None:
+    num_wins = {
+        policy: sum(play_episode(policy, seed)[-1]["success"] is True for seed in range(100))
+        for policy in OPPONENTS
     }
-    assert wins["greedy"] > wins["random"] + 10
+    assert num_wins["greedy"] > num_wins["random"] + 10
 
 
-def test_who_plays_the_last_card_wins_and_a_deal_can_be_cut_off() -> None:
+def test_reward_is_the_result_for_the_player() -> None:
+    ends = [play_episode("greedy", seed)[-1] for seed in range(20)]
+    assert {end["winner"] for end in ends} == {0, 1}
+    for end in ends:
+        has_won = end["winner"] == 0
+        assert (end["reward"], end["success"]) == (1.0 if has_won else -1.0, has_won)
+        assert end["terminated"]
+
+
+def test_finished_episode_has_no_legal_moves() -> None:
     environment = make_environment()
-    environment.reset(seed=1)
-    environment._deal = deal_of([["red 1"], ["red 2"]], "red 5")
-    result = environment.step(UnoAction(move="red 1"))
-    assert (result.reward, result.terminated, result.success) == (1.0, True, True)
-    assert (environment.state.winner, result.observation.legal_actions) == (0, [])
+    transition = environment.reset(seed=1)
+    while not transition.terminated:
+        transition = environment.step(UnoAction(move=transition.observation.legal_actions[0]))
+    assert transition.observation.legal_actions == []
     with pytest.raises(EpisodeStateError):
         environment.step(UnoAction(move="draw"))
-    environment.reset(seed=1)
-    environment._deal = deal_of([["red 1", "red 3"], ["red 2"]], "red 5")
-    result = environment.step(UnoAction(move="red 1"))
-    assert (result.reward, result.success) == (-1.0, False)
-    assert result.observation.events == ["player 0 plays red 1", "player 1 plays red 2"]
-    short = make_environment(max_turns=1)
-    first = short.reset(seed=1).observation
-    result = short.step(UnoAction(move=first.legal_actions[0]))
-    assert (result.reward, result.truncated, result.terminated) == (0.0, True, False)
 
 
-def test_moves_that_are_not_legal_change_nothing() -> None:
+def test_episode_is_truncated_after_max_turns() -> None:
+    environment = make_environment(max_turns=1)
+    first = environment.reset(seed=1).observation
+    transition = environment.step(UnoAction(move=first.legal_actions[0]))
+    assert (transition.reward, transition.truncated, transition.terminated) == (0.0, True, False)
+
+
+def test_events_describe_all_moves_since_the_last_observation() -> None:
+    environment = make_environment()
+    first = environment.reset(seed=2).observation
+    events = environment.step(UnoAction(move=first.legal_actions[0])).observation.events
+    assert events[0].startswith("player 0 ") and events[0].endswith(first.legal_actions[0])
+    assert events[1].startswith("player 1 ")
+
+
+def test_illegal_moves_change_nothing() -> None:
     environment = make_environment()
     with pytest.raises(EpisodeStateError):
         environment.step(UnoAction(move="draw"))
-    before = environment.reset(seed=2).observation
+    first = environment.reset(seed=2).observation
     for move in ("", "wild", "red 99", "pass"):
         with pytest.raises(IllegalActionError, match="expected one of"):
             environment.step(UnoAction(move=move))
     assert environment.state.step_count == 0
-    after = environment.step(UnoAction(move=before.legal_actions[0]))
-    assert after.observation.events[0].endswith(before.legal_actions[0])
+    transition = environment.step(UnoAction(move=first.legal_actions[0]))
+    assert transition.observation.events[0].endswith(first.legal_actions[0])
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_players": 1}, {"num_players": 11}, {"max_turns": 0}, {"opponent": "x"},
-     {"text_style": "x"}],
-)  # fmt: skip
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"expected {next(iter(options))}"):
+    [
+        {"num_players": 1},
+        {"num_players": 11},
+        {"max_turns": 0},
+        {"opponent": "x"},
+        {"text_style": "x"},
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}: expected"):
         make_environment(**options)
 
 
-def test_the_text_tells_the_seat_and_takes_the_name_of_a_move() -> None:
-    compact = UnoRenderer("compact")
-    shown = compact.render(SHOWN, first=True)[0]["content"]
-    assert shown == "top red 5 hand red 7, blue 5, wild others 4"
-    assert compact.parse("Red 7", SHOWN).move == "red 7"
-    assert compact.parse("I play wild green.", SHOWN).move == "wild green"
+def test_compact_text() -> None:
+    renderer = UnoRenderer("compact")
+    (message,) = renderer.render(OBSERVATION, first=True)
+    assert message["content"] == "top red 5 hand red 7, blue 5, wild others 4"
+    assert renderer.parse("Red 7", OBSERVATION).move == "red 7"
+    assert renderer.parse("I play wild green.", OBSERVATION).move == "wild green"
     for text in ("", "red 5", "wild", "red 7 or blue 5"):
         with pytest.raises(ActionParseError, match="expected one of red 7"):
-            compact.parse(text, SHOWN)
-    rules = UnoRenderer("rules")
-    told = [message["content"] for message in rules.render(SHOWN, first=True)]
-    assert "Who has no card left wins" in told[0]
-    assert "Your legal moves: red 7 | blue 5" in told[1]
-    answer = "<think>red 7?</think> <answer>wild blue</answer>"
-    assert rules.parse(answer, SHOWN).move == "wild blue"
-    called = SHOWN.model_copy(update={"top": "wild", "colour": "green"})
-    assert "top wild green" in compact.render(called, first=True)[0]["content"]
+            renderer.parse(text, OBSERVATION)
+    called = OBSERVATION.model_copy(update={"top": "wild", "colour": "green"})
+    assert "top wild green" in renderer.render(called, first=True)[0]["content"]
+
+
+def test_rules_text() -> None:
+    renderer = UnoRenderer("rules")
+    rules, situation = renderer.render(OBSERVATION, first=True)
+    assert "The first player without cards wins." in rules["content"]
+    assert "Your legal moves: red 7 | blue 5" in situation["content"]
+    response = "<think>red 7?</think> <answer>wild blue</answer>"
+    assert renderer.parse(response, OBSERVATION).move == "wild blue"
 
 
 @pytest.mark.slow
-async def test_the_typed_client_plays_over_http() -> None:
-    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
-        hand = await asyncio.to_thread(played_over, up.http_address)
+async def test_typed_client_plays_over_http() -> None:
+    async with EnvServer(make_environment, ServerOptions(port=0)) as server:
+        hand = await asyncio.to_thread(first_hand, server.http_address)
     assert hand == make_environment().reset(seed=3).observation.hand
 
 
-def played_over(address: str) -> list[str]:
+def first_hand(address: str) -> list[str]:
+    """Play one move over HTTP and return the first hand."""
     with UnoEnv(base_url=address) as env:
         first = env.reset(seed=3).observation
         env.step(UnoAction(move=first.legal_actions[0]))
