@@ -83,8 +83,8 @@ def test_environments_and_baselines_of_an_example_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_tiny_example_is_measured_by_make_learn(path: Path) -> None:
     run = load_run_config(path)
-    if isinstance(run, LanguageModelRun) and run.model.kind != "tiny":
-        pytest.skip("needs a GPU")
+    if not isinstance(run, LanguageModelRun) or run.model.kind != "tiny":
+        pytest.skip("is not a tiny language model")
     name = f"{path.parent.name}/{path.name}"
     language_examples = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
     agent_examples = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}

@@ -1,4 +1,4 @@
-"""Rows of a data set as tasks: which row a seed shows, what reaches rewards, what is refused."""
+"""Tests of data sets as environments: seeds and rows, episodes, and invalid options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> str:
 
 
 def rows_shown(environment: Any, seeds: range) -> list[int]:
-    """The row that each seed shows."""
+    """Return the row of each seed."""
     rows = []
     for seed in seeds:
         environment.reset(seed=seed)
@@ -52,7 +52,7 @@ def rows_shown(environment: Any, seeds: range) -> list[int]:
     [{}, {"answer": "solution", "max_turns": 3}, {"test_size": 0.25, "template": "{prompt}!"}],
     ids=["plain", "with answers", "with a test split"],
 )
-def test_every_rule_of_the_environment_contract_holds(path: str, options: dict[str, Any]) -> None:
+def test_environment_contract(path: str, options: dict[str, Any]) -> None:
     factory = functools.partial(make_environment, path=path, **options)
     check_environment(factory, seeds=range(4)).raise_if_failed()
 
@@ -60,7 +60,7 @@ def test_every_rule_of_the_environment_contract_holds(path: str, options: dict[s
 # -- seeds and rows --------------------------------------------------------------------
 
 
-def test_as_many_seeds_as_rows_show_each_row_once_and_each_epoch_in_another_order(
+def test_every_epoch_shows_every_row_once_in_another_order(
     path: str,
 ) -> None:
     environment = make_environment(path=path)
@@ -73,7 +73,7 @@ def test_as_many_seeds_as_rows_show_each_row_once_and_each_epoch_in_another_orde
 
 
 @pytest.mark.parametrize(("test_size", "num_test"), [(0.25, 16), (10, 10), (0.001, 1)])
-def test_splits_share_no_row_and_hold_all(path: str, test_size: float, num_test: int) -> None:
+def test_splits_partition_the_rows(path: str, test_size: float, num_test: int) -> None:
     environment = make_environment(path=path, test_size=test_size)
     num_train = NUM_ROWS - num_test
     assert environment.tasks == TaskSet(num_train, num_test, ("prompt", "solution"))
@@ -85,7 +85,7 @@ def test_splits_share_no_row_and_hold_all(path: str, test_size: float, num_test:
     assert train.isdisjoint(test)
 
 
-def test_a_larger_test_keeps_the_rows_that_it_had(path: str) -> None:
+def test_larger_test_keeps_its_rows(path: str) -> None:
     def test_rows(number: int) -> set[int]:
         environment = make_environment(path=path, test_size=number)
         return set(rows_shown(environment, range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + number)))
@@ -93,62 +93,63 @@ def test_a_larger_test_keeps_the_rows_that_it_had(path: str) -> None:
     assert test_rows(8) < test_rows(20)
 
 
-def test_without_a_test_evaluations_play_rows_of_training(path: str) -> None:
+def test_evaluation_without_test_rows_uses_training_rows(path: str) -> None:
     environment = make_environment(path=path)
     seeds = range(FIRST_EVAL_SEED, FIRST_EVAL_SEED + NUM_ROWS)
     assert sorted(rows_shown(environment, seeds)) == list(range(NUM_ROWS))
 
 
-def test_a_test_of_its_own_leaves_all_rows_to_training(path: str, tmp_path: Path) -> None:
-    held_back = write_rows([{"prompt": "held back"}], tmp_path / "test.jsonl")
-    environment = make_environment(path=path, test_path=str(held_back))
+def test_separate_test_file_keeps_all_rows_for_training(path: str, tmp_path: Path) -> None:
+    test_path = write_rows([{"prompt": "test row"}], tmp_path / "test.jsonl")
+    environment = make_environment(path=path, test_path=str(test_path))
     assert environment.tasks.num_tasks == NUM_ROWS and environment.tasks.num_test_tasks == 1
-    shown = environment.reset(seed=FIRST_EVAL_SEED + 7).observation
-    assert shown.messages[0].content == "held back"
+    observation = environment.reset(seed=FIRST_EVAL_SEED + 7).observation
+    assert observation.messages[0].content == "test row"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 1000])
-def test_a_permutation_holds_each_number_once(size: int) -> None:
-    order = [Permutation(size, "key")[place] for place in range(size)]
+def test_permutation_contains_each_number_once(size: int) -> None:
+    order = [Permutation(size, "key")[index] for index in range(size)]
     assert sorted(order) == list(range(size))
 
 
-def test_places_of_permutations_are_equally_likely() -> None:
+def test_elements_of_permutations_are_equally_likely() -> None:
     counts = Counter(Permutation(5, f"key {number}")[2] for number in range(2000))
-    assert all(330 < counts[value] < 470 for value in range(5)), "400 each, but for chance"
+    assert all(330 < counts[value] < 470 for value in range(5)), "about 400 each"
 
 
 # -- an episode ------------------------------------------------------------------------
 
 
-def test_one_answer_ends_the_episode_and_every_result_has_the_row(path: str) -> None:
+def test_response_ends_the_episode(path: str) -> None:
     environment = make_environment(path=path)
     first = environment.reset(seed=3)
     row = {"prompt": first.observation.messages[0].content, "solution": str(environment.state.row)}
-    ended = environment.step(PromptsAction(text="anything"))
-    assert first.info == ended.info == row
-    assert (ended.reward, ended.terminated, ended.success) == (0.0, True, None)
-    with pytest.raises(EpisodeStateError) as refused:
+    last = environment.step(PromptsAction(text="anything"))
+    assert first.info == last.info == row
+    assert (last.reward, last.terminated, last.success) == (0.0, True, None)
+    with pytest.raises(EpisodeStateError) as refusal:
         environment.step(PromptsAction(text="again"))
-    assert refused.value.code == ErrorCode.EPISODE_OVER
+    assert refusal.value.code == ErrorCode.EPISODE_OVER
 
 
-@pytest.mark.parametrize(("said", "reward"), [("{}", 1.0), (" {}\n", 1.0), ("{} or so", 0.0)])
-def test_an_answer_that_equals_the_column_is_worth_one(path: str, said: str, reward: float) -> None:
+@pytest.mark.parametrize(("response", "reward"), [("{}", 1.0), (" {}\n", 1.0), ("{} or so", 0.0)])
+def test_right_answer_earns_one(path: str, response: str, reward: float) -> None:
     environment = make_environment(path=path, answer="solution")
     environment.reset(seed=3)
-    ended = environment.step(PromptsAction(text=said.format(environment.state.row)))
-    assert (ended.reward, ended.success) == (reward, reward == 1.0)
+    text = response.format(environment.state.row)
+    last = environment.step(PromptsAction(text=text))
+    assert (last.reward, last.success) == (reward, reward == 1.0)
 
 
-def test_a_wrong_answer_may_be_given_again_as_often_as_allowed(path: str) -> None:
+def test_wrong_answer_can_be_repeated(path: str) -> None:
     environment = make_environment(
-        path=path, answer="solution", max_turns=3, retry_prompt="Once more."
+        path=path, answer="solution", max_turns=3, retry_prompt="Try again."
     )
     environment.reset(seed=0)
-    again = environment.step(PromptsAction(text="wrong"))
-    assert (again.reward, again.terminated) == (0.0, False)
-    assert again.observation.messages[0].content == "Once more."
+    wrong = environment.step(PromptsAction(text="wrong"))
+    assert (wrong.reward, wrong.terminated) == (0.0, False)
+    assert wrong.observation.messages[0].content == "Try again."
     right = environment.step(PromptsAction(text=str(environment.state.row)))
     assert (right.reward, right.terminated, right.success) == (1.0, True, True)
     environment.reset(seed=0)
@@ -156,23 +157,23 @@ def test_a_wrong_answer_may_be_given_again_as_often_as_allowed(path: str) -> Non
     assert ends == [False, False, True]
 
 
-def test_prompts_may_be_conversations_and_templates_take_several_columns(tmp_path: Path) -> None:
+def test_prompts_from_messages_and_templates(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "Hi"}], "question": "2 + 2", "unit": "m"}]
     path = str(write_rows(rows, tmp_path / "rows.jsonl"))
 
-    def shown(**options: str) -> list[dict[str, str]]:
+    def render_prompt(**options: str) -> list[dict[str, str]]:
         environment = make_environment(path=path, **options)
         observation = environment.reset(seed=0).observation
         return environment.text_renderer.render(observation, first=True)
 
-    assert shown() == [{"role": "user", "content": "Hi"}]
-    assert shown(system_prompt="Be brief.", template="{question} in {unit}, {{sic}}") == [
+    assert render_prompt() == [{"role": "user", "content": "Hi"}]
+    assert render_prompt(system_prompt="Be brief.", template="{question} in {unit}, {{sic}}") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "2 + 2 in m, {sic}"},
     ]
 
 
-def test_example_answers_come_from_a_list_a_column_or_the_answers_of_rows(path: str) -> None:
+def test_sources_of_example_answers(path: str) -> None:
     def examples(**options: Any) -> list[str]:
         environment = make_environment(path=path, **options)
         observation = environment.reset(seed=3).observation
@@ -186,37 +187,35 @@ def test_example_answers_come_from_a_list_a_column_or_the_answers_of_rows(path: 
     assert examples(example_answers="solution") == [str(environment.state.row)]
 
 
-# -- options that do not fit -----------------------------------------------------------
+# -- invalid options -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "question"}, "row 1: expected 'question' to be text .* got no 'question'"),
-        ({"template": "{promt}"}, "row 1: expected 'promt' to be filled, got no 'promt'"),
-        ({"template": "none"}, "expected names of columns in braces"),
+        ({"prompt": "question"}, "row 1: 'question' must be text .* got no 'question'"),
+        ({"template": "{promt}"}, "row 1: 'promt' must have a value, got no 'promt'"),
+        ({"template": "none"}, "needs column names in braces"),
         ({"template": "{prompt.x}"}, "got 'prompt.x'"),
-        ({"template": "{prompt"}, "a brace that is meant is written twice"),
-        ({"answer": "solutoin"}, "'solutoin', and the data set has prompt, solution; did you mean"),
+        ({"template": "{prompt"}, "write a literal brace twice"),
+        ({"answer": "solutoin"}, "'solutoin', but the data set has prompt, solution; did you mean"),
         ({"max_turns": 2}, "set answer to the column"),
-        ({"test_size": 64}, "leaves none to train on"),
-        ({"test_size": -0.1}, "expected a share below 1"),
-        ({"test_size": 1.5}, "expected a share below 1"),
-        ({"test_size": 0.5, "test_path": "x.jsonl"}, "expected one of them"),
-        ({"path": "nowhere.jsonl"}, "no data there"),
+        ({"test_size": 64}, "none remains for training"),
+        ({"test_size": -0.1}, "test_size: expected at least 0, got -0.1"),
+        ({"test_size": 1.5}, "must be a share below 1"),
+        ({"test_size": 0.5, "test_path": "x.jsonl"}, "remove one of them"),
+        ({"path": "nowhere.jsonl"}, "does not exist"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    path: str, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_options_are_refused(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_environment(**{"path": path, **options})
 
 
-def test_variables_name_the_data_of_the_application(path: str, monkeypatch) -> None:
+def test_variable_sets_the_options(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     application = importlib.import_module("prompts_env.server.app")
     monkeypatch.setenv("PROMPTS_OPTIONS", "{}")
-    with pytest.raises(ConfigError, match="with path"):
+    with pytest.raises(ConfigError, match="path is required"):
         _ = application.app
     monkeypatch.setenv("PROMPTS_OPTIONS", json.dumps({"path": path, "promt": "x"}))
     with pytest.raises(ConfigError, match="did you mean 'prompt'"):
@@ -225,56 +224,58 @@ def test_variables_name_the_data_of_the_application(path: str, monkeypatch) -> N
     assert application.app.routes
 
 
-# -- wires -----------------------------------------------------------------------------
+# -- connections -----------------------------------------------------------------------------
 
 
-async def test_every_wire_says_how_many_tasks_there_are_and_carries_the_row(path: str) -> None:
+async def test_every_connection_has_the_tasks_and_the_row(path: str) -> None:
     factory = functools.partial(make_environment, path=path, test_size=4)
-    async with EnvServer(factory, ServerOptions(port=0)) as up:
-        for address in (up.grpc_address, up.http_address, up.http_address.replace("http", "ws")):
+    async with EnvServer(factory, ServerOptions(port=0)) as server:
+        for address in (
+            server.grpc_address,
+            server.http_address,
+            server.http_address.replace("http", "ws"),
+        ):
             async with await AsyncEnvClient.connect(address) as client:
-                described = await client.describe()
-                assert described.tasks == TaskSet(60, 4, ("prompt", "solution"))
+                description = await client.describe()
+                assert description.tasks == TaskSet(60, 4, ("prompt", "solution"))
                 session, first = await client.open(seed=5)
-                ended = await session.step(text="anything")
-                assert ended.info == first.info and set(ended.info) == {"prompt", "solution"}
-        assert await asyncio.to_thread(shown_over, up.http_address) == first.info["prompt"]
+                last = await session.step(text="anything")
+                assert last.info == first.info and set(last.info) == {"prompt", "solution"}
+        assert await asyncio.to_thread(first_prompt, server.http_address) == first.info["prompt"]
 
 
-def shown_over(address: str) -> str:
+def first_prompt(address: str) -> str:
+    """Return the prompt of seed 5 over HTTP."""
     with PromptsEnv(base_url=address) as env:
-        shown = env.reset(seed=5).observation.messages
+        messages = env.reset(seed=5).observation.messages
         assert env.step(PromptsAction(text="x")).done
-        return shown[0].content
+        return messages[0].content
 
 
-def test_a_pattern_finds_the_answer_in_what_is_said(path: str) -> None:
+def test_pattern_extracts_the_answer(path: str) -> None:
     pattern = "<final>(.*?)</final>"
     environment = make_environment(path=path, answer="solution", answer_pattern=pattern)
-    environment.reset(seed=0)
-    right = environment._row["solution"]
-    for text, worth in (
+    right = environment.reset(seed=0).info["solution"]
+    for text, reward in (
         (f"<final>x</final> or rather <final> {right}\n</final>", 1.0),
         (f"<final>{right}</final> or <final>x</final>", 0.0),
         (right, 0.0),
     ):
         environment.reset(seed=0)
         result = environment.step(PromptsAction(text=text))
-        assert (result.reward, result.success) == (worth, worth == 1.0)
+        assert (result.reward, result.success) == (reward, reward == 1.0)
 
 
 @pytest.mark.parametrize(
     ("pattern", "answer"),
     [("(", "solution"), ("a", "solution"), ("(a)(b)", "solution"), ("(a)", None)],
 )
-def test_a_pattern_that_finds_no_answer_is_refused(
-    path: str, pattern: str, answer: str | None
-) -> None:
+def test_invalid_pattern_is_refused(path: str, pattern: str, answer: str | None) -> None:
     with pytest.raises(ConfigError, match="answer_pattern"):
         make_environment(path=path, answer=answer, answer_pattern=pattern)
 
 
-async def test_a_gateway_passes_on_how_many_tasks_there_are(path: str) -> None:
+async def test_gateway_reports_the_tasks(path: str) -> None:
     factory = functools.partial(make_environment, path=path, test_size=4)
     async with served(factory=factory) as (gateway, _):
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
@@ -283,19 +284,19 @@ async def test_a_gateway_passes_on_how_many_tasks_there_are(path: str) -> None:
 
 
 @pytest.mark.slow
-async def test_workers_of_their_own_show_the_same_rows(path: str) -> None:
+async def test_workers_show_the_same_rows(path: str) -> None:
     factory = TargetFactory("prompts_env", {"path": path})
     options = ServerOptions(port=0, isolation="pool", num_workers=2)
     seeds = range(2 * NUM_ROWS)
     async with (
-        EnvServer(factory, options) as up,
-        await AsyncEnvClient.connect(up.grpc_address) as client,
+        EnvServer(factory, options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        described = await client.describe()
+        description = await client.describe()
         rows = []
         for seed in seeds:
             session, _ = await client.open(seed=seed)
             rows.append((await session.state())["row"])
             await session.close()
-    assert described.tasks == TaskSet(NUM_ROWS, 0, ("prompt", "solution"))
+    assert description.tasks == TaskSet(NUM_ROWS, 0, ("prompt", "solution"))
     assert rows == rows_shown(make_environment(path=path), seeds)

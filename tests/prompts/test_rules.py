@@ -1,4 +1,4 @@
-"""The rules of the tutorial: what each answer is worth, criterion by criterion."""
+"""Tests of the verifiable rewards, criterion by criterion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("said", "answer", "worth"),
+    ("text", "answer", "reward"),
     [
         ("42", 42, 4),
         ("The sum is 42.", "42", 4),
@@ -32,15 +32,13 @@ ROOT = Path(__file__).parents[2]
         ("9" * 50_000, 42, -1),
     ],
 )
-def test_a_number_is_worth_one_the_right_one_four_and_none_costs_one(
-    said: str, answer: object, worth: float
-) -> None:
-    assert rules.math_rule([said], [answer]) == [worth]
-    conversation = [{"role": "assistant", "content": "7"}, {"role": "assistant", "content": said}]
-    assert rules.math_rule([conversation], [answer]) == [worth]
+def test_math_rule(text: str, answer: object, reward: float) -> None:
+    assert rules.math_rule([text], [answer]) == [reward]
+    conversation = [{"role": "assistant", "content": "7"}, {"role": "assistant", "content": text}]
+    assert rules.math_rule([conversation], [answer]) == [reward]
 
 
-def test_a_row_without_a_right_number_cannot_be_scored() -> None:
+def test_row_without_a_number_has_no_reward() -> None:
     assert rules.math_rule(["1", "2"], [None, "two"]) == [None, None]
 
 
@@ -54,7 +52,7 @@ ROW = {"keyword": ["invoice"], "ideal": [LETTER], "recipient": ["Rivera"], "max_
 
 
 @pytest.mark.parametrize(
-    ("changed", "worth"),
+    ("text", "reward"),
     [
         (LETTER, 4),
         (LETTER.replace("invoice", "bill"), 3),
@@ -66,8 +64,8 @@ ROW = {"keyword": ["invoice"], "ideal": [LETTER], "recipient": ["Rivera"], "max_
         ("<think>" + LETTER + "</think>Dear Ms. Rivera, it comes later.", 1),
     ],
 )
-def test_an_email_is_judged_by_five_criteria(changed: str, worth: float) -> None:
-    assert rules.email_rule([changed], **ROW) == [worth]
+def test_email_rule(text: str, reward: float) -> None:
+    assert rules.email_rule([text], **ROW) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -82,20 +80,20 @@ def test_an_email_is_judged_by_five_criteria(changed: str, worth: float) -> None
         ("Best regards,\na\nb\nc\nd", False),
     ],
 )
-def test_a_signature_is_a_closing_and_a_name_at_the_end(closing: str, is_signed: bool) -> None:
+def test_signature_is_a_closing_and_a_name(closing: str, is_signed: bool) -> None:
     assert rules.has_signature([f"Dear Kim,\nhello.\n{closing}"]) == [float(is_signed)]
 
 
-def test_a_criterion_that_a_row_says_nothing_of_counts_nothing_and_limits_have_a_default() -> None:
-    nothing = {"keyword": [None], "ideal": [None], "recipient": [None]}
-    assert rules.email_rule(["word"], **nothing) == [0.0]
+def test_missing_columns_count_zero() -> None:
+    empty_row = {"keyword": [None], "ideal": [None], "recipient": [None]}
+    assert rules.email_rule(["word"], **empty_row) == [0.0]
     assert rules.is_too_long(["word " * 150, "word " * 151]) == [0.0, -1.0]
     assert rules.is_too_long(["word " * 151], [None]) == [-1.0]
     assert rules.has_keyword(["a and b", "a"], [["a", "b"], ["a", "b"]]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("rule", ["math_rule", "email_rule"])
-def test_columns_that_a_rule_needs_are_asked_for(rule: str) -> None:
+def test_missing_column_is_refused(rule: str) -> None:
     columns = ["prompt", "answer", "keyword", "ideal", "recipient"]
     check_columns([f"prompts_env.rules:{rule}"], columns, "environment")
     with pytest.raises(Exception, match="asks for"):
@@ -103,7 +101,9 @@ def test_columns_that_a_rule_needs_are_asked_for(rule: str) -> None:
 
 
 @pytest.mark.parametrize("example", ["examples/math/rule.toml", "examples/email/tiny.toml"])
-def test_the_examples_can_start(example: str, tmp_path: Path, monkeypatch) -> None:
+def test_examples_pass_the_checks(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     run = load_run_config(ROOT / example, [f"output_dir={tmp_path}"])
     check_start(run, Resume.NEVER)

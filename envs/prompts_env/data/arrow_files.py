@@ -70,10 +70,14 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
         raise ConfigError(f"cannot read path = '{path}': {str(error).splitlines()[0]}") from None
     for column in table.schema:
         _check_type(path, pyarrow, column)
+
+    def check_without_nan(row: JsonObject) -> None:
+        check(row_without_nan(row))
+
     index = 0
     for batch in table.to_batches(max_chunksize=_ROWS_PER_BATCH):
         for row in batch.to_pylist():
-            check_row(path, index, row_without_nan(row), check)
+            check_row(path, index, row, check_without_nan)
             index += 1
     return ArrowRows(table)
 
