@@ -1,4 +1,4 @@
-"""Playing games in process, for the tests beside this file."""
+"""Functions that play games in process."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import pyspiel
 from ludus.env import Transition
 from openspiel_env import OpenSpielAction, OpenSpielObservation, make_environment
 from openspiel_env.games import load_game
-from openspiel_env.policies import Policy, play_random
+from openspiel_env.policies import SeatPolicy, play_random
 from openspiel_env.seat_view import SeatView
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 from openspiel_env.text import make_renderer
 
-OWN_FACE_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
-OTHER_GAMES = ("backgammon", "chess", "goofspiel", "leduc_poker", "phantom_ttt")
+RENDERED_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
+"""Games with a separate renderer."""
+GENERIC_GAMES = ("backgammon", "chess", "goofspiel", "leduc_poker", "phantom_ttt")
 
 HIT, STAND = 0, 1
 
 
-def move(action_id: int) -> OpenSpielAction:
+def make_action(action_id: int) -> OpenSpielAction:
     return OpenSpielAction(action_id=action_id)
 
 
 def play(
-    environment: OpenSpielEnvironment, seed: int, policy: Policy = play_random
+    environment: OpenSpielEnvironment, seed: int, policy: SeatPolicy = play_random
 ) -> Iterator[Transition[OpenSpielObservation]]:
-    """All transitions of one episode."""
+    """Yield the transitions of one episode."""
     rng = random.Random(f"test {seed}")
     transition = environment.reset(seed=seed)
     yield transition
     while not transition.terminated:
-        transition = environment.step(move(policy(transition.observation, rng)))
+        transition = environment.step(make_action(policy(transition.observation, rng)))
         yield transition
 
 
-def episode(
-    options: dict[str, Any], seed: int, policy: Policy = play_random
+def play_episode(
+    options: dict[str, Any], seed: int, policy: SeatPolicy = play_random
 ) -> list[Transition[OpenSpielObservation]]:
     return list(play(make_environment(**options), seed, policy))
 
 
-def final_returns(options: dict[str, Any], num_games: int, policy: Policy) -> list[float]:
-    """The return of one game per seed, from 0."""
+def final_returns(options: dict[str, Any], num_games: int, policy: SeatPolicy) -> list[float]:
+    """Return the returns of seeds 0 to `num_games` - 1."""
     environment = make_environment(**options)
     return [
         sum(transition.reward or 0.0 for transition in play(environment, seed, policy))
@@ -53,8 +54,8 @@ def final_returns(options: dict[str, Any], num_games: int, policy: Policy) -> li
     ]
 
 
-def shown(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
-    """What the player is shown after these moves, those of chance included."""
+def render_after(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
+    """Return the messages to a player after these moves, including chance moves."""
     loaded = load_game(game)
     state = loaded.game.new_initial_state()
     for action_id in moves:
@@ -65,12 +66,12 @@ def shown(game: str, moves: list[int], player: int = 0, style: Any = "compact") 
 
 
 def random_states(
-    game: str, seed: int, wanted: Callable[[pyspiel.State], bool]
+    game: str, seed: int, is_selected: Callable[[pyspiel.State], bool]
 ) -> Iterator[pyspiel.State]:
-    """The states of one game of random moves that are wanted."""
+    """Yield the selected states of one game with random moves."""
     rng = random.Random(seed)
     state = pyspiel.load_game(game).new_initial_state()
     while not state.is_terminal():
-        if wanted(state):
+        if is_selected(state):
             yield state
         state.apply_action(rng.choice(state.legal_actions()))

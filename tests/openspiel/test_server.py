@@ -1,3 +1,5 @@
+"""Tests of the server program and the typed client of OpenSpiel games."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +23,7 @@ from ludus.proto.errors import EpisodeStateError, IllegalActionError, InvalidCal
 from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
 from openspiel_env.policies import fixed_policies
 from openspiel_env.server import app
-from tests.openspiel.seats import HIT, STAND, episode
+from tests.openspiel.seats import HIT, STAND, play_episode
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningServer:
     http: str
     grpc: str
 
@@ -40,8 +42,8 @@ def serving(
     *arguments: str,
     module: str = "envs.openspiel_env.server.app",
     **variables: str,
-) -> Iterator[Server]:
-    """The module as a process of its own, run from the repository root as the tutorial does."""
+) -> Iterator[RunningServer]:
+    """Run the server program from the repository root, as the tutorial does."""
     ready_file = folder / f"ready-{time.monotonic_ns()}.json"
     command = [sys.executable, "-m", module, "--port", "0", "--ready-file", str(ready_file)]
     process = subprocess.Popen(
@@ -55,17 +57,17 @@ def serving(
         deadline_s = time.monotonic() + 120.0
         while not ready_file.exists():
             assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline_s, "the server did not get ready"
+            assert time.monotonic() < deadline_s, "the server did not start"
             time.sleep(0.02)
         ready = json.loads(ready_file.read_text())
-        yield Server(ready["http"], ready["grpc"])
+        yield RunningServer(ready["http"], ready["grpc"])
     finally:
         process.terminate()
         process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
-def blackjack_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def blackjack_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
         yield server
 
@@ -107,7 +109,7 @@ env.close()
 """
 
 
-def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -> None:
+def test_tutorial_runs_from_the_repository_root(blackjack_server: RunningServer) -> None:
     output = run_script(TUTORIAL.replace("http://localhost:8004", blackjack_server.http))
     assert output.splitlines() == [
         "[0, 1] initial",
@@ -117,7 +119,7 @@ def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -
     ]
 
 
-def test_importing_the_client_loads_no_openspiel() -> None:
+def test_client_does_not_import_openspiel() -> None:
     code = "import sys, envs.openspiel_env, openspiel_env; print('pyspiel' in sys.modules)"
     assert run_script(code).strip() == "False"
 
@@ -125,32 +127,32 @@ def test_importing_the_client_loads_no_openspiel() -> None:
 # -- the client ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["http", "grpc"])
-def test_an_episode_over_a_wire_is_the_episode_in_process(
-    wire: str, blackjack_server: Server
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_remote_episode_equals_the_local_episode(
+    protocol: str, blackjack_server: RunningServer
 ) -> None:
     for seed in range(3):
-        local = episode({"game": "blackjack"}, seed)
+        local = play_episode({"game": "blackjack"}, seed)
         rng = random.Random(f"test {seed}")
-        with OpenSpielEnv(base_url=getattr(blackjack_server, wire)) as env:
+        with OpenSpielEnv(base_url=getattr(blackjack_server, protocol)) as env:
             results = [env.reset(seed=seed)]
             while not results[-1].done:
                 action_id = rng.choice(results[-1].observation.legal_actions)
                 results.append(env.step(OpenSpielAction(action_id=action_id)))
-        assert [r.observation for r in results] == [t.observation for t in local]
-        assert [r.reward for r in results] == [t.reward for t in local]
+        assert [result.observation for result in results] == [step.observation for step in local]
+        assert [result.reward for result in results] == [step.reward for step in local]
         assert results[-1].terminated
         assert not results[-1].truncated
 
 
-def test_a_result_carries_what_a_language_model_sees(blackjack_server: Server) -> None:
+def test_result_contains_the_text(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
         first = env.reset(seed=1)
     assert first.text.legal_answers == ["HIT", "STAND"]
     assert " vs " in first.text.messages[0]["content"]
 
 
-def test_errors_reach_the_client_with_their_type(blackjack_server: Server) -> None:
+def test_errors_keep_their_type(blackjack_server: RunningServer) -> None:
     with OpenSpielEnv(base_url=blackjack_server.http) as env:
         with pytest.raises(EpisodeStateError):
             env.step(OpenSpielAction(action_id=STAND))
@@ -165,18 +167,18 @@ def test_errors_reach_the_client_with_their_type(blackjack_server: Server) -> No
         assert env.state().step_count == 1
 
 
-async def test_fixed_policies_play_over_a_wire(blackjack_server: Server) -> None:
+async def test_baselines_play_over_a_connection(blackjack_server: RunningServer) -> None:
     policy = fixed_policies("blackjack")["basic_strategy"]
     async with await AsyncEnvClient.connect(blackjack_server.grpc) as client:
         outcomes = await play_policy(client, policy, range(50))
     local = make_environment(game="blackjack")
     for outcome in outcomes:
-        transition, total = local.reset(seed=outcome.seed), 0.0
+        transition, episode_return = local.reset(seed=outcome.seed), 0.0
         while not transition.terminated:
             action = policy(transition.observation.model_dump(), random.Random(0))
             transition = local.step(OpenSpielAction(**action))
-            total += transition.reward
-        assert outcome.episode_return == total
+            episode_return += transition.reward
+        assert outcome.episode_return == episode_return
 
 
 # -- the command -----------------------------------------------------------------------
@@ -195,14 +197,14 @@ def test_options_override_environment_variables(tmp_path: Path) -> None:
         with OpenSpielEnv(base_url=server.http) as env:
             assert "Kuhn poker with 3 players" in env.reset().text.messages[0]["content"]
             state = env.state()
-        description = _describe(server)
+        metadata = read_metadata(server)
     assert (state.game_name, state.game_params) == ("kuhn_poker", {"players": 3})
     assert (state.agent_player, state.opponent_policy, state.num_players) == (1, "last", 3)
-    assert description["ludus"]["max_sessions"] == 3
-    assert description["ludus"]["options"]["text_style"] == "rules"
+    assert metadata["ludus"]["max_sessions"] == 3
+    assert metadata["ludus"]["options"]["text_style"] == "rules"
 
 
-def _describe(server: Server) -> dict:
+def read_metadata(server: RunningServer) -> dict:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{server.http}/metadata", timeout=60) as response:
         return json.load(response)
@@ -211,25 +213,37 @@ def _describe(server: Server) -> dict:
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ([], {"OPENSPIEL_GAME": "blackjak"}, "got 'blackjak'; did you mean blackjack"),
+        (
+            [],
+            {"OPENSPIEL_GAME": "blackjak"},
+            "'blackjak'; did you mean blackjack",
+        ),
         (["--agent-player", "1"], {"OPENSPIEL_GAME": "catch"}, "got 1; set agent_player"),
         (["--game-params", "{players"], {}, "expected a JSON object, got '{players'"),
-        ([], {"OPENSPIEL_AGENT_PLAYER": "first"}, "invalid int value: 'first'"),
+        (
+            [],
+            {"OPENSPIEL_AGENT_PLAYER": "first"},
+            "expected a valid integer, got 'first'",
+        ),
         ([], {"MAX_CONCURRENT_ENVS": "many"}, "max_sessions: expected a valid integer"),
     ],
 )
-def test_bad_input_ends_with_one_message_and_code_2(
-    arguments: list[str], variables: dict[str, str], message: str, monkeypatch, capsys
+def test_invalid_input_exits_with_2(
+    arguments: list[str],
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         app.main(["--port", "0", *arguments])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_application_can_be_served_by_any_asgi_server(monkeypatch) -> None:
+def test_module_has_an_asgi_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENSPIEL_GAME", "tic_tac_toe")
     assert isinstance(app.app, FastAPI)
     with pytest.raises(AttributeError, match="no attribute 'application'"):

@@ -1,4 +1,4 @@
-"""What is written or drawn a cheaper way is the same as what the plain way gives."""
+"""Tests that optimized code gives the same results as the plain code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.openspiel.seats import play
 GAMES = sorted(BINARY_TENSOR_GAMES)
 
 
-def transitions(game: str, num_episodes: int = 40) -> list[Transition[OpenSpielObservation]]:
-    environment = build_environment(game)
-    return [step for seed in range(num_episodes) for step in play(environment, seed)]
+def play_episodes(game: str, num_episodes: int = 40) -> list[Transition[OpenSpielObservation]]:
+    environment = build_environment(game=game)
+    return [transition for seed in range(num_episodes) for transition in play(environment, seed)]
 
 
 # -- observations as JSON ----------------------------------------------------------------
@@ -43,15 +43,15 @@ def transitions(game: str, num_episodes: int = 40) -> list[Transition[OpenSpielO
         opponent_last_action=st.none() | st.integers(0, 99),
     )
 )
-def test_an_observation_writes_the_json_that_pydantic_would(
+def test_observation_json_equals_that_of_pydantic(
     observation: OpenSpielObservation,
 ) -> None:
     assert observation.to_json() == observation.model_dump_json().encode()
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker", *GAMES])
-def test_observations_made_without_validation_are_valid_and_complete(game: str) -> None:
-    for transition in transitions(game, num_episodes=5):
+def test_unvalidated_observations_are_valid(game: str) -> None:
+    for transition in play_episodes(game, num_episodes=5):
         dumped = transition.observation.model_dump()
         validated = OpenSpielObservation.model_validate(dumped)
         assert validated == transition.observation
@@ -59,45 +59,46 @@ def test_observations_made_without_validation_are_valid_and_complete(game: str) 
         assert transition.observation.model_copy() == transition.observation
 
 
-# -- observations kept as bytes ------------------------------------------------------------
+# -- observations stored as bytes ------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
-def test_a_snapshot_travels_as_the_observation_it_stands_for(game: str) -> None:
-    for transition in transitions(game):
+def test_snapshot_json_equals_that_of_the_observation(game: str) -> None:
+    for transition in play_episodes(game):
         assert isinstance(transition, SnapshotTransition)
-        unseen, _ = transition.encoded_observation()
-        seen = transition.observation
-        assert unseen == seen.model_dump_json().encode()
-        assert encode_transition(transition, None, 0).observation_json == unseen
+        snapshot_json, _ = transition.encoded_observation()
+        assert snapshot_json == transition.observation.model_dump_json().encode()
+        assert encode_transition(transition, None, 0).observation_json == snapshot_json
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_a_snapshot_holds_what_the_tensor_held_when_it_was_taken(game: str) -> None:
+def test_snapshot_keeps_the_tensor(game: str) -> None:
     loaded = load_game(game)
     view, rng = SeatView(loaded, 0), random.Random(3)
-    kept = []
+    pairs = []
     for _ in range(20):
         state = loaded.game.new_initial_state()
         while not state.is_terminal():
             if not state.is_chance_node():
-                kept.append((view.transition(state, "playing", None), view.observe(state)))
+                pairs.append((view.transition(state, "playing", None), view.observe(state)))
             state.apply_action(rng.choice(state.legal_actions()))
-    assert len(kept) > 20
-    for transition, observation in kept:
+    assert len(pairs) > 20
+    for transition, observation in pairs:
         assert transition.observation == observation
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_games_kept_as_bytes_have_tensors_of_zeros_and_ones(game: str) -> None:
+def test_binary_games_have_tensors_of_zeros_and_ones(game: str) -> None:
     assert not load_game(game).game.get_type().provides_information_state_tensor
-    values = {v for transition in transitions(game) for v in transition.observation.info_state}
+    values = {
+        value for transition in play_episodes(game) for value in transition.observation.info_state
+    }
     assert values == {0.0, 1.0}
 
 
-def test_a_changed_observation_travels_as_it_was_changed() -> None:
-    transition = build_environment("blackjack").reset(seed=1)
+def test_changed_observation_is_encoded() -> None:
+    transition = build_environment(game="blackjack").reset(seed=1)
     transition.observation.legal_actions = [1]
     observation_json, _ = transition.encoded_observation()
     assert json.loads(observation_json)["legal_actions"] == [1]
@@ -106,39 +107,38 @@ def test_a_changed_observation_travels_as_it_was_changed() -> None:
 # -- chance --------------------------------------------------------------------------------
 
 
-def test_a_chance_stream_follows_from_its_seed_alone() -> None:
-    first, again, other = ChanceStream(7), ChanceStream(7), ChanceStream(8)
+def test_seed_determines_the_chance_stream() -> None:
+    first, same, different = ChanceStream(7), ChanceStream(7), ChanceStream(8)
     numbers = [first.random() for _ in range(50)]
-    assert numbers == [again.random() for _ in range(50)]
-    assert not set(numbers) & {other.random() for _ in range(50)}
+    assert numbers == [same.random() for _ in range(50)]
+    assert not set(numbers) & {different.random() for _ in range(50)}
     assert all(0 <= number < 1 for number in numbers)
 
 
-def test_neighbouring_seeds_pick_every_event_equally_often() -> None:
+def test_consecutive_seeds_pick_events_equally_often() -> None:
     events = list(range(13))
     num_draws = 13_000
-    for place in (0, 9):  # in the first block of numbers, and in the second
-        picked: Counter[int] = Counter()
+    for num_skipped in (0, 9):  # the first and the second block of numbers
+        counts: Counter[int] = Counter()
         for seed in range(num_draws):
             stream = ChanceStream(seed)
-            for _ in range(place):
+            for _ in range(num_skipped):
                 stream.random()
-            picked[stream.pick(events)] += 1
-        chi_square = sum((picked[event] - 1000) ** 2 / 1000 for event in events)
-        assert chi_square < 32.9  # exceeded once in a thousand times with 12 degrees of freedom
+            counts[stream.pick(events)] += 1
+        chi_square = sum((counts[event] - 1000) ** 2 / 1000 for event in events)
+        assert chi_square < 32.9  # the 99.9 % quantile with 12 degrees of freedom
 
 
-def test_a_pick_takes_exactly_one_number() -> None:
-    one, other = ChanceStream(5), ChanceStream(5)
+def test_pick_uses_one_number() -> None:
+    picks, numbers = ChanceStream(5), ChanceStream(5)
     for _ in range(20):
-        picked, number = one.pick(list(range(52))), other.random()
-        assert picked == int(number * 52)
+        assert picks.pick(list(range(52))) == int(numbers.random() * 52)
 
 
-def test_chance_moves_of_one_deal_are_all_different_cards() -> None:
+def test_cards_of_a_deal_are_distinct() -> None:
     state = pyspiel.load_game("blackjack").new_initial_state()
-    stream, dealt = ChanceStream(0), []
+    stream, cards = ChanceStream(0), []
     while state.is_chance_node():
-        dealt.append(stream.pick(state.legal_actions()))
-        state.apply_action(dealt[-1])
-    assert len(set(dealt)) == len(dealt) == 4
+        cards.append(stream.pick(state.legal_actions()))
+        state.apply_action(cards[-1])
+    assert len(set(cards)) == len(cards) == 4

@@ -1,3 +1,5 @@
+"""Tests of the text of OpenSpiel games."""
+
 from __future__ import annotations
 
 import random
@@ -7,20 +9,27 @@ import pytest
 from ludus.env import TextRenderer
 from ludus.proto.errors import ActionParseError
 from openspiel_env import OpenSpielObservation, make_environment
-from tests.openspiel.seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, move, play, shown
+from tests.openspiel.seats import (
+    GENERIC_GAMES,
+    HIT,
+    RENDERED_GAMES,
+    make_action,
+    play,
+    render_after,
+)
 
-# Cards are suit * 13 + rank, suits clubs, diamonds, hearts, spades and ranks from the ace.
+# A card is suit * 13 + rank; suits are clubs, diamonds, hearts, spades; ranks start with the ace.
 CLUBS, DIAMONDS, HEARTS, SPADES = 0, 13, 26, 39
 ACE, TWO, FIVE, SIX, SEVEN, NINE, TEN, KING = 0, 1, 4, 5, 6, 8, 9, 12
 FREE_ROW = ". . . . . . .\n"
 
 
-def first_view(game: str, style: str, seed: int = 0) -> tuple[TextRenderer, OpenSpielObservation]:
+def start_game(game: str, style: str, seed: int = 0) -> tuple[TextRenderer, OpenSpielObservation]:
     environment = make_environment(game=game, text_style=style)
     return environment.text_renderer, environment.reset(seed=seed).observation
 
 
-def answer_of(renderer: TextRenderer, observation: OpenSpielObservation, text: str) -> str:
+def parse_answer(renderer: TextRenderer, observation: OpenSpielObservation, text: str) -> str:
     action_id = renderer.parse(text, observation).action_id
     return renderer.legal_answers(observation)[observation.legal_actions.index(action_id)]
 
@@ -30,8 +39,8 @@ def answer_of(renderer: TextRenderer, observation: OpenSpielObservation, text: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["compact", "rules"])
-@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
-def test_every_legal_action_is_read_back_from_its_answer(game: str, style: str) -> None:
+@pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
+def test_every_answer_parses_to_its_action(game: str, style: str) -> None:
     environment = make_environment(game=game, text_style=style)
     renderer = environment.text_renderer
     for seed in range(3):
@@ -43,18 +52,18 @@ def test_every_legal_action_is_read_back_from_its_answer(game: str, style: str) 
                 assert renderer.parse(answer, observation).action_id == action_id
                 assert renderer.parse(f"  {answer}\n", observation).action_id == action_id
                 if style == "rules":
-                    told = f"<think>or not?</think>I choose <answer> {answer} </answer>."
-                    assert renderer.parse(told, observation).action_id == action_id
+                    response = f"<think>or not?</think>I choose <answer> {answer} </answer>."
+                    assert renderer.parse(response, observation).action_id == action_id
 
 
-@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
-def test_only_the_first_message_explains_the_rules(game: str) -> None:
+@pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
+def test_only_the_first_message_has_rules(game: str) -> None:
     environment = make_environment(game=game, text_style="rules")
     renderer = environment.text_renderer
     transitions = list(play(environment, seed=1))
     roles = [
-        [message["role"] for message in renderer.render(t.observation, first=index == 0)]
-        for index, t in enumerate(transitions)
+        [message["role"] for message in renderer.render(transition.observation, first=index == 0)]
+        for index, transition in enumerate(transitions)
     ]
     assert roles == [["system", "user"]] + [["user"]] * (len(transitions) - 1)
     system = renderer.render(transitions[0].observation, first=True)[0]["content"]
@@ -62,19 +71,21 @@ def test_only_the_first_message_explains_the_rules(game: str) -> None:
     assert system.endswith(f"for example <answer>{example}</answer>.")
 
 
-@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
-def test_the_compact_style_is_one_user_message(game: str) -> None:
-    renderer, observation = first_view(game, "compact")
+@pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
+def test_compact_prompt_is_one_message(game: str) -> None:
+    renderer, observation = start_game(game, "compact")
     for first in (True, False):
-        assert [m["role"] for m in renderer.render(observation, first=first)] == ["user"]
+        assert [message["role"] for message in renderer.render(observation, first=first)] == [
+            "user"
+        ]
 
 
-# -- what is hidden stays hidden -------------------------------------------------------
+# -- hidden information -------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["compact", "rules"])
 @pytest.mark.parametrize(
-    ("game", "moves", "others"),
+    ("game", "moves", "replacements"),
     [
         # the dealer's second card, before and after a hit
         ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {2: SPADES + ACE}),
@@ -87,18 +98,20 @@ def test_the_compact_style_is_one_user_message(game: str) -> None:
         ("kuhn_poker", [1, 0], {1: 2}),
         ("kuhn_poker", [1, 0, 0, 1], {1: 2}),
         ("leduc_poker", [0, 1, 1], {1: 4}),
-        # where the other player marked
+        # the cell that the other player marked
         ("phantom_ttt", [4, 0], {1: 8}),
     ],
 )
-def test_states_that_differ_in_hidden_things_look_the_same(game, moves, others, style) -> None:
-    changed = [others.get(index, action) for index, action in enumerate(moves)]
+def test_hidden_information_is_not_shown(
+    game: str, moves: list[int], replacements: dict[int, int], style: str
+) -> None:
+    changed = [replacements.get(index, action) for index, action in enumerate(moves)]
     assert changed != moves
-    assert shown(game, moves, style=style) == shown(game, changed, style=style)
+    assert render_after(game, moves, style=style) == render_after(game, changed, style=style)
 
 
 @pytest.mark.parametrize(
-    ("game", "moves", "others"),
+    ("game", "moves", "replacements"),
     [
         ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {3: HEARTS + NINE}),
         ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {1: DIAMONDS + ACE}),
@@ -108,14 +121,16 @@ def test_states_that_differ_in_hidden_things_look_the_same(game, moves, others, 
         ("phantom_ttt", [4, 0], {0: 5}),
     ],
 )
-def test_states_that_differ_in_open_things_look_different(game, moves, others) -> None:
-    changed = [others.get(index, action) for index, action in enumerate(moves)]
-    assert shown(game, moves) != shown(game, changed)
+def test_visible_information_is_shown(
+    game: str, moves: list[int], replacements: dict[int, int]
+) -> None:
+    changed = [replacements.get(index, action) for index, action in enumerate(moves)]
+    assert render_after(game, moves) != render_after(game, changed)
 
 
-def test_the_other_seat_sees_its_own_card() -> None:
-    assert shown("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
-    assert shown("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
+def test_each_seat_sees_its_card() -> None:
+    assert render_after("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
+    assert render_after("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
 
 
 # -- blackjack -------------------------------------------------------------------------
@@ -135,75 +150,74 @@ def test_the_other_seat_sees_its_own_card() -> None:
         ([TEN, DIAMONDS + FIVE, SIX], "hard 21 vs 10"),
     ],
 )
-def test_blackjack_shows_total_kind_and_open_card(hand: list[int], text: str) -> None:
+def test_blackjack_situation(hand: list[int], text: str) -> None:
     moves = [*hand[:2], SPADES + NINE, HEARTS + KING]
     for card in hand[2:]:
         moves += [HIT, card]
-    assert shown("blackjack", moves) == [text]
+    assert render_after("blackjack", moves) == [text]
 
 
 @pytest.mark.parametrize(("rank", "name"), [(ACE, "A"), (TWO, "2"), (TEN, "10"), (KING, "10")])
-def test_open_cards_are_named_by_what_they_count(rank: int, name: str) -> None:
+def test_names_of_open_cards(rank: int, name: str) -> None:
     moves = [TEN, DIAMONDS + SIX, SPADES + NINE, HEARTS + rank]
-    assert shown("blackjack", moves) == [f"hard 16 vs {name}"]
+    assert render_after("blackjack", moves) == [f"hard 16 vs {name}"]
 
 
-def test_blackjack_text_agrees_with_the_cards_that_openspiel_prints() -> None:
+def test_blackjack_total_matches_the_cards() -> None:
     environment = make_environment(game="blackjack", text_style="rules")
     num_soft = 0
     for seed in range(200):
         for transition in play(environment, seed):
             if transition.terminated:
                 continue
-            prose = environment.text_renderer.render(transition.observation, first=False)[0][
-                "content"
-            ]
-            hand, total, up_card = _told(prose)
-            counts = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(c) or int(c) for c in hand]
-            is_soft = "A" in hand and sum(counts) <= 11
-            assert total == f"{'soft' if is_soft else 'hard'} {sum(counts) + 10 * is_soft}"
+            (message,) = environment.text_renderer.render(transition.observation, first=False)
+            hand, total, up_card = parse_situation(message["content"])
+            values = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(card) or int(card) for card in hand]
+            is_soft = "A" in hand and sum(values) <= 11
+            assert total == f"{'soft' if is_soft else 'hard'} {sum(values) + 10 * is_soft}"
             assert up_card in ("A", *map(str, range(2, 11)))
             num_soft += is_soft
     assert num_soft > 10
 
 
-def _told(prose: str) -> tuple[list[str], str, str]:
-    told_hand, told_rest = prose.removeprefix("Your hand: ").split(" (", 1)
-    total, told_dealer = told_rest.split("). The dealer shows: ", 1)
-    return told_hand.split(", "), total, told_dealer.split(".")[0]
+def parse_situation(text: str) -> tuple[list[str], str, str]:
+    """Return the hand, the total and the dealer's open card."""
+    hand, rest = text.removeprefix("Your hand: ").split(" (", 1)
+    total, dealer = rest.split("). The dealer shows: ", 1)
+    return hand.split(", "), total, dealer.split(".")[0]
 
 
-def test_after_a_hit_the_new_hand_is_shown_in_full() -> None:
+def test_second_hand_a_hit_is_complete() -> None:
     environment = make_environment(game="blackjack", text_style="rules")
     renderer = environment.text_renderer
     num_hits = 0
     for seed in range(30):
-        before = environment.reset(seed=seed).observation
-        after = environment.step(move(HIT)).observation
-        if after.game_phase == "terminal":
+        first = environment.reset(seed=seed).observation
+        second = environment.step(make_action(HIT)).observation
+        if second.game_phase == "terminal":
             continue
-        [message] = renderer.render(after, first=False)
-        hand_before = _told(renderer.render(before, first=False)[0]["content"])[0]
-        hand_after = _told(message["content"])[0]
+        [message] = renderer.render(second, first=False)
+        first_hand = parse_situation(renderer.render(first, first=False)[0]["content"])[0]
+        second_hand = parse_situation(message["content"])[0]
         assert message["role"] == "user"
-        assert len(hand_after) == 3
-        assert set(hand_before) <= set(hand_after)
+        assert len(second_hand) == 3
+        assert set(first_hand) <= set(second_hand)
         num_hits += 1
     assert num_hits > 5
 
 
-def test_the_end_of_blackjack_shows_both_hands() -> None:
+def test_end_of_blackjack_shows_both_hands() -> None:
     environment = make_environment(game="blackjack")
     for seed in range(60):
         *_, last = play(environment, seed)
         text = environment.text_renderer.render(last.observation, first=False)[0]["content"]
-        mine, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
-        won = mine <= 21 and (dealer > 21 or mine > dealer)
-        drawn = mine == dealer and mine <= 21
-        assert last.reward == (1.0 if won else 0.0 if drawn else -1.0)
+        player, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
+        is_win = player <= 21 and (dealer > 21 or player > dealer)
+        is_draw = player == dealer and player <= 21
+        assert last.reward == (1.0 if is_win else 0.0 if is_draw else -1.0)
 
 
-# -- the other games -------------------------------------------------------------------
+# -- other games -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,8 +235,8 @@ def test_the_end_of_blackjack_shows_both_hands() -> None:
         ("connect_four(rows=4,columns=5)", [4], 1, ". . . . .\n" * 3 + ". . . . x\nyou o"),
     ],
 )
-def test_compact_views(game: str, moves: list[int], player: int, text: str) -> None:
-    assert shown(game, moves, player) == [text]
+def test_compact_text(game: str, moves: list[int], player: int, text: str) -> None:
+    assert render_after(game, moves, player) == [text]
 
 
 @pytest.mark.parametrize(
@@ -235,31 +249,31 @@ def test_compact_views(game: str, moves: list[int], player: int, text: str) -> N
         ("leduc_poker", [0, 4, 1], 1, "[Observer: 1][Private: 4]"),
     ],
 )
-def test_views_in_words(game: str, moves: list[int], player: int, text: str) -> None:
-    assert shown(game, moves, player, "rules")[1].startswith(text)
+def test_rules_text(game: str, moves: list[int], player: int, text: str) -> None:
+    assert render_after(game, moves, player, "rules")[1].startswith(text)
 
 
-def test_games_of_hidden_information_show_what_was_seen_before() -> None:
+def test_earlier_information_is_shown() -> None:
     calls_then_public_card = [0, 4, 1, 1, 2]
-    [text] = shown("leduc_poker", calls_then_public_card)
+    [text] = render_after("leduc_poker", calls_then_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
     assert text.endswith("moves: Call | Raise")
 
 
-# -- reading answers -------------------------------------------------------------------
+# -- parsing -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["HIT", "hit", " Hit\n", "<think>stand?</think>hit"])
-def test_the_compact_style_reads_the_bare_word(text: str) -> None:
-    renderer, observation = first_view("blackjack", "compact")
-    assert answer_of(renderer, observation, text) == "HIT"
+def test_compact_style_accepts_the_move_alone(text: str) -> None:
+    renderer, observation = start_game("blackjack", "compact")
+    assert parse_answer(renderer, observation, text) == "HIT"
 
 
 @pytest.mark.parametrize(
     "text", ["", "HIT.", "I hit", "HIT STAND", "HITHIT", "0", "<answer>HIT</answer>"]
 )
-def test_the_compact_style_reads_nothing_else(text: str) -> None:
-    renderer, observation = first_view("blackjack", "compact")
+def test_compact_style_refuses_other_text(text: str) -> None:
+    renderer, observation = start_game("blackjack", "compact")
     with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
         renderer.parse(text, observation)
 
@@ -278,9 +292,9 @@ def test_the_compact_style_reads_nothing_else(text: str) -> None:
         ("I could hit, or <answer>HIT</answer></think> STAND", "STAND"),
     ],
 )
-def test_the_rules_style_reads_the_last_tag_or_the_only_move(text: str, answer: str) -> None:
-    renderer, observation = first_view("blackjack", "rules")
-    assert answer_of(renderer, observation, text) == answer
+def test_rules_style_accepts_the_last_tag_or_the_only_move(text: str, answer: str) -> None:
+    renderer, observation = start_game("blackjack", "rules")
+    assert parse_answer(renderer, observation, text) == answer
 
 
 @pytest.mark.parametrize(
@@ -296,25 +310,25 @@ def test_the_rules_style_reads_the_last_tag_or_the_only_move(text: str, answer: 
         "<think><answer>HIT</answer></think>",
     ],
 )
-def test_the_rules_style_refuses_what_is_not_one_move(text: str) -> None:
-    renderer, observation = first_view("blackjack", "rules")
+def test_rules_style_refuses_ambiguous_text(text: str) -> None:
+    renderer, observation = start_game("blackjack", "rules")
     with pytest.raises(ActionParseError, match="exactly one"):
         renderer.parse(text, observation)
 
 
-def test_a_move_that_is_not_legal_now_is_no_answer() -> None:
+def test_illegal_move_is_refused() -> None:
     environment = make_environment(game="tic_tac_toe", text_style="rules", opponent="first")
     environment.reset(seed=0)
-    observation = environment.step(move(4)).observation  # now 1 and 5 are taken
+    observation = environment.step(make_action(4)).observation  # 1 and 5 are marked
     renderer = environment.text_renderer
-    assert answer_of(renderer, observation, "cell 9 then") == "9"
+    assert parse_answer(renderer, observation, "cell 9 then") == "9"
     for text in ("5", "I take 5", "9, as 5 is taken", "<answer>1</answer>", "10"):
         with pytest.raises(ActionParseError, match="expected one of 2, 3, 4, 6, 7, 8, 9, got"):
             renderer.parse(text, observation)
 
 
-def test_case_counts_where_it_tells_two_moves_apart() -> None:
-    renderer, _ = first_view("chess", "rules")
+def test_case_matters_if_moves_differ_by_it() -> None:
+    renderer, _ = start_game("chess", "rules")
     observation = OpenSpielObservation(
         info_state=[],
         legal_actions=[4, 7, 9],
@@ -327,8 +341,8 @@ def test_case_counts_where_it_tells_two_moves_apart() -> None:
         renderer.parse("BXC3", observation)
 
 
-def test_a_longer_move_is_not_taken_for_a_shorter_one_within_it() -> None:
-    renderer, _ = first_view("backgammon", "rules")
+def test_longest_matching_move_is_chosen() -> None:
+    renderer, _ = start_game("backgammon", "rules")
     observation = OpenSpielObservation(
         info_state=[], legal_actions=[1, 2], metadata={"view": "", "answers": ["Bet", "Bet 10"]}
     )
@@ -336,9 +350,9 @@ def test_a_longer_move_is_not_taken_for_a_shorter_one_within_it() -> None:
     assert renderer.parse("I will bet", observation).action_id == 1
 
 
-def test_answers_do_not_depend_on_what_was_rendered_before() -> None:
+def test_parsing_does_not_depend_on_earlier_prompts() -> None:
     rng = random.Random(0)
-    renderer, observation = first_view("connect_four", "compact")
-    other_renderer, _ = first_view("connect_four", "compact", seed=9)
+    renderer, observation = start_game("connect_four", "compact")
+    second_renderer, _ = start_game("connect_four", "compact", seed=9)
     for answer in rng.sample(renderer.legal_answers(observation), 5):
-        assert other_renderer.parse(answer, observation) == renderer.parse(answer, observation)
+        assert second_renderer.parse(answer, observation) == renderer.parse(answer, observation)
