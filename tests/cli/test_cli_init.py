@@ -18,6 +18,7 @@ SHAPE = {
     "client.py",
     "models.py",
     "openenv.yaml",
+    "options.py",
     "policies.py",
     "pyproject.toml",
     "server/Dockerfile",

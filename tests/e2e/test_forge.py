@@ -15,7 +15,7 @@ import yaml
 
 from ludus.proto.runs import read_transcripts
 from tests.forge.tutorial_config import tutorial_config
-from tests.openspiel.test_server import Server, serving
+from tests.openspiel.test_server import RunningServer, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_ray")]
 
@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
         yield server
 
 
 def test_a_program_trains_in_parts_what_another_trains_at_once(
-    tmp_path: Path, server: Server
+    tmp_path: Path, server: RunningServer
 ) -> None:
     command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
@@ -54,7 +54,9 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     assert terms == {"evaluate_response"}
 
 
-def test_the_tutorials_own_file_starts_with_a_tiny_model(tmp_path: Path, server: Server) -> None:
+def test_the_tutorials_own_file_starts_with_a_tiny_model(
+    tmp_path: Path, server: RunningServer
+) -> None:
     path = tmp_path / "blackjack.yaml"
     path.write_text(yaml.safe_dump(tutorial_config()))
     overrides = [

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.openspiel.test_server import Server, serving
+from tests.openspiel.test_server import RunningServer, serving
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 NOTEBOOK = TUTORIAL / "blackjack.ipynb"
@@ -25,13 +25,13 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("other"), OPENSPIEL_GAME="tic_tac_toe") as server:
         yield server
 
@@ -40,7 +40,10 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("shared_ray")
 def test_the_notebook_runs_from_its_first_cell_to_its_last(
-    server: Server, other_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
+    other_server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TUTORIAL_SERVER", server.http)
     monkeypatch.setenv("TUTORIAL_OTHER_SERVER", other_server.http)

@@ -54,6 +54,6 @@ if __name__ == "__main__":
         give_up_privileges()
         refuse_system_calls(shares_processes=False)
 
-    from ludus.env.serving.server import run_server_cli
+    from ludus.env.serving.application import ServerApplication
 
-    run_server_cli(CodeEnv, argv=[one for one in arguments if one != "--restricted"])
+    ServerApplication(CodeEnv).main([name for name in arguments if name != "--restricted"])

@@ -265,10 +265,10 @@ def _do(deed: Deed) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from ludus.env.serving.server import run_server_cli
+    from ludus.env.serving.application import ServerApplication
 
     arguments = sys.argv[1:]
     unruly = "--unruly" in arguments
-    run_server_cli(
-        UnrulyEnv if unruly else CountingEnv, argv=[a for a in arguments if a != "--unruly"]
+    ServerApplication(UnrulyEnv if unruly else CountingEnv).main(
+        [argument for argument in arguments if argument != "--unruly"]
     )

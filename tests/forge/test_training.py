@@ -18,7 +18,7 @@ from ludus.trainer.compat.forge.server import with_comparisons
 from ludus.trainer.compat.forge.training import _name_of, run_of
 from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
-from tests.openspiel.test_server import Server, serving
+from tests.openspiel.test_server import RunningServer, serving
 
 GRPC = "blackjack_env.server_url=grpc://localhost:1"
 """An address that is not asked before the run begins."""
@@ -115,13 +115,15 @@ async def test_a_server_that_is_not_there_is_named_with_how_to_start_one() -> No
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="tic_tac_toe") as server:
         yield server
 
 
 @pytest.mark.slow
-async def test_the_server_says_which_game_and_which_policies_there_are(server: Server) -> None:
+async def test_the_server_says_which_game_and_which_policies_there_are(
+    server: RunningServer,
+) -> None:
     section = {"kind": "remote", "address": server.http}
     environments = await with_comparisons(dict(section), "tic_tac_toe")
     assert environments["tic_tac_toe"]["baselines"] == ["random", "minimax"]

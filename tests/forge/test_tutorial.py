@@ -17,14 +17,14 @@ from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.models.load import load_tokenizer
 from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
 from tests.learner.tiny_policy import make_policy_folder
-from tests.openspiel.test_server import Server, serving
+from tests.openspiel.test_server import RunningServer, serving
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "tutorial"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
         yield server
 
@@ -44,7 +44,7 @@ def grpo_utils() -> Iterator[ModuleType]:
     [("play_random_policy", 0.226, 0.340), ("play_heuristic_policy", 0.347, 0.471)],
 )
 async def test_baselines_are_what_is_computed_also_where_an_event_loop_runs(
-    grpo_utils: ModuleType, server: Server, play: str, lowest: float, highest: float
+    grpo_utils: ModuleType, server: RunningServer, play: str, lowest: float, highest: float
 ) -> None:
     # Four standard errors of 1,000 games around 28.28 % and 40.88 %; the same games each time.
     stats = getattr(grpo_utils, play)(server.http, num_games=1000)
@@ -57,7 +57,7 @@ async def test_baselines_are_what_is_computed_also_where_an_event_loop_runs(
 
 @pytest.mark.slow
 def test_an_observation_is_shown_with_what_a_model_sees(
-    grpo_utils: ModuleType, server: Server, capsys: pytest.CaptureFixture[str]
+    grpo_utils: ModuleType, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with OpenSpielEnv(base_url=server.http) as env:
         result = env.reset(seed=7)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 def serve_ours(port_file: Path) -> None:
     """Serve their class with our server, until it is killed."""
-    from ludus.env.serving.server import run_server_cli
+    from ludus.env.serving.application import ServerApplication
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory("openenv:upstream_tools_environment:ToolsEnvironment", {})
-    run_server_cli(factory, argv=["--port", "0", "--ready-file", str(port_file)])
+    ServerApplication(factory).main(["--port", "0", "--ready-file", str(port_file)])
 
 
 def serve_upstream(port_file: Path) -> None:

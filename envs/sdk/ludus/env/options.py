@@ -89,15 +89,11 @@ class Option:
     is_switch: bool
 
 
-def environment_title(options_type: type[EnvironmentOptions]) -> str:
-    """Return the name of the environment, for example "OpenSpiel"."""
-    return options_type.__name__.removesuffix("Options")
-
-
 def variable_name(options_type: type[EnvironmentOptions], option: str) -> str:
     """Return the name of the environment variable that sets an option."""
+    prefix = options_type.__name__.removesuffix("Options")
     suffix = options_type.variable_suffixes.get(option, option)
-    return f"{environment_title(options_type)}_{suffix}".upper()
+    return f"{prefix}_{suffix}".upper()
 
 
 def list_options(options_type: type[EnvironmentOptions]) -> list[Option]:

@@ -21,7 +21,6 @@ from ludus.env.environment import AnyEnvironment, Builder
 from ludus.env.options import (
     EnvironmentOptions,
     Option,
-    environment_title,
     list_options,
     variable_name,
 )
@@ -94,8 +93,7 @@ class ServerApplication:
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
             argument_default=argparse.SUPPRESS,
-            description=f"Serve the {environment_title(self._options_type)} environment over HTTP,"
-            " WebSocket, MCP and gRPC.",
+            description="Serve the environment over HTTP, WebSocket, MCP and gRPC.",
         )
         for option in self._options:
             parser.add_argument(f"--{option.name.replace('_', '-')}", **_argument(option))

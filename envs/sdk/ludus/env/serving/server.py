@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving import forks
-from ludus.env.serving.cli import make_server_options, server_parser
+from ludus.env.serving.cli import make_server_options
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -63,7 +63,6 @@ __all__ = [
     "ServerOptions",
     "openenv_app",
     "run_server",
-    "run_server_cli",
     "serve",
 ]
 
@@ -246,15 +245,6 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
-
-
-def run_server_cli(
-    factory: EnvironmentFactory,
-    default_port: int = DEFAULT_PORT,
-    argv: Sequence[str] | None = None,
-) -> NoReturn:
-    """Serve until a signal, then exit 0; or exit 2 after one line about bad input."""
-    run_server(factory, vars(server_parser(default_port).parse_args(argv)), default_port)
 
 
 def run_server(
