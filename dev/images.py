@@ -23,7 +23,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -44,28 +45,46 @@ class Image:
     dockerfile: str
     arguments: dict[str, str] = field(default_factory=dict)
     target: str | None = None
+    is_built_by_default: bool = True
+
+
+def environment_images() -> Iterator[Image]:
+    """Yield the image of each environment in `envs/`.
+
+    The table `tool.ludus.image` of an environment's pyproject.toml names the optional dependencies
+    to install (`extra`), and whether the image is built only by name (`only_by_name`).
+    """
+    for path in sorted(ROOT.glob("envs/*_env/pyproject.toml")):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = project.get("tool", {}).get("ludus", {}).get("image", {})
+        arguments = {"ENVIRONMENT": path.parent.name}
+        if "extra" in settings:
+            arguments["EXTRA"] = settings["extra"]
+        yield Image(
+            f"ludus/env-{path.parent.name.removesuffix('_env')}",
+            "envs/Dockerfile",
+            arguments,
+            is_built_by_default=not settings.get("only_by_name", False),
+        )
 
 
 IMAGES = {
-    "gateway": Image("ludus/gateway", "services/Dockerfile"),
-    "env-openspiel": Image(
-        "ludus/env-openspiel", "envs/Dockerfile", {"ENVIRONMENT": "openspiel_env"}
-    ),
-    "env-math": Image("ludus/env-math", "envs/Dockerfile", {"ENVIRONMENT": "math_env"}),
-    "env-prompts": Image("ludus/env-prompts", "envs/Dockerfile", {"ENVIRONMENT": "prompts_env"}),
-    "env-echo": Image("ludus/env-echo", "envs/Dockerfile", {"ENVIRONMENT": "echo_env"}),
-    "env-coding": Image("ludus/env-coding", "envs/Dockerfile", {"ENVIRONMENT": "coding_env"}),
-    "env-atari": Image(
-        "ludus/env-atari", "envs/Dockerfile", {"ENVIRONMENT": "atari_env", "EXTRA": "ale"}
-    ),
-    "env-trading": Image("ludus/env-trading", "envs/Dockerfile", {"ENVIRONMENT": "trading_env"}),
-    "env-uno": Image("ludus/env-uno", "envs/Dockerfile", {"ENVIRONMENT": "uno_env"}),
-    "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
-    "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
-    "store": Image("ludus/store", "charts/store.Dockerfile"),
+    image.name.removeprefix("ludus/"): image
+    for image in (
+        Image("ludus/gateway", "services/Dockerfile"),
+        *environment_images(),
+        Image("ludus/trainer", "trainer/Dockerfile"),
+        Image(
+            "ludus/trainer-gpu",
+            "trainer/Dockerfile",
+            {"ACCELERATOR": "gpu"},
+            "gpu",
+            is_built_by_default=False,
+        ),
+        Image("ludus/store", "charts/store.Dockerfile"),
+    )
 }
-ONLY_WHEN_NAMED = ("trainer-gpu", "env-atari")
-DEFAULT = [name for name in IMAGES if name not in ONLY_WHEN_NAMED]
+DEFAULT = [name for name, image in IMAGES.items() if image.is_built_by_default]
 
 
 def pip_configuration(listed: str) -> dict[str, str]:

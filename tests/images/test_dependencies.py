@@ -44,7 +44,8 @@ def installed_by(dockerfile: str, **arguments: str) -> set[str]:
         text = text.replace(f"${{{name}}}", value)
     words = _WHAT_IT_NEEDS.findall(text)[0].split()
     without = {after for word, after in pairwise(words) if word == "--without"}
-    folders = [ROOT / word for word in words if not word.startswith("--") and word not in without]
+    patterns = [word for word in words if not word.startswith("--") and word not in without]
+    folders = [folder for pattern in patterns for folder in ROOT.glob(pattern)]
     return set(_with_what_they_require(requirements(folders, without), set()))
 
 
@@ -72,17 +73,7 @@ def _holds(requirement: Requirement, extra: str) -> bool:
 
 def others(installed: set[str]) -> list[str]:
     """Modules that can be imported here and come with no distribution of the image."""
-    ours = {
-        "ludus",
-        "openspiel_env",
-        "math_env",
-        "prompts_env",
-        "echo_env",
-        "coding_env",
-        "atari_env",
-        "trading_env",
-        "uno_env",
-    }
+    ours = {"ludus", *(folder.name for folder in ROOT.glob("envs/*_env"))}
     return [
         module
         for module, distributions in importlib.metadata.packages_distributions().items()

@@ -85,6 +85,8 @@ def test_a_change_of_code_installs_nothing_anew(name: str) -> None:
     dependencies = [rest for word, rest in stage(name, "dependencies") if word == "COPY"]
     assert dependencies
     for files in dependencies:
+        if files.startswith("--from=manifests "):  # pyproject.toml files alone
+            continue
         assert all(
             re.search(r"(pyproject\.toml|\.txt|image_requirements\.py|trim_packages\.sh)$", source)
             for source in files.split()[:-1]

@@ -1,0 +1,48 @@
+"""Tests that hold for every environment package in envs/."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from option_tables import find_options, render
+
+from ludus.env.options import EnvironmentOptions
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {folder.name for folder in ROOT.glob("envs/*_env")}
+PRODUCTION = ("proto", "envs", "services", "trainer")
+
+
+def find_imports(path: Path) -> Iterator[str]:
+    """Yield the top-level name of each absolute import of a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("part", PRODUCTION)
+def test_no_production_code_imports_an_environment(part: str) -> None:
+    """The import linter sees environments as `envs.NAME_env`, so it misses absolute imports."""
+    offenders = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / part).rglob("*.py")
+        if PACKAGES.intersection(find_imports(path))
+    }
+    assert not offenders
+
+
+@pytest.mark.parametrize(
+    ("readme", "options_type"),
+    list(find_options()),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_readme_has_the_current_option_table(
+    readme: Path, options_type: type[EnvironmentOptions]
+) -> None:
+    text = readme.read_text(encoding="utf-8")
+    assert render(text, options_type) == text, "run dev/option_tables.py"
