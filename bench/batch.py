@@ -90,7 +90,7 @@ def make_groups(num_turns: int, num_tokens: int) -> list[RolloutGroup]:
 
     def turn() -> Turn:
         logprobs = [-draw.random() for _ in range(num_tokens)]
-        return Turn(numbers(), Completion(numbers(), logprobs, 0, stopped=True))
+        return Turn(numbers(), Completion(numbers(), logprobs, 0, has_end_token=True))
 
     def episode(number: int) -> Rollout:
         reward = float(number % 2)

@@ -41,7 +41,9 @@ class InstantGenerator:
 
     def __init__(self, chat: ChatTokenizer) -> None:
         token_ids = [chat.encode_completion(answer) for answer in ANSWERS]
-        self._answers = [Completion(ids, [0.0] * len(ids), 0, stopped=True) for ids in token_ids]
+        self._answers = [
+            Completion(ids, [0.0] * len(ids), 0, has_end_token=True) for ids in token_ids
+        ]
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         """The answer's tokens."""

@@ -105,7 +105,7 @@ def play_groups(policy: Tables, generator: torch.Generator) -> list[RolloutGroup
 
 def _rollout(prompts: Tensor, answers: Tensor, logprobs: Tensor, paid: Tensor) -> Rollout:
     turns = [
-        Turn([prompt], Completion([answer], [logprob], 0, stopped=True), reward)
+        Turn([prompt], Completion([answer], [logprob], 0, has_end_token=True), reward)
         for prompt, answer, logprob, reward in zip(
             prompts.tolist(), answers.tolist(), logprobs.tolist(), paid.tolist(), strict=True
         )

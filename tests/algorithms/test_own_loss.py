@@ -11,7 +11,7 @@ from torch import Tensor
 from ludus.proto.config import ClipLoss, FunctionLoss, GrpoConfig, TokenTis
 from ludus.proto.errors import ConfigError
 from ludus.trainer.checks.names import check_names
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.driver.trainer import Trainer
 from tests.algorithms.test_policy_loss import gradient, run
 
@@ -85,4 +85,4 @@ def test_a_dictionary_may_hold_the_function_itself() -> None:
         return -logprobs
 
     run_config = Trainer({"algorithm": {"loss": {"kind": "function", "function": mine}}}).run
-    assert run_config.algorithm.loss == FunctionLoss(function=name_of(mine))
+    assert run_config.algorithm.loss == FunctionLoss(function=function_path(mine))

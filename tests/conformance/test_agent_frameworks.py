@@ -150,7 +150,10 @@ class _CutOff:
         if len(said.token_ids) <= most:
             return said
         return replace(
-            said, token_ids=said.token_ids[:most], logprobs=said.logprobs[:most], stopped=False
+            said,
+            token_ids=said.token_ids[:most],
+            logprobs=said.logprobs[:most],
+            has_end_token=False,
         )
 
 

@@ -29,7 +29,7 @@ from ludus.trainer.core.types import (
     SavedFile,
     ScoringRequest,
     WeightManifest,
-    lost_group,
+    make_lost_group,
 )
 from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
 from ludus.trainer.driver.loops.components import Components
@@ -131,7 +131,7 @@ class SimulatedLearner:
         await asyncio.sleep(0.002)
         file = state_folder / "steps.json"
         file.write_text(json.dumps(self.steps))
-        return [SavedFile.of(file)]
+        return [SavedFile.from_path(file)]
 
     async def restart(self, learner_folder: Path | None) -> None:
         self.load(learner_folder)
@@ -192,7 +192,7 @@ class SimulatedWorkers:
         try:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)
-                return await self.buffer.put([lost_group(spec) for spec in specs])
+                return await self.buffer.put([make_lost_group(spec) for spec in specs])
             # What is played on a worker continues when the controller no longer waits for it.
             playing = asyncio.create_task(self._play_and_put(specs))
             return await asyncio.shield(playing)

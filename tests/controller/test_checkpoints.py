@@ -32,7 +32,7 @@ def write(aside: Path) -> list[SavedFile]:
     for name in NAMES:
         (aside / name).parent.mkdir(exist_ok=True)
         (aside / name).write_text(name * 10)
-    return [SavedFile.of(aside / name) for name in NAMES]
+    return [SavedFile.from_path(aside / name) for name in NAMES]
 
 
 async def save(folder: Path, step: int, keep: int = 2) -> Path:

@@ -15,7 +15,7 @@ from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
 from ludus.trainer.checks.start import check_start
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -110,6 +110,6 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
 def test_prompts_that_cannot_be_made_are_told_before_the_run_and_not_after_it(
     tmp_path: Path, function: Callable[..., object], told: str
 ) -> None:
-    path = name_of(function)
+    path = function_path(function)
     with pytest.raises(UserError, match=told):
         check(tmp_path, f"environment.policy_chart={json.dumps(path)}")

@@ -43,7 +43,7 @@ def play(
     `reward` replaces the sum of the turns' rewards; `apart` makes each turn its own sequence.
     """
     turns = [
-        Turn([10 + i, 20], Completion([30 + i, 40], [-0.5, -0.1], 0, stopped=True), paid)
+        Turn([10 + i, 20], Completion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True), paid)
         for i, paid in enumerate(turn_rewards)
     ]
     sequences = [join_turns([turn]) for turn in turns] if apart else [join_turns(turns)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.trainer.core.types import GroupSpec, lost_group
+from ludus.trainer.core.types import GroupSpec, make_lost_group
 from ludus.trainer.data.buffer import GroupBuffer, Refusal
 from ludus.trainer.data.counts import RolloutCounts, total
 from tests.data.rollouts import make_group
@@ -85,7 +85,7 @@ def test_a_lost_episode_does_not_spoil_its_group() -> None:
 def test_groups_that_died_with_their_worker_are_to_be_replaced() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
-    lost = lost_group(GroupSpec(0, "coins", (1, 1)))
+    lost = make_lost_group(GroupSpec(0, "coins", (1, 1)))
     assert buffer.put([lost, make_group(1, -1, index=1)]) == [Refusal(0, is_lost=True)]
     assert buffer.counts["coins"].num_lost == 2
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.checks.names import check_names
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.driver.trainer import Trainer
@@ -88,6 +88,6 @@ def test_a_dictionary_may_hold_the_function_itself() -> None:
 
     run = Trainer({"algorithm": {"advantages": own}}).run
     assert isinstance(run.algorithm, GrpoConfig)
-    assert run.algorithm.advantages == name_of(own)
+    assert run.algorithm.advantages == function_path(own)
     batch = make_batch([make_group(3.0, 1.0)], run.algorithm)
     assert [row[-1] for row in batch.advantages] == [1, 0]

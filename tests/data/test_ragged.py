@@ -13,7 +13,7 @@ ROWS = [[1, 2, 3], [], [4]]
 
 
 def test_rows_are_read_like_a_list() -> None:
-    ragged = Ragged.of(ROWS, np.int64)
+    ragged = Ragged.from_rows(ROWS, np.int64)
     assert [row.tolist() for row in ragged] == ROWS
     assert [row.tolist() for row in ragged[1:]] == ROWS[1:]
     assert ragged[-1].tolist() == [4]
@@ -25,13 +25,13 @@ def test_rows_are_read_like_a_list() -> None:
 
 
 def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
-    ragged = Ragged.of(ROWS, np.float32)
+    ragged = Ragged.from_rows(ROWS, np.float32)
     assert ragged.take([2, 0, 2]).tolist() == [4, 1, 2, 3, 4]
     assert ragged.take([]).dtype == np.float32
 
 
 def test_no_rows_are_a_sequence_too() -> None:
-    empty = Ragged.of([], np.bool_)
+    empty = Ragged.from_rows([], np.bool_)
     assert len(empty) == 0
     assert list(empty) == []
     assert empty.lengths.tolist() == []
@@ -39,7 +39,7 @@ def test_no_rows_are_a_sequence_too() -> None:
 
 def test_a_thousand_rows_travel_as_two_buffers() -> None:
     buffers: list[pickle.PickleBuffer] = []
-    ragged = Ragged.of([[1]] * 1000, np.int64)
+    ragged = Ragged.from_rows([[1]] * 1000, np.int64)
     sent = pickle.dumps(ragged, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2
     received = pickle.loads(sent, buffers=buffers)

@@ -42,7 +42,7 @@ def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
 def with_advantages(batch: Batch, value: float) -> Batch:
     """The batch with one advantage for all sampled tokens."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
-    advantages = Ragged.of((np.where(mask, value, 0.0) for mask in masks), np.float32)
+    advantages = Ragged.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
     return replace(batch, advantages=advantages)
 
 
@@ -86,7 +86,7 @@ def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: 
     batch = make_batch()
     noisy = replace(
         batch,
-        rollout_logprobs=Ragged.of(
+        rollout_logprobs=Ragged.from_rows(
             (
                 np.where(batch.loss_masks[row], logprobs, -7.0)
                 for row, logprobs in zip(
@@ -107,7 +107,7 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
         mask[2] = True
-    leaky = replace(batch, loss_masks=Ragged.of(leaky_masks, np.bool_))
+    leaky = replace(batch, loss_masks=Ragged.from_rows(leaky_masks, np.bool_))
     first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, leaky))
     assert not torch.allclose(first, second, atol=1e-4)
 

@@ -18,7 +18,7 @@ def test_a_rank_names_every_file_that_it_has_written_with_its_size(
     named = learner.save(tmp_path / "learner") + learner.export_model(tmp_path / "model")
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(file.path for file in named) == sorted(written)
-    assert all(file == SavedFile.of(file.path) for file in named)
+    assert all(file == SavedFile.from_path(file.path) for file in named)
     assert any(file.path.name == "model.safetensors" and file.num_bytes for file in named)
 
 

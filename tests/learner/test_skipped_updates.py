@@ -26,7 +26,7 @@ def make_infinite(batch: Batch) -> Batch:
     """Return the batch with one infinite advantage."""
     advantages = [row.copy() for row in batch.advantages]
     advantages[0][np.flatnonzero(advantages[0])[0]] = np.inf
-    return replace(batch, advantages=Ragged.of(advantages, np.float32))
+    return replace(batch, advantages=Ragged.from_rows(advantages, np.float32))
 
 
 def weight_vector(learner: Learner) -> torch.Tensor:

@@ -69,7 +69,7 @@ class FakeEngine:
         self.is_stepping.clear()
         self._fail_if_told()
         return [
-            EngineOutput(request.request_id, [sum(request.prompt_ids)], [-0.5], stopped=True)
+            EngineOutput(request.request_id, [sum(request.prompt_ids)], [-0.5], has_end_token=True)
             for request in requests
         ]
 

@@ -125,7 +125,7 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         seen.append((seed, sampling.max_tokens))
-        return Completion([5, 6], [-1.0, -1.0], 0, stopped=False)
+        return Completion([5, 6], [-1.0, -1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     for _ in range(2):
@@ -139,7 +139,7 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 
 async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-        return Completion([5], [-1.0], 0, stopped=False)
+        return Completion([5], [-1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)

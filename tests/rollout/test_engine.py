@@ -61,11 +61,11 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
 def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> None:
     requests = make_requests(150, max_tokens=40)
     outputs = answer(pair.engine, requests).values()
-    assert {output.stopped for output in outputs} == {True, False}
+    assert {output.has_end_token for output in outputs} == {True, False}
     for output in outputs:
-        assert (output.token_ids[-1] == END_TOKEN_ID) is output.stopped
+        assert (output.token_ids[-1] == END_TOKEN_ID) is output.has_end_token
         assert END_TOKEN_ID not in output.token_ids[:-1]
-        assert output.stopped or len(output.token_ids) == 40
+        assert output.has_end_token or len(output.token_ids) == 40
         assert len(output.logprobs) == len(output.token_ids)
 
 

@@ -13,15 +13,28 @@ import pytest
 from ludus.proto.errors import ConfigError
 from ludus.trainer import Trainer
 from ludus.trainer.actors.sending import check_given_functions
-from ludus.trainer.core import functions
-from ludus.trainer.core.functions import given_functions, import_object, name_of, take_functions
+from ludus.trainer.core.functions import (
+    function_path,
+    import_object,
+    register_functions,
+    registered_functions,
+    unregister_function,
+)
 
 
 @pytest.fixture(autouse=True)
-def nothing_given(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that was given nothing."""
-    monkeypatch.setattr(functions, "_given", {})
+def empty_registry() -> Iterator[None]:
+    """Start each test without registered functions, and restore them afterwards."""
+    previous = registered_functions()
+    clear_registry()
     yield
+    clear_registry()
+    register_functions(previous)
+
+
+def clear_registry() -> None:
+    for path in registered_functions():
+        unregister_function(path)
 
 
 def closure(value: float) -> Callable[..., Any]:
@@ -32,14 +45,14 @@ def closure(value: float) -> Callable[..., Any]:
 
 
 def test_what_can_be_imported_has_its_own_name() -> None:
-    assert name_of(json.dumps) == "json:dumps"
+    assert function_path(json.dumps) == "json:dumps"
     assert import_object("json:dumps", "environment.rewards") is json.dumps
-    assert given_functions() == {}
+    assert registered_functions() == {}
 
 
 def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
     first, second = closure(1.0), closure(2.0)
-    assert [name_of(one) for one in (first, second, first)] == [
+    assert [function_path(one) for one in (first, second, first)] == [
         "given:brevity",
         "given:brevity_2",
         "given:brevity",
@@ -47,24 +60,22 @@ def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
     assert import_object("given:brevity_2", "environment.rewards") is second
 
 
-def test_another_process_knows_what_it_took_and_names_what_it_did_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path, sent = name_of(closure(1.0)), given_functions()
-    monkeypatch.setattr(functions, "_given", {})
-    with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* handed"):
+def test_another_process_finds_registered_functions_only() -> None:
+    path, sent = function_path(closure(1.0)), registered_functions()
+    clear_registry()
+    with pytest.raises(ConfigError, match=r"environment.parse = 'given:brevity': .* passed"):
         import_object(path, "environment.parse")
-    take_functions(sent)
+    register_functions(sent)
     assert import_object(path, "environment.parse")() == 1.0
 
 
 def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
     lock = threading.Lock()
-    name_of(lambda **_: lock)
-    name_of(closure(1.0))
+    function_path(lambda **_: lock)
+    function_path(closure(1.0))
     with pytest.raises(ConfigError, match=r"function 'given:lambda' goes to .* '_thread\.lock'"):
         check_given_functions()
-    assert list(given_functions()) == ["given:brevity"]
+    assert list(registered_functions()) == ["given:brevity"]
     check_given_functions()
 
 

@@ -12,12 +12,12 @@ import torch
 from ludus.proto.config import EvalConfig
 from ludus.trainer.core.streams import (
     Stream,
-    key_of,
+    derive_key,
+    draw_uniforms,
+    make_random,
     mix,
-    random_of,
     seed_torch,
     training_seed,
-    uniforms,
     warm_start_seed,
 )
 from ludus.trainer.data.seeds import group_seeds
@@ -35,7 +35,7 @@ def small_counters() -> Iterator[tuple[int, ...]]:
 def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
     counters = list(small_counters())
     keys = [
-        key_of(run_seed, stream, *some)
+        derive_key(run_seed, stream, *some)
         for run_seed in RUN_SEEDS
         for stream in Stream
         for some in counters
@@ -52,7 +52,7 @@ def test_no_key_is_a_seed_that_somebody_else_has_at_hand() -> None:
     """Environments and players seed generators with what they know: small numbers."""
     first = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):
-        drawn = {random_of(run_seed, stream, counter).random() for counter in range(50)}
+        drawn = {make_random(run_seed, stream, counter).random() for counter in range(50)}
         assert drawn.isdisjoint(first)
 
 
@@ -81,7 +81,7 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
         "RANDOM_ACTIONS": 44,
         "REPLAY_BUFFER": 60,
     }
-    assert key_of(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
+    assert derive_key(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
     assert training_seed(0, 5, 0) == 715_490_776
 
 
@@ -125,14 +125,14 @@ def test_counters_that_differ_anywhere_give_other_seeds() -> None:
 
 def test_a_number_follows_from_its_seed_and_position_alone() -> None:
     seeds = [mix(1, number) for number in range(100)]
-    together = uniforms(seeds, [3] * 100)
-    alone = np.concatenate([uniforms([seed], [3]) for seed in seeds])
+    together = draw_uniforms(seeds, [3] * 100)
+    alone = np.concatenate([draw_uniforms([seed], [3]) for seed in seeds])
     assert np.array_equal(together, alone)
-    assert not np.array_equal(together, uniforms(seeds, [4] * 100))
+    assert not np.array_equal(together, draw_uniforms(seeds, [4] * 100))
 
 
 def test_numbers_are_uniform_and_unrelated_from_position_to_position() -> None:
-    numbers = np.stack([uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
+    numbers = np.stack([draw_uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
     assert numbers.dtype == np.float32
     assert numbers.min() >= 0
     assert numbers.max() < 1

@@ -34,7 +34,7 @@ class TokenScript:
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         self.prompts.append(list(prompt_ids))
         token_ids = next(self._script)
-        return Completion(token_ids, [-1.0 - t for t in token_ids], 0, stopped=False)
+        return Completion(token_ids, [-1.0 - t for t in token_ids], 0, has_end_token=False)
 
 
 @pytest_asyncio.fixture

@@ -60,7 +60,7 @@ async def play(
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         text = policy(chat._tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(text)
-        return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
+        return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
     player = Player(
         "sums", client, generate, chat, ServerRenderer(), limits, toolbox=Toolbox(client, "sums")

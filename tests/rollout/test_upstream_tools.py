@@ -58,7 +58,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         prompts.append(chat._tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(next(answers))
-        return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
+        return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(connect_timeout_s=60)

@@ -25,8 +25,8 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
-from ludus.trainer.core.functions import Function, given_functions, take_functions
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.functions import Function, register_functions, registered_functions
+from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 from ludus.trainer.core.types import Batch, RolloutGroup
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
@@ -39,7 +39,7 @@ class BufferActor:
 
     def __init__(self, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
         """`functions` are what the run names and nobody can import."""
-        take_functions(functions)
+        register_functions(functions)
         self._run = run
         self._buffer = GroupBuffer(
             groups_per_step=run.training.groups_per_step,
@@ -96,7 +96,7 @@ class BufferActor:
 
     def _make_batch(self, groups: Sequence[RolloutGroup], version: int) -> Batch:
         if self._run.training.shuffle_rewards:
-            draw = random_of(self._run.seed, Stream.REWARD_SHUFFLE, version)
+            draw = make_random(self._run.seed, Stream.REWARD_SHUFFLE, version)
             groups = shuffle_rewards(groups, draw)
         return make_batch(groups, self._run.algorithm)
 
@@ -112,7 +112,7 @@ class RemoteBuffer:
 
     def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
         actor_class = ray.remote(**placement.beside_driver())(BufferActor)
-        self._actor: ActorHandle = actor_class.remote(run, given_functions())
+        self._actor: ActorHandle = actor_class.remote(run, registered_functions())
         self._timeout_s = run.training.idle_timeout_s
 
     def close(self) -> None:

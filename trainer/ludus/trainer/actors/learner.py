@@ -15,7 +15,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.core.functions import Function, take_functions
+from ludus.trainer.core.functions import Function, register_functions
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
 from ludus.trainer.learner.device import select_device
@@ -28,7 +28,7 @@ class LearnerActor:
     """One rank. Every call but `answer` and `rendezvous` must reach all ranks."""
 
     def __init__(self, rank: int, num_threads: int, functions: Mapping[str, Function]) -> None:
-        take_functions(functions)
+        register_functions(functions)
         torch.set_num_threads(num_threads)
         self._rank = rank
         self._timeout_s = 0.0

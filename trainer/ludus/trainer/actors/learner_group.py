@@ -16,7 +16,7 @@ from ludus.trainer.actors.cluster import while_waiting
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.placement import Placement
-from ludus.trainer.core.functions import given_functions
+from ludus.trainer.core.functions import registered_functions
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, gather_or_cancel, wait_with_limit
 from ludus.trainer.core.types import Coefficients, SavedFile, ScoringRequest
@@ -59,7 +59,7 @@ class LearnerGroup:
         config = self._config
         self._ranks = [
             ray.remote(**self._placement.of_rank(rank))(LearnerActor).remote(
-                rank, config.num_threads, given_functions()
+                rank, config.num_threads, registered_functions()
             )
             for rank in range(config.num_ranks)
         ]

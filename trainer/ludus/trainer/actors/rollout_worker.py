@@ -24,7 +24,7 @@ from ludus.proto.config import LanguageModelRun, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.agents.player import AgentPlayer
-from ludus.trainer.core.functions import Function, given_functions, take_functions
+from ludus.trainer.core.functions import Function, register_functions, registered_functions
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import (
@@ -34,7 +34,7 @@ from ludus.trainer.core.types import (
     RolloutGroup,
     RolloutStatus,
     Sampling,
-    lost_group,
+    make_lost_group,
 )
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.completions import Completions
@@ -64,7 +64,7 @@ class RolloutWorkerSpec:
     """Of the run's folder, which holds the model; None where it cannot but be seen."""
     number: int = 0
     """Tells workers apart."""
-    functions: Mapping[str, Function] = field(default_factory=given_functions)
+    functions: Mapping[str, Function] = field(default_factory=registered_functions)
     """What the configuration names and nobody can import."""
 
 
@@ -86,7 +86,7 @@ class RolloutWorkerActor:
         """
         if spec.token is not None:
             await asyncio.to_thread(spec.token.check)
-        take_functions(spec.functions)
+        register_functions(spec.functions)
         run = spec.run
         self._run = run
         self._weights = spec.weights
@@ -125,7 +125,7 @@ class RolloutWorkerActor:
             playing.cancel()
             # Their sessions are free before others begin.
             await asyncio.wait([playing])
-            return [lost_group(spec) for spec in specs]
+            return [make_lost_group(spec) for spec in specs]
         finally:
             abandoned.cancel()
 

@@ -39,7 +39,7 @@ from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
-from ludus.trainer.core.types import Completion, GroupSpec, Sampling, lost_group
+from ludus.trainer.core.types import Completion, GroupSpec, Sampling, make_lost_group
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
@@ -163,7 +163,7 @@ class RolloutWorkers:
             return refused
         except LOST:
             self._roster.leave(worker)
-            return await self.buffer.put([lost_group(group) for group in groups])
+            return await self.buffer.put([make_lost_group(group) for group in groups])
         finally:
             self._free(worker, len(groups))
 

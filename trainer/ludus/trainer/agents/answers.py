@@ -40,7 +40,7 @@ def read_answer(
     text = chat.decode(completion.token_ids)
     told, kept = _find_cut(text, asked)
     is_cut = told < len(text)
-    ran_out = not completion.stopped and not is_cut
+    ran_out = not completion.has_end_token and not is_cut
     if is_cut:
         completion = _first_tokens(chat, completion, text[:kept])
         text = text[:told]
@@ -102,5 +102,5 @@ def _first_tokens(chat: ChatTokenizer, completion: Completion, text: str) -> Com
         completion,
         token_ids=token_ids[:num],
         logprobs=completion.logprobs[:num],
-        stopped=False,
+        has_end_token=False,
     )

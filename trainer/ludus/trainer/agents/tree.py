@@ -213,7 +213,7 @@ class ConversationTree:
                 token_ids += chat.encode_rendered_completion(answer.text)
             else:
                 token_ids += sampled.token_ids
-            ended = sampled is None or sampled.stopped
+            ended = sampled is None or sampled.has_end_token
             token_ids += chat.next_prompt([one.plain for one in following], ended=ended)
         return token_ids
 

@@ -18,7 +18,7 @@ from ludus.trainer.classic.environments import VectorEnvironment
 from ludus.trainer.classic.playing import Playing
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.update import PpoUpdate, UpdateMetrics
-from ludus.trainer.core.streams import Stream, torch_seeded, training_seed
+from ludus.trainer.core.streams import Stream, training_seed, use_torch_stream
 
 _MAX_JUDGED = 32
 """Environments that an evaluation plays side by side."""
@@ -114,7 +114,7 @@ class Agent:
 
     def _shuffled(self, batch: Batch) -> Batch:
         """The batch with its rewards in another order: nothing is to be learned from it."""
-        with torch_seeded(self._seed, Stream.REWARD_SHUFFLE, self.num_updates):
+        with use_torch_stream(self._seed, Stream.REWARD_SHUFFLE, self.num_updates):
             order = torch.randperm(batch.num_steps).to(batch.rewards.device)
         rewards = batch.rewards.flatten()[order].view_as(batch.rewards)
         return replace(batch, rewards=rewards)
@@ -142,7 +142,7 @@ def judge(
     def choose(observations: np.ndarray, step: int) -> np.ndarray:
         noise = None
         if not is_greedy:
-            with torch_seeded(run_seed, Stream.NETWORK_EVALUATION, step):
+            with use_torch_stream(run_seed, Stream.NETWORK_EVALUATION, step):
                 noise = head.noise(1, environments.num)[0].to(policy.device)
         return head.to_environment(policy.act(observations, noise).cpu().numpy())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ludus.trainer.classic.playing import EndedEpisode, Played, Playing
 from ludus.trainer.classic.policy import Policy
-from ludus.trainer.core.streams import Stream, torch_seeded
+from ludus.trainer.core.streams import Stream, use_torch_stream
 
 OnStep = Callable[[np.ndarray, np.ndarray, Played], None]
 """Called with the observations acted on, the actions as the space has them, and the step."""
@@ -97,7 +97,7 @@ class Collector:
         return _batch(policy, seen, drawn, steps)
 
     def _noise(self, update: int, block: int) -> Tensor:
-        with torch_seeded(self._seed, Stream.NETWORK_SAMPLING, update, block):
+        with use_torch_stream(self._seed, Stream.NETWORK_SAMPLING, update, block):
             num_steps = min(_NOISE_STEPS, self._num_steps or _NOISE_STEPS)
             noise = self._policy.head.noise(num_steps, len(self._playing.observations))
         return noise.to(self._policy.device)

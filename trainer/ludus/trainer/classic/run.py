@@ -38,7 +38,7 @@ from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.rows import transcripts_of, values_of
 from ludus.trainer.classic.state import NetworkState, read_agent, write_agent
-from ludus.trainer.core.streams import Stream, torch_seeded
+from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.core.types import SavedFile
 from ludus.trainer.run.checkpoint import find_newest_checkpoint
 from ludus.trainer.run.folder import run_path
@@ -231,7 +231,7 @@ class OpenNetworkRun:
         environments, head = self._judged, self.policy.head
 
         def choose(observations: np.ndarray, step: int) -> np.ndarray:
-            with torch_seeded(self.run.seed, Stream.RANDOM_ACTIONS, step):
+            with use_torch_stream(self.run.seed, Stream.RANDOM_ACTIONS, step):
                 drawn = uniform_actions(environments.action_space, head, environments.num)
             return head.to_environment(drawn.numpy())
 
@@ -243,7 +243,7 @@ class OpenNetworkRun:
         begun_s = time.monotonic()
         with self._checkpoints.prepare(self.state.step) as folder:
             file = write_agent(folder, self.agent.state())
-            self._checkpoints.commit_local(folder, self.state, [SavedFile.of(file)])
+            self._checkpoints.commit_local(folder, self.state, [SavedFile.from_path(file)])
         self.metrics.log_checkpoint(self.state.step, time.monotonic() - begun_s)
 
     def _finish(self) -> Summary:
@@ -357,7 +357,7 @@ def make_policy(run: NetworkRun, environments: VectorEnvironment) -> Policy:
     """
     model = run.model
     seen, acts = environments.observation_space, environments.action_space
-    with torch_seeded(run.seed, Stream.NETWORK_WEIGHTS):
+    with use_torch_stream(run.seed, Stream.NETWORK_WEIGHTS):
         actor, critic = make_networks(model, seen, acts)
         return Policy(
             actor,

@@ -23,7 +23,7 @@ from ludus.trainer.algorithms.value_loss import squared_error
 from ludus.trainer.classic.adam import Adam
 from ludus.trainer.classic.collector import Batch
 from ludus.trainer.classic.policy import Moments, Policy
-from ludus.trainer.core.streams import Stream, torch_seeded
+from ludus.trainer.core.streams import Stream, use_torch_stream
 
 _STD_EPS = 1e-8
 _MOST_LOST_IN_A_ROW = 10
@@ -156,7 +156,7 @@ class PpoUpdate:
         if num_parts == 1:  # a mean has no order
             yield samples
             return
-        with torch_seeded(self._seed, Stream.NETWORK_ORDER, update, epoch):
+        with use_torch_stream(self._seed, Stream.NETWORK_ORDER, update, epoch):
             order = torch.randperm(size)
         for rows in order.to(self._policy.device).tensor_split(num_parts):
             yield samples.of(rows)

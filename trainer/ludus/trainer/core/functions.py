@@ -1,10 +1,10 @@
-"""The functions that a run's configuration names, wherever they come from.
+"""The functions that a run's configuration names.
 
-    "module:attribute"   imported, in every process of the run
-    "given:name"         handed over by the program that holds the run as an object; it travels to
-                         the run's processes by value, so a cell of a notebook will do
+    "module:attribute"   a function that every process of the run imports
+    "given:name"         a function that the program passed as an object; it travels to the run's
+                         processes by value, so that a function of a notebook works, too
 
-A configuration stays a file either way: it holds names.
+A configuration contains only names in both cases, so that it can be written to a file.
 """
 
 from __future__ import annotations
@@ -19,77 +19,82 @@ from ludus.proto.errors import ConfigError
 
 Function: TypeAlias = Callable[..., Any]
 
-_GIVEN = "given"
-_given: dict[str, Function] = {}
-"""By their paths. Like what is imported, it belongs to the process."""
+_REGISTERED_MODULE = "given"
+_registered: dict[str, Function] = {}
+"""Registered functions of this process, by their paths."""
 
 
 def import_object(path: str, field: str) -> Function:
-    """The callable named "module:attribute" in configuration field `field`.
+    """Return the callable "module:attribute" that configuration field `field` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such callable.
     """
     module_name, _, attribute = path.partition(":")
-    if module_name == _GIVEN:
-        return _find_given(path, field)
+    if module_name == _REGISTERED_MODULE:
+        return _find_registered(path, field)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or fix "
+            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or correct "
             "the name"
         ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise ConfigError(f"{field} = '{path}': '{module_name}' has no callable '{attribute}'")
-    return found
+    return function
 
 
-def name_of(function: Function) -> str:
-    """The path of a function: where it is imported from, or that of one that is given.
+def function_path(function: Function) -> str:
+    """Return the path of a function; register a function that cannot be imported.
 
-    The same function has the same path each time.
+    The same function always has the same path.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    loaded = sys.modules.get(module or "")
-    if module != "__main__" and loaded is not None and getattr(loaded, name, None) is function:
+    loaded_module = sys.modules.get(module or "")
+    if (
+        module != "__main__"
+        and loaded_module is not None
+        and getattr(loaded_module, name, None) is function
+    ):
         return f"{module}:{name}"
-    known = next((path for path, given in _given.items() if given is function), None)
-    return known or _give(function)
+    paths = (path for path, registered in _registered.items() if registered is function)
+    return next(paths, None) or _register(function)
 
 
-def given_functions() -> dict[str, Function]:
-    """All that this process was given, by path."""
-    return dict(_given)
+def registered_functions() -> dict[str, Function]:
+    """Return a copy of all registered functions, by path."""
+    return dict(_registered)
 
 
-def take_functions(given: Mapping[str, Function]) -> None:
-    """Know these functions from now on, by their paths."""
-    _given.update(given)
+def register_functions(functions: Mapping[str, Function]) -> None:
+    """Register functions by their paths in this process."""
+    _registered.update(functions)
 
 
-def forget_function(path: str) -> None:
-    """Know the function of that path no longer."""
-    _given.pop(path, None)
+def unregister_function(path: str) -> None:
+    """Remove a registered function, if there is one at this path."""
+    _registered.pop(path, None)
 
 
-def _give(function: Function) -> str:
-    plain = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_")
-    path = first = f"{_GIVEN}:{plain if plain.isidentifier() else 'function'}"
-    number = 1
-    while path in _given:
+def _register(function: Function) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    identifier = re.sub(r"\W+", "_", name).strip("_")
+    base_path = f"{_REGISTERED_MODULE}:{identifier if identifier.isidentifier() else 'function'}"
+    path, number = base_path, 1
+    while path in _registered:
         number += 1
-        path = f"{first}_{number}"
-    _given[path] = function
+        path = f"{base_path}_{number}"
+    _registered[path] = function
     return path
 
 
-def _find_given(path: str, field: str) -> Function:
-    if path not in _given:
+def _find_registered(path: str, field: str) -> Function:
+    if path not in _registered:
         raise ConfigError(
-            f"{field} = '{path}': the program that began this run handed that function over, and "
-            "no file has it; continue from such a program, with ludus.trainer.Trainer, or set "
+            f"{field} = '{path}': this function was passed by the program that started the run, "
+            "and is in no file; continue from that program with ludus.trainer.Trainer, or set "
             f"{field} to 'module:attribute'"
         )
-    return _given[path]
+    return _registered[path]

@@ -1,4 +1,4 @@
-"""The seams of the trainer: each is one or two verbs, with one real version per backend."""
+"""The interfaces between the parts of the trainer, each with one implementation per backend."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from ludus.trainer.core.types import Completion, Sampling, ScoringRequest, WeightManifest
 
 StateDict = Mapping[str, torch.Tensor]
-"""Full tensors on the CPU, by the names of the Hugging Face model."""
+"""Full tensors on the CPU, by their names in the Hugging Face model."""
 
 
 class GenerateFn(Protocol):
-    """Samples one completion; many calls at once become one batch.
+    """Samples one completion; concurrent calls become one batch.
 
-    The seed alone decides its random numbers, whatever else is sampled beside it.
+    The random numbers depend only on the seed, not on the other requests of the batch.
     """
 
     async def __call__(
@@ -33,61 +33,62 @@ class EngineRequest:
     prompt_ids: list[int]
     sampling: Sampling
     seed: int
-    """Decides its random numbers."""
+    """Seed of the request's random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """The finished answer to an EngineRequest."""
+    """The completion of an EngineRequest."""
 
     request_id: int
     token_ids: list[int]
     logprobs: list[float]
-    stopped: bool
+    has_end_token: bool
+    """False if the completion reached its maximum number of tokens."""
 
 
 class Engine(Protocol):
-    """What samples tokens. Not thread-safe: one thread owns it."""
+    """An inference engine. It is not thread-safe, so one thread owns it."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Take the request into the batch that runs; one that is refused harms no other."""
+        """Add a request to the running batch; a refused request does not affect the others."""
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Spend no more work on these requests, as far as they are known and not answered."""
+        """Cancel these requests; unknown and completed requests are ignored."""
 
     def step(self) -> list[EngineOutput]:
-        """What finished in one step of the batch; at least one step nearer to empty."""
+        """Advance the batch by one step and return the completed requests."""
 
     @property
     def has_work(self) -> bool:
         """True while a submitted request has no output yet."""
 
     def load_weights(self, state: StateDict) -> None:
-        """Sample with these weights from the next step on."""
+        """Use these weights from the next step on."""
 
-    def score(self, canary: ScoringRequest) -> list[float]:
-        """Log-probs of the canary prompt's completion under the weights that would sample now."""
+    def score(self, request: ScoringRequest) -> list[float]:
+        """Return the log-probs of the completion's tokens under the current weights."""
 
     def close(self) -> None:
-        """Free memory and processes."""
+        """Release memory and stop processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """A version that workers can fetch."""
+    """A weights version that workers can fetch."""
 
     manifest: WeightManifest
     location: Any
-    """Where the store keeps the bytes; only the store that published it can read it."""
+    """Location of the bytes, in a form that only the publishing store understands."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedWeights:
-    """A version as a worker got it, and what that took."""
+    """A weights version that a worker has fetched, and the cost of the fetch."""
 
     state: StateDict
-    """Nobody may write to these: the next version may build on them."""
+    """Read-only tensors, because the next version may be a difference from them."""
     num_bytes: int
-    """Fetched for it: fewer than the tensors have where differences travel."""
+    """Number of bytes fetched; less than the size of the tensors if differences were fetched."""
     fetch_s: float
-    """Including the check of all that was fetched."""
+    """Duration of the fetch, including the check of its bytes."""

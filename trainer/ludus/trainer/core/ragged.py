@@ -1,4 +1,4 @@
-"""Rows of different lengths in one array, so that thousands of them travel as two buffers."""
+"""Rows of different lengths in one array, so that thousands of rows travel as two buffers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class Ragged(Sequence[np.ndarray]):
     """A sequence of one-dimensional arrays; each is a view of `values`."""
 
     values: np.ndarray
-    """[all rows] one row after the other."""
+    """[total length] all rows, concatenated."""
     ends: np.ndarray
-    """int64 [R] one past the last value of each row."""
+    """int64 [R] index after the last value of each row."""
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: DTypeLike) -> Ragged:
-        """The rows, as `dtype`."""
+    def from_rows(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: DTypeLike) -> Ragged:
+        """Build a Ragged from rows, converted to `dtype`."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
         return cls(values, np.cumsum([len(array) for array in arrays], dtype=np.int64))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [R], values in each row."""
+        """int64 [R] number of values in each row."""
         return np.diff(self.ends, prepend=0)
 
     def __len__(self) -> int:
-        """R."""
+        """Return the number of rows, R."""
         return len(self.ends)
 
     @overload
@@ -43,15 +43,15 @@ class Ragged(Sequence[np.ndarray]):
 
     def __getitem__(self, row: int | slice) -> np.ndarray | list[np.ndarray]:
         if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+            return [self[index] for index in range(*row.indices(len(self)))]
         if not -len(self) <= row < len(self):
-            raise IndexError(f"expected a row below {len(self)}, got {row}")
+            raise IndexError(f"row must be below {len(self)}, got {row}")
         row %= len(self)
         start = self.ends[row - 1] if row else 0
         return self.values[start : self.ends[row]]
 
     def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The values of these rows, one row after the other."""
+        """Return the values of these rows, concatenated."""
         if len(rows) == 0:
             return self.values[:0]
         return np.concatenate([self[row] for row in rows])

@@ -1,13 +1,13 @@
-"""Where every random number of a run comes from: a stream for each purpose, and keys in it.
+"""The random numbers of a run: a stream for each purpose, and keys within a stream.
 
     run seed, purpose --SeedSequence--> root of the stream --mix(counters)--> key
     key, turn ------------------------------------------------------mix-----> key of a request
-    key of a request, position in the answer --uniforms--> one random number
+    key of a request, position in the completion --draw_uniforms--> one random number
 
-Two purposes share no number, whatever their counters: their roots are what numpy's
-`SeedSequence.spawn` gives to two children, https://numpy.org/doc/stable/reference/random/parallel.html
-Nothing here keeps a state: what else is drawn, and in which order, changes nothing. What draws
-random numbers in the trainer takes them from here (`tests/house/test_streams.py`).
+Streams of different purposes are independent, whatever their counters. Their roots are children
+of numpy's `SeedSequence.spawn`, https://numpy.org/doc/stable/reference/random/parallel.html
+This module keeps no state, so that other draws and their order do not matter. All code of the
+trainer that draws random numbers uses it (`tests/house/test_streams.py`).
 """
 
 from __future__ import annotations
@@ -24,137 +24,140 @@ import torch
 from ludus.proto.seeds import FIRST_WARM_START_SEED
 
 VERSION = 1
-"""Another one gives other random numbers: a run does not go on under it (`checkpoint.py`)."""
+"""Version of the streams. A run cannot resume under another version (`run/checkpoint.py`)."""
 
 
 @unique
 class Stream(IntEnum):
-    """What random numbers are drawn for.
+    """A purpose for which random numbers are drawn.
 
-    A purpose keeps its number for ever, and the number of one that is gone is not given again:
-    numbers that move are other random numbers, and need another VERSION.
+    The number of a purpose never changes and is never reused, because other numbers give other
+    random numbers and need a new VERSION.
     """
 
     INITIAL_WEIGHTS = 1
-    """Of a tiny model."""
+    """Initial weights of a tiny model."""
     LEARNER = 2
-    """Whatever a learner rank draws: a value head and adapters begin at random."""
+    """Draws of a learner rank: the initial value head and adapters."""
     WARM_START_EPISODE = 3
-    """Seeds of environments. Counters: place of the environment in the run, game."""
+    """Environment seeds of the warm start. Counters: index of the environment, episode."""
     WARM_START_ANSWER = 4
-    """Counters: place of the environment, game."""
+    """Random answers of the warm start. Counters: index of the environment, episode."""
     WARM_START_ORDER = 5
-    """In which the games are learned from."""
+    """Order of the episodes in the warm start's training."""
     TRAINING_EPISODE = 6
-    """Seeds of environments. Counters: index of the group, number in it."""
+    """Environment seeds of training. Counters: index of the group, episode in the group."""
     TRAINING_SAMPLING = 7
-    """Counters: index of the group, number in it."""
+    """Sampling in training. Counters: index of the group, episode in the group."""
     EVALUATION_SAMPLING = 8
-    """Counters: place of the environment, seed of the episode."""
+    """Sampling in evaluations. Counters: index of the environment, seed of the episode."""
     ANSWER = 9
-    """To messages of the user's own. Counters: the user's seed, number of the answer."""
+    """Completions for a program. Counters: the program's seed, index of the completion."""
     REWARD_SHUFFLE = 10
-    """Counter: version of the policy."""
+    """Shuffled rewards of the control experiment. Counter: policy version."""
     TRANSCRIPT = 11
-    """Which groups are written down. Counter: block, of as many groups as a step trains on."""
+    """Choice of the groups with transcripts. Counter: block of one batch of groups."""
     REWARD_MODEL = 20
-    """What the training of a reward model draws: the head's first weights, dropout."""
+    """Draws of a reward model's training: the initial head, dropout."""
     REWARD_MODEL_SPLIT = 21
-    """Which comparisons are held out."""
+    """Choice of the held-out comparisons."""
     REWARD_MODEL_ORDER = 22
-    """In which they are learned from. Counter: epoch."""
+    """Order of the comparisons. Counter: epoch."""
     PROBLEM_SPLIT = 30
-    """Which of an environment's problems are held back."""
+    """Choice of an environment's held-out problems."""
     REPLAY_BUFFER = 60
-    """Which episodes a part's replay buffer gives out; runs have no such draw."""
+    """Choice of episodes in the replay buffer of Forge's API; runs do not use it."""
 
     NETWORK_WEIGHTS = 40
-    """Initial ones of a network."""
+    """Initial weights of a network."""
     NETWORK_SAMPLING = 41
     """Actions of a network. Counters: update, block of steps."""
     NETWORK_ORDER = 42
-    """Of the steps in an update. Counters: update, pass."""
+    """Order of the steps in an update. Counters: update, pass."""
     NETWORK_EVALUATION = 43
     """Actions of a network in an evaluation. Counter: step."""
     RANDOM_ACTIONS = 44
-    """Of the random policy that a network is compared with. Counter: step."""
+    """Actions of the random policy that a network is compared with. Counter: step."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_64_BITS = 2**64
+_MODULUS = 2**64
 
 
-def key_of(run_seed: int, stream: Stream, *counters: int) -> int:
-    """A key of 63 bits; keys that differ anywhere, in length too, are unrelated."""
+def derive_key(run_seed: int, stream: Stream, *counters: int) -> int:
+    """Return a 63-bit key; different counters or numbers of counters give independent keys."""
     return mix(_root(run_seed, stream), *counters)
 
 
 def mix(key: int, *counters: int) -> int:
-    """A key below `key`, of 63 bits; counters that differ anywhere give unrelated ones.
+    """Derive a 63-bit key from a key and counters; different counters give independent keys.
 
-    Each counter, up to 64 bits, is taken in by splitmix64: https://prng.di.unimi.it/splitmix64.c
+    Each counter of up to 64 bits is mixed in by splitmix64: https://prng.di.unimi.it/splitmix64.c
     """
     value = 0
     for counter in (key, *counters):
-        value = _finalised((value ^ counter % _64_BITS) + _GOLDEN)
+        value = _finalize((value ^ counter % _MODULUS) + _GOLDEN)
     return value >> 1
 
 
-def random_of(run_seed: int, stream: Stream, *counters: int) -> random.Random:
-    """A generator of Python's own, which draws from the stream."""
-    return random.Random(key_of(run_seed, stream, *counters))
+def make_random(run_seed: int, stream: Stream, *counters: int) -> random.Random:
+    """Return a generator of Python's `random` that draws from the stream."""
+    return random.Random(derive_key(run_seed, stream, *counters))
 
 
 def seed_torch(run_seed: int, stream: Stream, *counters: int) -> None:
-    """Let torch draw from the stream, in this process."""
-    torch.manual_seed(key_of(run_seed, stream, *counters))
+    """Seed torch's generators in this process from the stream."""
+    torch.manual_seed(derive_key(run_seed, stream, *counters))
 
 
 @contextmanager
-def torch_seeded(run_seed: int, stream: Stream, *counters: int) -> Iterator[None]:
-    """Let torch draw from the stream on the CPU within the block, and go on as before afterwards.
+def use_torch_stream(run_seed: int, stream: Stream, *counters: int) -> Iterator[None]:
+    """Let torch draw from the stream on the CPU within the block; restore its state afterwards.
 
-    Only the CPU's generator is seeded: torch.manual_seed keeps a call, with a traceback that takes
-    longer than a small network's update, for each kind of device that has not been used yet.
+    Only the CPU's generator is seeded. For each unused kind of device, torch.manual_seed stores a
+    call with a traceback, which takes longer than the update of a small network.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key_of(run_seed, stream, *counters))
+        torch.default_generator.manual_seed(derive_key(run_seed, stream, *counters))
         yield
 
 
 def training_seed(run_seed: int, index: int, number: int) -> int:
-    """The seed of an episode of group `index`: below 2**30."""
-    return key_of(run_seed, Stream.TRAINING_EPISODE, index, number) % _NUM_SEEDS
+    """Return the environment seed of an episode of group `index`, below 2**30."""
+    return derive_key(run_seed, Stream.TRAINING_EPISODE, index, number) % _NUM_SEEDS
 
 
-def warm_start_seed(run_seed: int, place: int, game: int) -> int:
-    """The seed of a game of the warm start: from 2**30, below 2**31, where evaluations begin."""
-    key = key_of(run_seed, Stream.WARM_START_EPISODE, place, game)
+def warm_start_seed(run_seed: int, environment_index: int, episode: int) -> int:
+    """Return the environment seed of a warm-start episode, from 2**30 to 2**31 - 1.
+
+    Seeds of evaluations start at 2**31.
+    """
+    key = derive_key(run_seed, Stream.WARM_START_EPISODE, environment_index, episode)
     return _NUM_SEEDS + key % _NUM_SEEDS
 
 
-def uniforms(keys: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """[N] float32 in [0, 1): the number at each key's position, from splitmix64's stream."""
+def draw_uniforms(keys: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Return float32 [N] in [0, 1), the number at each key's position of splitmix64's stream."""
     position = np.asarray(positions, dtype=np.uint64) + np.uint64(1)
     value = np.asarray(keys, dtype=np.uint64) + position * np.uint64(_GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
     value ^= value >> np.uint64(31)
-    # The 24 highest bits are what a float32 below 1 can hold.
+    # A float32 below 1 has a precision of 24 bits.
     return (value >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 @lru_cache(maxsize=256)
 def _root(run_seed: int, stream: Stream) -> int:
-    """64 bits; computed once, since it takes ten times as long as to mix a counter in."""
+    """Return 64 bits, cached because they take ten times as long as mixing in a counter."""
     sequence = np.random.SeedSequence(run_seed, spawn_key=(stream,))
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def _finalised(value: int) -> int:
-    value %= _64_BITS
-    value = ((value ^ (value >> 30)) * _FIRST) % _64_BITS
-    value = ((value ^ (value >> 27)) * _SECOND) % _64_BITS
+def _finalize(value: int) -> int:
+    value %= _MODULUS
+    value = ((value ^ (value >> 30)) * _FIRST) % _MODULUS
+    value = ((value ^ (value >> 27)) * _SECOND) % _MODULUS
     return value ^ (value >> 31)

@@ -1,21 +1,21 @@
 """The types of the training plane, one per stage.
 
-    Completion   what the generator sampled for one prompt
-        |        + the prompt that led to it
+    Completion   sampled for one prompt
+        |        + the prompt
         v
-    Turn         one decision: prompt tokens added, tokens sampled
-        |        joined by the episode, scored by the environment
+    Turn         one decision: new prompt tokens and sampled tokens
+        |        joined by the episode, rewarded by the environment
         v
-    Rollout      one episode as one token sequence, with a mask and log-probs
-        |        G of them from the same seed
+    Rollout      one episode as a token sequence with mask and log-probs
+        |        G rollouts from the same seed
         v
     RolloutGroup
         |        rewards -> advantages
         v
     TrainingSample
-        |        B of them
+        |        B groups of samples
         v
-    Batch        what one training step consumes
+    Batch        the input of one training step
 
 Rollouts and batches hold arrays: a token takes nine bytes on its way, and thousands of them one
 call.
@@ -43,8 +43,8 @@ from ludus.proto.runs import Transcript
 from ludus.trainer.core.ragged import Ragged
 
 
-def _listed(dtype: DTypeLike) -> GetPydanticSchema:
-    """The schema of an array that is a list of numbers in files."""
+def _list_schema(dtype: DTypeLike) -> GetPydanticSchema:
+    """Return the schema of an array that is written to files as a list of numbers."""
     return GetPydanticSchema(
         lambda *_: core_schema.no_info_plain_validator_function(
             lambda values: np.asarray(values, dtype=dtype),
@@ -53,10 +53,10 @@ def _listed(dtype: DTypeLike) -> GetPydanticSchema:
     )
 
 
-class _Travels:
-    """Pickled as a call with its values: half the time of what a dataclass does by itself.
+class _FastPickle:
+    """Base class of dataclasses that pickle as a call with their values.
 
-    Thousands of these travel per second, from worker to buffer.
+    This takes half the time of a plain dataclass. Workers send thousands of them per second.
     """
 
     __slots__ = ()
@@ -68,68 +68,80 @@ class _Travels:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one completion."""
+    """The sampling parameters of one completion."""
 
     temperature: float
-    """0 takes the likeliest token."""
+    """Temperature; 0 selects the most likely token."""
     max_tokens: int
     top_p: float = 1.0
-    """Samples from the likeliest tokens that hold this probability."""
+    """Probability mass of the most likely tokens to sample from."""
     top_k: int = 0
-    """Samples from so many of the likeliest tokens; 0 from all."""
+    """Number of the most likely tokens to sample from; 0 means all."""
     min_p: float = 0.0
-    """Samples from tokens of at least this share of the likeliest token's probability."""
+    """Minimum probability of a token, relative to the most likely token."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that the prompt or the answer has already, and
-    multiplies the negative ones; 1 leaves them alone."""
+    """Factor for tokens that already occurred in the prompt or the completion. It divides positive
+    logits and multiplies negative ones; 1 has no effect."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no distribution: in an engine it would fail all requests beside it.
+        """Check the bounds of all fields.
+
+        An engine would fail all requests of a batch that contains an invalid one.
 
         Raises:
             ConfigError: a field is not a number within its bounds.
         """
-        for name, (kind, least, most, said) in _BOUNDS_OF_SAMPLING.items():
+        for name, (kind, lower, upper, description) in _SAMPLING_BOUNDS.items():
             value = getattr(self, name)
             is_number = isinstance(value, kind) and not isinstance(value, bool)
             is_greedy = name == "temperature" and value == 0
-            if not is_number or not (is_greedy or least <= value <= most):
-                raise ConfigError(f"{name} = {value!r:.60} expected {said}")
+            if not is_number or not (is_greedy or lower <= value <= upper):
+                raise ConfigError(f"{name} must be {description}, got {value!r:.60}")
 
     @property
     def is_plain(self) -> bool:
-        """True where nothing but the temperature stands between logits and probabilities."""
-        return not self.cuts_off and self.repetition_penalty == 1
+        """True if only the temperature changes the distribution."""
+        return not self.excludes_tokens and self.repetition_penalty == 1
 
     @property
-    def cuts_off(self) -> bool:
-        """True where some tokens can never be drawn."""
+    def excludes_tokens(self) -> bool:
+        """True if some tokens can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-_LEAST, _MOST = 1e-6, 1e6
-"""What is closer to 0 is 0 in the arithmetic of an engine, or divides by it."""
-_BOUNDS_OF_SAMPLING: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (Real, _LEAST, _MOST, f"0, or a number from {_LEAST:g} to {_MOST:g}"),
+_MIN, _MAX = 1e-6, 1e6
+"""Bounds of positive parameters, outside of which an engine computes 0 or infinity."""
+_SAMPLING_BOUNDS: Mapping[str, tuple[type, float, float, str]] = {
+    "temperature": (
+        Real,
+        _MIN,
+        _MAX,
+        f"0, or a number from {_MIN:g} to {_MAX:g}",
+    ),
     "max_tokens": (Integral, 1, math.inf, "a whole number of 1 or more"),
-    "top_p": (Real, _LEAST, 1.0, f"a number from {_LEAST:g} to 1"),
+    "top_p": (Real, _MIN, 1.0, f"a number from {_MIN:g} to 1"),
     "top_k": (Integral, 0, math.inf, "a whole number of 0 or more"),
     "min_p": (Real, 0.0, 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (Real, _LEAST, _MOST, f"a number from {_LEAST:g} to {_MOST:g}"),
+    "repetition_penalty": (
+        Real,
+        _MIN,
+        _MAX,
+        f"a number from {_MIN:g} to {_MAX:g}",
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the generator sampled for one prompt; the end token is part of it."""
+    """The tokens sampled for one prompt, including the end token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of the sampled tokens, under the distribution that they were drawn from."""
+    """Log-probs of the sampled tokens, under the distribution that they were sampled from."""
     policy_version: int
-    """Version of the weights that sampled the first token."""
-    stopped: bool
-    """True when it ended with an end token, False when it ran out of tokens."""
+    """Weights version that sampled the first token."""
+    has_end_token: bool
+    """False if the completion reached its maximum number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,64 +149,64 @@ class Turn:
     """One decision of an episode."""
 
     prompt_ids: list[int]
-    """Tokens added since the turn before: never sampled, never trained on."""
+    """Tokens added since the previous turn; they are not sampled, so they are not trained on."""
     completion: Completion
     reward: float = 0.0
-    """What the environment paid for it."""
+    """Reward of the environment for this turn."""
     token_rewards: tuple[float, ...] = ()
-    """What it paid for each sampled token, where it pays for tokens; the reward is their sum."""
+    """Reward of each sampled token, whose sum is `reward`; empty if tokens have no own rewards."""
 
 
 class RolloutStatus(StrEnum):
-    """How an episode ended."""
+    """The status of a finished episode."""
 
     TERMINATED = "terminated"
     TRUNCATED = "truncated"
-    """A limit outside the rules: turns, tokens, or the environment's own."""
+    """A limit cut the episode off: turns, tokens, or a limit of the environment."""
     INVALID_ACTION = "invalid_action"
-    """The text was no action."""
+    """A completion was not a valid action."""
     LOST = "lost"
-    """Infrastructure failed: void, not a loss."""
+    """The infrastructure ended the episode, so it is void."""
     FAILED = "failed"
-    """Code failed, the environment's, the engine's or the run's own: void, too."""
+    """Code of the environment, the engine or the run raised an error, so the episode is void."""
 
     @property
     def is_void(self) -> bool:
-        """True when nothing may be learned from the episode."""
+        """True if the episode must not be trained on."""
         return self in (RolloutStatus.LOST, RolloutStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSpan(_Travels):
-    """Where a turn's sampled tokens stand in its sequence, and what they earned."""
+class TurnSpan(_FastPickle):
+    """The positions of a turn's sampled tokens in its sequence, and their reward."""
 
     start: int
-    """Position of the first."""
+    """Position of the first sampled token."""
     end: int
-    """One past the last."""
+    """Position after the last sampled token."""
     reward: float
-    """What the environment paid for the turn."""
+    """Reward of the environment for the turn."""
     token_rewards: tuple[float, ...] = ()
-    """What it paid for each token, where it pays for tokens; else all stands on the last."""
+    """Reward of each sampled token; if empty, the last token gets the whole reward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """Turns as the policy saw them: one growing text, token by token.
+    """Turns as one sequence of tokens, as the policy sees it.
 
     Example, two turns (prompt p, sampled s): token_ids = p p p s s p p s s,
     loss_mask = F F F T T F F T T.
     """
 
-    token_ids: Annotated[np.ndarray, _listed(np.int32)]
+    token_ids: Annotated[np.ndarray, _list_schema(np.int32)]
     """int32 [T]"""
-    logprobs: Annotated[np.ndarray, _listed(np.float32)]
-    """float32 [T] of the sampler, 0 where not sampled."""
+    logprobs: Annotated[np.ndarray, _list_schema(np.float32)]
+    """float32 [T] log-probs at sampling time; 0 for tokens that were not sampled."""
     turns: tuple[TurnSpan, ...]
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """bool [T], True = sampled by the policy."""
+        """bool [T] True for tokens that the policy sampled."""
         mask = np.zeros(len(self.token_ids), dtype=np.bool_)
         for turn in self.turns:
             mask[turn.start : turn.end] = True
@@ -204,71 +216,73 @@ class TokenSequence:
         return isinstance(other, TokenSequence) and self.__reduce__() == other.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ray sends every array as a buffer of its own, which costs more than a short one holds.
-        return _unpacked, (self.token_ids.tobytes(), self.logprobs.tobytes(), self.turns)
+        # Ray sends each array as a separate buffer, which is expensive for short arrays.
+        return _unpack_sequence, (self.token_ids.tobytes(), self.logprobs.tobytes(), self.turns)
 
 
-def _unpacked(token_ids: bytes, logprobs: bytes, turns: tuple[TurnSpan, ...]) -> TokenSequence:
+def _unpack_sequence(
+    token_ids: bytes, logprobs: bytes, turns: tuple[TurnSpan, ...]
+) -> TokenSequence:
     return TokenSequence(
         np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), turns
     )
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTerm(_Travels):
-    """One term of an episode's reward, before its weight."""
+class ScoredTerm(_FastPickle):
+    """One term of an episode's reward, before it is weighted."""
 
     name: str
     value: float | None
-    """None = it could not be scored."""
+    """Value of the term; None if it could not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(_Travels):
-    """One episode as the policy saw it."""
+class Rollout(_FastPickle):
+    """One episode as token sequences with a reward."""
 
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     seed: int
     sequences: tuple[TokenSequence, ...]
-    """One; more where the chat template takes earlier thoughts out again, or an agent's history
-    branches: one for each end. Each sampled token is in the turns of one of them."""
+    """One sequence, or several if the chat template removes earlier thoughts or an agent's history
+    branches. Each sampled token belongs to a turn of exactly one sequence."""
     reward: float | None
-    """What is learned from: the weighted sum of the terms; None = it could not be scored."""
+    """Weighted sum of the terms, which is trained on; None if it could not be computed."""
     episode_return: float | None
-    """What the environment paid in all; None when that is unknown."""
+    """Sum of the environment's rewards; None if it is unknown."""
     terms: tuple[ScoredTerm, ...]
     status: RolloutStatus
     policy_version: int
-    """Oldest version of the weights that sampled any of its tokens."""
+    """Oldest weights version that sampled any of the tokens."""
     failure: str = ""
-    """What made it void, or a term of its reward unknown; empty where nothing failed."""
+    """Reason why the episode is void or a reward term is unknown; empty if nothing failed."""
     num_tool_calls: int = 0
-    """The failed ones included."""
+    """Number of tool calls, including failed ones."""
     num_tool_calls_failed: int = 0
-    """That returned an error, or that could not be read or made."""
+    """Number of tool calls that returned an error, or could not be parsed or made."""
     success: bool | None = None
-    """What the environment said of it, by which wins are counted; None where it said nothing."""
+    """Success as the environment reports it; None if it reports nothing."""
     num_branches: int = 0
-    """Sequences that begin where another one went on: what agents do with their history."""
+    """Number of sequences that branch off another one, because an agent changed its history."""
     agent_died: bool = False
-    """True where it is void because its agent failed, or did not end in time."""
+    """True if the episode is void because its agent failed or did not finish in time."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
-        """The turns of all sequences, in order."""
+        """Turns of all sequences, in order."""
         return tuple(turn for sequence in self.sequences for turn in sequence.turns)
 
     @property
     def num_tokens_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(turn.end - turn.start for turn in self.turns)
 
 
 def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequence:
-    """The turns as one sequence, with `rest_ids` (never sampled) after the last.
+    """Join turns to one sequence, followed by `rest_ids`, which were not sampled.
 
-    The rest is what a truncated episode showed last: the value of that state stands there.
+    The rest is the last observation of a truncated episode, whose value the critic predicts.
     """
     token_ids: list[int] = []
     logprobs: list[float] = []
@@ -289,22 +303,22 @@ def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequ
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A group to be played."""
+    """The specification of a group to play."""
 
     index: int
-    """Counts the groups of a run; seeds follow from it."""
+    """Index of the group in the run, from which its seeds are derived."""
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     seeds: tuple[int, ...]
-    """[G] one per episode; all equal in a same-seed group."""
+    """[G] seed of each episode; all equal in a same-seed group."""
     num_replaced: int = 0
-    """Groups in a row that taught nothing, and whose place this one has."""
+    """Number of consecutive zero-variance or void groups that this group replaces."""
     num_lost: int = 0
-    """Groups in a row that were lost on the same task of a data set."""
+    """Number of consecutive lost groups on the same task of a data set."""
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutGroup(_Travels):
+class RolloutGroup(_FastPickle):
     """The episodes of one group."""
 
     index: int
@@ -312,32 +326,32 @@ class RolloutGroup(_Travels):
     rollouts: tuple[Rollout, ...]
     """[G]"""
     transcripts: tuple[Transcript, ...] = ()
-    """What was said in some of them, for people to read."""
+    """Transcripts of some of the episodes."""
 
     @property
     def rewards(self) -> list[float | None]:
-        """[G] rewards; None = could not be scored."""
+        """[G] rewards; None for episodes without a reward."""
         return [rollout.reward for rollout in self.rollouts]
 
     @property
     def num_lost(self) -> int:
-        """Episodes that infrastructure voided."""
+        """Number of episodes that the infrastructure ended."""
         return sum(rollout.status is RolloutStatus.LOST for rollout in self.rollouts)
 
     @property
     def policy_version(self) -> int:
-        """Oldest version of the weights that sampled any of its tokens."""
+        """Oldest weights version that sampled any of the tokens."""
         return min(r.policy_version for r in self.rollouts if r.reward is not None)
 
     @property
     def has_zero_variance(self) -> bool:
-        """True when the rewards teach nothing: fewer than two scored, or all exactly equal."""
-        scored = {reward for reward in self.rewards if reward is not None}
-        return len(scored) < 2
+        """True if fewer than two episodes have a reward, or all rewards are equal."""
+        distinct_rewards = {reward for reward in self.rewards if reward is not None}
+        return len(distinct_rewards) < 2
 
 
-def lost_group(spec: GroupSpec, reason: str = "its rollout worker ended") -> RolloutGroup:
-    """The group of which nothing came back."""
+def make_lost_group(spec: GroupSpec, reason: str = "its rollout worker died") -> RolloutGroup:
+    """Return a group whose episodes are all lost."""
     lost, name = RolloutStatus.LOST, spec.environment
     rollouts = [Rollout(name, seed, (), None, None, (), lost, 0, reason) for seed in spec.seeds]
     return RolloutGroup(spec.index, name, tuple(rollouts))
@@ -354,66 +368,66 @@ class TrainingSample:
     rollout_logprobs: Sequence[float] | np.ndarray
     """[T]"""
     advantages: Sequence[float] | np.ndarray
-    """[T] 0 where not sampled; all 0 where the learner's critic finds them."""
+    """[T] 0 for tokens that were not sampled; all 0 if the learner computes them from a critic."""
     rewards: Sequence[float] | np.ndarray
-    """[T] 0 but on the last token of each turn, unless each token has its own."""
+    """[T] reward of a turn at its last token and 0 elsewhere, unless each token has a reward."""
     terminated: bool
-    """False when the episode was cut off: more reward could have followed."""
+    """False if the episode was cut off, so that more reward could have followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one training step consumes.
+    """The input of one training step.
 
-    Samples of the same token sequence share one row of `sequences`: the model computes it
-    once, the loss counts each sample.
+    Samples of the same token sequence share one row of `sequences`. The model evaluates the row
+    once, and the loss counts each sample.
     """
 
     sequences: Ragged
-    """[U] int64 arrays [T], no two equal."""
+    """[U] int64 arrays [T], all distinct."""
     sequence_of_sample: np.ndarray
     """int64 [N] row of `sequences` for each sample."""
     loss_masks: Ragged
-    """[U] bool arrays [T]; equal tokens have equal masks, since masks follow from the turns."""
+    """[U] bool arrays [T]; samples with equal tokens have equal masks."""
     rollout_logprobs: Ragged
     """[N] float32 arrays [T]."""
     advantages: Ragged
-    """[N] float32 arrays [T], 0 where not sampled."""
+    """[N] float32 arrays [T], 0 for tokens that were not sampled."""
     rewards: Ragged
-    """[N] float32 arrays [T], 0 but on the last token of each turn, unless each has its own."""
+    """[N] float32 arrays [T], as in TrainingSample."""
     terminated: np.ndarray
     """bool [N]"""
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Number of samples, N."""
         return len(self.sequence_of_sample)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Sampled tokens over all samples."""
+        """Number of sampled tokens in all samples."""
         return int(self.num_sampled[self.sequence_of_sample].sum())
 
     @property
     def num_sampled(self) -> np.ndarray:
-        """int64 [U] sampled tokens of each sequence."""
+        """int64 [U] number of sampled tokens of each sequence."""
         return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the optimizer and the loss use in one training step."""
+    """The coefficients of the optimizer and the loss in one training step."""
 
     learning_rate: float
     entropy: float
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     kl: float
-    """Weight of the divergence from the reference model."""
+    """Coefficient of the KL penalty against the reference model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequest:
-    """A prompt with a fixed answer, whose log-probs tell which weights a model holds."""
+    """A prompt and a completion whose log-probs are requested."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -421,7 +435,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a published version."""
+    """One tensor of a published weights version."""
 
     name: str
     dtype: str
@@ -433,30 +447,30 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What a version of the weights consists of, and how to tell that it arrived."""
+    """The tensors of a weights version, and the canary that proves its use."""
 
     version: int
     tensors: tuple[TensorEntry, ...]
     content_hash: str
-    """Over all names, shapes and checksums."""
+    """Hash of all names, shapes and checksums."""
     canary: tuple[ScoringRequest, ...]
     canary_logprobs: tuple[tuple[float, ...], ...]
-    """The learner's own answer to each canary prompt under these weights."""
+    """Log-probs of each canary completion, as the learner computed them with these weights."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors."""
         return sum(entry.num_bytes for entry in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file of a checkpoint, as the rank that wrote it sees it."""
+    """A file of a checkpoint, as reported by the rank that wrote it."""
 
     path: Path
     num_bytes: int
 
     @classmethod
-    def of(cls, path: Path) -> SavedFile:
-        """The file as it is now."""
+    def from_path(cls, path: Path) -> SavedFile:
+        """Build the record of an existing file."""
         return cls(path, path.stat().st_size)

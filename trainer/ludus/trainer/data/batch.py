@@ -83,16 +83,16 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
         if row == len(first):
             first.append(sample)
         sequence_of_sample.append(row)
-    loss_masks = Ragged.of((sample.loss_mask for sample in first), np.bool_)
-    advantages = Ragged.of((s.advantages for s in samples), np.float32)
+    loss_masks = Ragged.from_rows((sample.loss_mask for sample in first), np.bool_)
+    advantages = Ragged.from_rows((s.advantages for s in samples), np.float32)
     _check_advantages(advantages, loss_masks.take(sequence_of_sample))
     return Batch(
-        sequences=Ragged.of((sample.token_ids for sample in first), np.int64),
+        sequences=Ragged.from_rows((sample.token_ids for sample in first), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=loss_masks,
-        rollout_logprobs=Ragged.of((s.rollout_logprobs for s in samples), np.float32),
+        rollout_logprobs=Ragged.from_rows((s.rollout_logprobs for s in samples), np.float32),
         advantages=advantages,
-        rewards=Ragged.of((s.rewards for s in samples), np.float32),
+        rewards=Ragged.from_rows((s.rewards for s in samples), np.float32),
         terminated=np.array([s.terminated for s in samples], dtype=bool),
     )
 

@@ -9,7 +9,7 @@ from ludus.env import Message
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.processes import Workers
-from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Completion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.player import sampling_of
@@ -101,7 +101,7 @@ class Policy:
                 f"{sampling.max_tokens} tokens within rollout.max_tokens = {rollout.max_tokens}; "
                 "shorten the prompt, or lower max_tokens"
             )
-        keys = [key_of(self.run.seed, Stream.ANSWER, seed, number) for number in range(num)]
+        keys = [derive_key(self.run.seed, Stream.ANSWER, seed, number) for number in range(num)]
         await self.wait_for_weights()
         completions = await self.workers.complete(prompt_ids, sampling, keys)
         return [

@@ -40,7 +40,7 @@ from ludus.proto.runs import (
 )
 from ludus.trainer.checks.models import check_models
 from ludus.trainer.checks.names import check_names
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.driver.build import start_components, start_infrastructure
 from ludus.trainer.driver.loops.controller import Controller
@@ -367,7 +367,7 @@ def _replace_functions(value: Any, key: str = "") -> Any:
             _replace_functions(_name_reward_term(item) if key == "rewards" else item)
             for item in value
         ]
-    return name_of(value) if callable(value) else value
+    return function_path(value) if callable(value) else value
 
 
 def _name_reward_term(value: Any) -> Any:

@@ -246,7 +246,7 @@ class Learner:
         paths = sorted(folder.glob(f"__{self._rank}_*"))
         if self._rank == 0:
             paths.append(folder / ".metadata")
-        return [SavedFile.of(path) for path in paths]
+        return [SavedFile.from_path(path) for path in paths]
 
     def export_model(self, folder: Path) -> list[SavedFile]:
         """Save the policy from rank 0 as a Hugging Face folder, and return this rank's files.
@@ -273,7 +273,7 @@ class Learner:
             if self.model.critic is not None:
                 config = self.model.critic.classifier.config
                 _save_pretrained(config, tokenizer, critic, folder / _CRITIC_FOLDER)
-        return [SavedFile.of(path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        return [SavedFile.from_path(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, possibly with a different number of ranks.

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from ludus.env import Message
 from ludus.proto.config import TinyModel
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import TrainingSample
 from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import PolicyModel
@@ -55,7 +55,7 @@ def warm_start(
         max_lr=config.warm_start_learning_rate,
         total_steps=num_updates_per_epoch * config.warm_start_epochs,
     )
-    shuffler = random_of(seed, Stream.WARM_START_ORDER)
+    shuffler = make_random(seed, Stream.WARM_START_ORDER)
     losses: list[float] = []
     for _ in range(config.warm_start_epochs):
         order = shuffler.sample(range(len(samples)), len(samples))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.reward_model.preferences import Comparison, Said
 from ludus.trainer.reward_model.texts import Texts
 
@@ -119,7 +119,7 @@ def split(comparisons: ComparisonSet, test_size: float, seed: int) -> tuple[list
         groups[prompt].append(row)
     if num_prompts < _FEWEST_PROMPTS:
         groups = [[row] for row in range(num_rows)]
-    random_of(seed, Stream.REWARD_MODEL_SPLIT).shuffle(groups)
+    make_random(seed, Stream.REWARD_MODEL_SPLIT).shuffle(groups)
     test: list[int] = []
     train: list[int] = []
     for group in groups:
@@ -132,7 +132,7 @@ def epoch_batches(
     rows: Sequence[int], longest: np.ndarray, batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
     """The rows, once each, in batches whose rows are of similar length; the order is random."""
-    draw = random_of(seed, Stream.REWARD_MODEL_ORDER, epoch)
+    draw = make_random(seed, Stream.REWARD_MODEL_ORDER, epoch)
     order = draw.sample(rows, len(rows))
     batches: list[list[int]] = []
     pool_size = batch_size * _BATCHES_IN_POOL

@@ -236,7 +236,7 @@ class Conversation:
                 completion,
                 token_ids=completion.token_ids[: len(rewards)],
                 logprobs=completion.logprobs[: len(rewards)],
-                stopped=False,
+                has_end_token=False,
             )
             self.messages[self.answered[-1]]["content"] = self._chat.decode(completion.token_ids)
         sequence.turns[-1] = replace(
@@ -328,7 +328,7 @@ class Conversation:
         if not self.num_turns:
             return chat.first_prompt(self._waiting, self._tools)
         if chat.keeps_thoughts:
-            return chat.next_prompt(self._waiting, ended=last.turns[-1].completion.stopped)
+            return chat.next_prompt(self._waiting, ended=last.turns[-1].completion.has_end_token)
         if not last.turns:  # begun again when somebody asked for room
             self._sequences.pop()
             last = self._sequences[-1]

@@ -36,7 +36,7 @@ from ludus.proto.errors import (
     UserError,
 )
 from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.models.chat import ChatTokenizer
@@ -122,7 +122,7 @@ class Player:
             seed: played again, it samples the same answers.
             sampling: but for its `max_tokens`: that is the environment's.
         """
-        key = key_of(self.run_seed, Stream.EVALUATION_SAMPLING, self.place, seed)
+        key = derive_key(self.run_seed, Stream.EVALUATION_SAMPLING, self.place, seed)
         try:
             async with asyncio.timeout(self.limits.group_timeout_s) as limit:
                 return (await self.play_alone(seed, sampling, key)).rollout

@@ -200,7 +200,7 @@ class Generator:
             if pending is None or pending.future.done():
                 continue
             pending.future.set_result(
-                Completion(output.token_ids, output.logprobs, pending.version, output.stopped)
+                Completion(output.token_ids, output.logprobs, pending.version, output.has_end_token)
             )
 
     def _refuse(self, request_id: int, error: Exception) -> None:

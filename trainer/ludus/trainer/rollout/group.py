@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ludus.proto.runs import Transcript
-from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
@@ -93,7 +93,7 @@ def _opens_together(player: Player, spec: GroupSpec) -> bool:
 def group_keys(run_seed: int, spec: GroupSpec) -> list[int]:
     """One per episode: a group that is played again, and no other, samples the same."""
     stream = Stream.TRAINING_SAMPLING
-    return [key_of(run_seed, stream, spec.index, number) for number in range(len(spec.seeds))]
+    return [derive_key(run_seed, stream, spec.index, number) for number in range(len(spec.seeds))]
 
 
 async def _play_together(

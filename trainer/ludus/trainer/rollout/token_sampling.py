@@ -35,7 +35,7 @@ def sample_tokens(
     is_greedy = temperature[:, 0] == 0
     logprobs = torch.log_softmax(logits / torch.where(temperature == 0, 1.0, temperature), dim=-1)
     # Greedy rows take the likeliest token, and report it as it is without a cut.
-    cut = [row for row, one in enumerate(samplings) if one.cuts_off and one.temperature > 0]
+    cut = [row for row, one in enumerate(samplings) if one.excludes_tokens and one.temperature > 0]
     if cut:
         logprobs[cut] = _cut_off(logprobs[cut], [samplings[row] for row in cut])
     token_ids = _draw(logprobs.exp(), uniforms)

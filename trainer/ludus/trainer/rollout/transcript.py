@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.rollout.conversation import Readable
 
@@ -27,7 +27,7 @@ def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: i
     """How many episodes of group `index` are written down: `per_step` of each B groups in a row."""
     of_each, of_some = divmod(per_step, groups_per_step)
     block, place = divmod(index, groups_per_step)
-    draw = random_of(run_seed, Stream.TRANSCRIPT, block)
+    draw = make_random(run_seed, Stream.TRANSCRIPT, block)
     chosen = draw.sample(range(groups_per_step), of_some)
     return of_each + (place in chosen)
 

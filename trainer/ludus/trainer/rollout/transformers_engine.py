@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.core.streams import uniforms
+from ludus.trainer.core.streams import draw_uniforms
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.token_sampling import sample_tokens
 
@@ -126,7 +126,7 @@ class TransformersEngine:
         # All of a batch have sampled equally many tokens.
         position = len(sequences[0].token_ids)
         seeds = [sequence.request.seed for sequence in sequences]
-        numbers = torch.from_numpy(uniforms(seeds, [position] * len(seeds))).to(self._device)
+        numbers = torch.from_numpy(draw_uniforms(seeds, [position] * len(seeds))).to(self._device)
         samplings = [sequence.request.sampling for sequence in sequences]
         if all(sampling.repetition_penalty == 1 for sampling in samplings):
             return sample_tokens(logits, samplings, numbers)

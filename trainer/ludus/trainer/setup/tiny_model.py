@@ -24,7 +24,7 @@ from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.notices import warn_user
-from ludus.trainer.core.streams import Stream, random_of, warm_start_seed
+from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
 from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
@@ -216,7 +216,7 @@ async def _play_episode(
     episode_index: int,
     agent: AgentGames | None,
 ) -> _WarmStartEpisode:
-    generator = random_of(run.seed, Stream.WARM_START_ANSWER, environment_index, episode_index)
+    generator = make_random(run.seed, Stream.WARM_START_ANSWER, environment_index, episode_index)
     seed = warm_start_seed(run.seed, environment_index, episode_index)
     open_session = partial(environment.client.open, seed=seed)
     session, first_result = await when_there_is_room(open_session, run.rollout.group_timeout_s)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.tools import environment_reward
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
 
 _NOT_HERE = frozenset({"trainer_state", "log_extra", "log_metric"})
@@ -50,7 +50,7 @@ def reward_terms(
         name = _free_name(term.pop("name", None), [one.get("name") for one in terms])
         terms.append({**term, "name": name, "weight": float(weight)})
     if rewarding is not None:
-        terms.append({"function": name_of(environment_reward), "name": rewarding})
+        terms.append({"function": function_path(environment_reward), "name": rewarding})
     return terms
 
 
@@ -79,7 +79,7 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
                 f"reward function '{called or function}' asks for '{missing[0]}', which {dataset} "
                 f"has not; expected columns out of {sorted(of_dataset | OWN_ARGUMENTS)}"
             )
-    return {"function": name_of(function), "name": called}
+    return {"function": function_path(function), "name": called}
 
 
 def _needed(function: Any, called: str) -> Set[str]:

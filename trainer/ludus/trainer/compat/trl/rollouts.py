@@ -9,7 +9,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.completions import generate_rollout_completions
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import Factory, Tool, ToolRollout, kind_of_factory
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.rollout.batch.completions import Prompt
 from ludus.trainer.rollout.batch.contract import form_of
 
@@ -42,7 +42,7 @@ def _checked(rollout_func: Any) -> Callable[..., Any]:
     """The function, which has one of TRL's forms."""
     if not callable(rollout_func):
         raise ConfigError(f"rollout_func expected a function, got {rollout_func!r:.80}")
-    form_of(rollout_func, name_of(rollout_func))
+    form_of(rollout_func, function_path(rollout_func))
     return rollout_func
 
 

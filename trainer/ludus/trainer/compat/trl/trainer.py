@@ -37,7 +37,7 @@ from ludus.trainer.compat.trl.run_settings import (
     run_settings,
 )
 from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
-from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.rollout.batch.function import GivenRollout
 from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
@@ -187,7 +187,7 @@ class GRPOTrainer:
                 "options": self._environment_options(),
                 "max_sessions": max(_MIN_SESSIONS, self._batches.num_groups * num_generations),
                 "max_turns": 1,
-                "rollout": f"trl:{name_of(GivenRollout(rollout, self.args))}",
+                "rollout": f"trl:{function_path(GivenRollout(rollout, self.args))}",
                 "rewards": rewards,
             },
             "eval": self._eval_settings(),

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from ludus.env import Message
 from ludus.proto.errors import RolloutFunctionError
 from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.streams import Stream, key_of, mix
+from ludus.trainer.core.streams import Stream, derive_key, mix
 from ludus.trainer.core.types import Completion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 
@@ -80,7 +80,7 @@ class Completions:
         self._chat = chat
         self._max_tokens = max_tokens
         self._keys_between_calls = (
-            key_of(run_seed, Stream.ANSWER, number, count) for count in itertools.count()
+            derive_key(run_seed, Stream.ANSWER, number, count) for count in itertools.count()
         )
         self._call: Call | None = None
 

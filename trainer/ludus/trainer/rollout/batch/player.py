@@ -22,7 +22,7 @@ from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import InfrastructureError, UserError
-from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import (
     GroupSpec,
     Rollout,
@@ -116,7 +116,7 @@ class BatchPlayer:
         return rollouts
 
     def _eval_key(self, seed: int) -> int:
-        return key_of(self._run.seed, Stream.EVALUATION_SAMPLING, self._place, seed)
+        return derive_key(self._run.seed, Stream.EVALUATION_SAMPLING, self._place, seed)
 
     async def _play(
         self, games: Sequence[_Game], sampling: Sampling, *, is_trained_on: bool

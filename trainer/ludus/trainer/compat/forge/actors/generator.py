@@ -18,7 +18,7 @@ from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
 from ludus.trainer.compat.forge.policy import own_words
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
-from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.driver.policy import PolicyCompletion
 from ludus.trainer.models.chat import ChatTokenizer
@@ -84,7 +84,9 @@ class Generator(ForgeActor):
         )
         prompt_ids = self._chat.encode(prompt)
         seed = words.get("seed", self.seed)
-        keys = [key_of(seed, Stream.ANSWER, call, number) for number in range(words.get("num", 1))]
+        keys = [
+            derive_key(seed, Stream.ANSWER, call, number) for number in range(words.get("num", 1))
+        ]
         said = await asyncio.gather(*(self._generator(prompt_ids, sampling, key) for key in keys))
         answers = [
             PolicyCompletion(self._chat.decode(one.token_ids), prompt_ids, one) for one in said

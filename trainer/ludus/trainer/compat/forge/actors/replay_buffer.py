@@ -9,7 +9,7 @@ from typing import Any
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, make_random
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ReplayBuffer(ForgeActor):
                 raise ConfigError(
                     f"ReplayBuffer({name}={value!r}) expected a whole number of {least} or more"
                 )
-        self._draw = random_of(self.seed, Stream.REPLAY_BUFFER)
+        self._draw = make_random(self.seed, Stream.REPLAY_BUFFER)
 
     @endpoint
     async def add(self, episode: Any) -> None:

@@ -41,6 +41,6 @@ class Completion:
             prompt_ids=torch.tensor(answer.prompt_ids, dtype=torch.long),
             token_ids=torch.tensor(said.token_ids, dtype=torch.long),
             logprobs=torch.tensor(said.logprobs, dtype=torch.float32),
-            stop_reason="stop" if said.stopped else "length",
+            stop_reason="stop" if said.has_end_token else "length",
             generator_version=said.policy_version,
         )

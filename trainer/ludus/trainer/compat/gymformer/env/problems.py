@@ -14,7 +14,7 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import number_in
-from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.reward_model.rows import rows_of
 
 _QUESTIONS = ("question", "problem", "prompt")
@@ -47,7 +47,7 @@ class Split:
         if not 0 <= test_share < 1:
             raise ConfigError(f"expected a test_split from 0 to below 1, got {test_share}")
         questions = list(dict.fromkeys(problem.question for problem in problems))
-        random_of(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
+        make_random(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
         held_back = set(questions[: round(test_share * len(questions))])
         train = tuple(one for one in problems if one.question not in held_back)
         if not train:
