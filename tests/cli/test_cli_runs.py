@@ -147,7 +147,7 @@ def test_resume_puts_a_new_job_in_the_old_ones_place(ludus: RunCli, cluster: Cal
     ended(cluster)
     old = cluster(job_of)["metadata"]["uid"]
     said = one_error(ludus("resume", "demo", "--set", "name=other"))
-    assert "a run is resumed under its own name 'demo'" in said
+    assert "a resumed run keeps its name 'demo'" in said
     outcome = ludus("resume", "demo", "--detach", "--set", "training.num_steps=9")
     assert outcome.code == 0, outcome.err
     assert cluster(job_of)["metadata"]["uid"] != old
@@ -197,7 +197,7 @@ def test_fetch_replaces_no_other_runs_results(ludus: RunCli, cluster: Call, tmp_
     Path("runs/demo").mkdir(parents=True)
     Path("runs/demo/config.json").write_text('{"name": "demo", "output_dir": "elsewhere"}')
     said = one_error(ludus("fetch", "demo"))
-    assert "'runs/demo' holds another run, one of elsewhere; name another folder" in said
+    assert "'runs/demo' contains another run, from elsewhere; choose another folder" in said
     assert [path.name for path in Path("runs").iterdir()] == ["demo"]
 
 
@@ -205,7 +205,7 @@ def test_fetch_of_a_run_that_left_nothing_says_so(ludus: RunCli, cluster: Call) 
     failed = Ran(err="there is no folder /runs/demo\n", code=1)
     cluster(lambda c: setattr(c.pods, "run", lambda pod, command: failed))
     running(ludus, cluster)
-    assert "run 'demo' has left nothing at /runs/demo" in one_error(ludus("fetch", "demo"))
+    assert "run 'demo' has no folder /runs/demo" in one_error(ludus("fetch", "demo"))
 
 
 def test_fetch_without_a_head_says_why_its_pod_does_not_start(
@@ -215,5 +215,5 @@ def test_fetch_without_a_head_says_why_its_pod_does_not_start(
     submitted(ludus, cluster)
     outcome = ludus("fetch", "demo")
     assert outcome.code != 0
-    assert "expected a pod that reads the volume to run within 1 s" in outcome.err
+    assert "the pod that reads the volume did not start within 1 s" in outcome.err
     assert cluster(readers) == []

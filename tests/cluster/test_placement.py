@@ -23,7 +23,7 @@ from ludus.trainer.actors.placement import (
     Placement,
     Request,
     Resources,
-    in_cluster,
+    adapt_to_release,
     on_one_machine,
 )
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
@@ -62,7 +62,7 @@ def test_in_a_cluster_each_actor_asks_for_what_it_computes_with() -> None:
         learner={"num_ranks": 2, "num_threads": 3, "num_gpus_per_rank": 1},
         rollout={"num_threads": 2},
     )
-    placement = in_cluster(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
+    placement = adapt_to_release(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
     assert placement.of_rank(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
     assert placement.of_worker() == {
         "num_cpus": 2.0,
@@ -78,17 +78,17 @@ def test_in_a_cluster_each_actor_asks_for_what_it_computes_with() -> None:
 def test_the_resources_of_groups_of_nodes_are_asked_for_where_there_are_such_groups() -> None:
     # A group that scales from nothing has no node yet.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
-    asked = in_cluster(config(), nodes, DRIVER_NODE).demand
+    asked = adapt_to_release(config(), nodes, DRIVER_NODE).demand
     assert asked.ranks.each == {"CPU": 1.0, "learner": 1.0}
     assert asked.workers.each == {"CPU": 1.0, "rollout": 1.0}
-    asked = in_cluster(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
+    asked = adapt_to_release(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
     assert asked.ranks.each == asked.workers.each == {"CPU": 1.0}
 
 
 def test_a_run_needs_its_least_number_of_workers_and_an_evaluation_no_learner() -> None:
     run = config(rollout={"num_workers": 3, "min_workers": 2})
     for with_learner in (True, False):
-        asked = in_cluster(run, [], DRIVER_NODE, with_learner=with_learner).demand
+        asked = adapt_to_release(run, [], DRIVER_NODE, with_learner=with_learner).demand
         assert (asked.ranks.num_actors, asked.workers.num_actors) == (int(with_learner), 2)
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from ludus.proto.config import LanguageModelRun
 from ludus.services.runs.manifest import RunManifests, make_manifests
-from ludus.services.runs.platform import Release, release_of
+from ludus.services.runs.platform import Release, parse_release
 
 NAMESPACE = "arena"
 IMAGE = "docker.io/ludus/trainer:dev"
@@ -136,7 +136,7 @@ def config_map(job: Json | None = None, **changed: Any) -> Json:
 
 
 def release(job: Json | None = None, **changed: Any) -> Release:
-    return release_of(config_map(job, **changed))
+    return parse_release(config_map(job, **changed))
 
 
 def run_config(**changed: Any) -> LanguageModelRun:

@@ -16,8 +16,8 @@ from ludus.proto.config import (
     load_run_config,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.runs.manifest import in_cluster, make_manifests, worker_groups
-from ludus.services.runs.platform import chosen_release, release_in_file, release_of
+from ludus.services.runs.manifest import adapt_to_release, make_manifests, worker_groups
+from ludus.services.runs.platform import choose_release, parse_release, read_release_file
 from ludus.services.runs.rules import broken_rules
 from tests.charts.rendering import ValueSet, template
 from tests.charts.schemas import problems
@@ -71,7 +71,7 @@ def test_the_trainer_reads_a_run_whose_places_are_the_clusters() -> None:
 
 def test_what_a_run_says_of_its_environment_goes_with_it() -> None:
     config = load_run_config(ROOT / "examples/blackjack/tiny.toml")
-    there = in_cluster(config, release().platform, {})
+    there = adapt_to_release(config, release().platform, {})
     before, after = config.environment, there.environment
     assert isinstance(after, RemoteEnvironment)
     assert (after.policies, after.baselines) == (before.policies, before.baselines)
@@ -81,26 +81,26 @@ def test_what_a_run_says_of_its_environment_goes_with_it() -> None:
 def test_weights_travel_by_the_releases_store_as_often_as_the_run_says() -> None:
     bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
     served = release(weights=bucket).platform
-    there = in_cluster(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
+    there = adapt_to_release(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
     assert there.weights == S3WeightStore(**{**bucket, "full_every": 4})
     own = {"kind": "s3", "bucket": "own-bucket"}
-    assert in_cluster(run_config(weights=own), served, {}).weights.bucket == "own-bucket"
+    assert adapt_to_release(run_config(weights=own), served, {}).weights.bucket == "own-bucket"
 
 
 def test_the_releases_monitors_find_the_drivers_metrics() -> None:
     served = release(metrics_port=9100).platform
-    sink = in_cluster(run_config(), served, {}).metrics.prometheus
+    sink = adapt_to_release(run_config(), served, {}).metrics.prometheus
     assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
     own = run_config(metrics={"prometheus": {"port": 7}})
-    assert in_cluster(own, served, {}).metrics.prometheus.port == 7
+    assert adapt_to_release(own, served, {}).metrics.prometheus.port == 7
 
 
 @pytest.mark.parametrize(
     ("environment", "choices", "expected"),
     [
-        ({"options": {"game": "catch"}}, {}, "serves no environment 'catch', but blackjack"),
+        ({"options": {"game": "catch"}}, {}, "does not serve 'catch'; it serves blackjack"),
         ({"options": {"game": "catch"}}, {"catch": "blackjack"}, '{"game": "catch"}, but'),
-        ({"package": "math_env"}, {"math": "sums"}, "serves no environment 'sums'"),
+        ({"package": "math_env"}, {"math": "sums"}, "does not serve 'sums'"),
         ({}, {"black": "blackjack"}, "the run has no environment 'black'; it has openspiel"),
     ],
 )
@@ -124,7 +124,7 @@ def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None
     }
     tree = {"name": "demo", "environments": played}
     config = LanguageModelRun.model_validate(tree)
-    there = in_cluster(config, release(environments=served).platform, {"free": "other"})
+    there = adapt_to_release(config, release(environments=served).platform, {"free": "other"})
     assert [one.address for one in there.environments.values()] == [
         "grpc://g/cards",
         "grpc://g/other",
@@ -175,14 +175,16 @@ def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
 
 def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
     one, two = config_map(), config_map(release="second")
-    assert chosen_release([one], None, "here").platform.release == "ludus"
-    assert chosen_release([one, two], "second", "here").platform.release == "second"
-    with pytest.raises(ConfigError, match="got ludus, second; choose with --release"):
-        chosen_release([one, two], None, "here")
+    assert choose_release([one], None, "here").platform.release == "ludus"
+    assert choose_release([one, two], "second", "here").platform.release == "second"
+    with pytest.raises(
+        ConfigError, match="several releases, ludus, second; choose one with --release"
+    ):
+        choose_release([one, two], None, "here")
     with pytest.raises(NotFoundError, match="did you mean 'second'"):
-        chosen_release([one, two], "secnd", "here")
-    with pytest.raises(NotFoundError, match=r"no release of Ludus .* namespace 'x'; install one"):
-        chosen_release([], None, "namespace 'x'")
+        choose_release([one, two], "secnd", "here")
+    with pytest.raises(NotFoundError, match=r"no Ludus release in namespace 'x'; install one"):
+        choose_release([], None, "namespace 'x'")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +194,15 @@ def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
         ({"rayjob.yaml": "kind: Pod", "platform.json": "{}"}, "platform.json: release: Field"),
         ({"rayjob.yaml": "kind: Pod"}, "no key platform.json"),
         ({"rayjob.yaml": "{", "platform.json": '{"release": "a", "namespace": "b"}'}, "rayjob"),
-        ({"rayjob.yaml": "a: 1", "platform.json": '{"release": "a", "namespace": "b"}'}, "without"),
+        (
+            {"rayjob.yaml": "a: 1", "platform.json": '{"release": "a", "namespace": "b"}'},
+            "not a RayJob",
+        ),
     ],
 )
 def test_a_config_map_of_another_version_says_so(data: Json, expected: str) -> None:
     with pytest.raises(ConfigError, match="upgrade the release") as caught:
-        release_of({"metadata": {"name": "ludus-runs"}, "data": data})
+        parse_release({"metadata": {"name": "ludus-runs"}, "data": data})
     assert expected in str(caught.value)
 
 
@@ -205,11 +210,11 @@ def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None
     path = tmp_path / "rendered.yaml"
     service = {"kind": "Service", "metadata": {"name": "a", "labels": None}}
     path.write_text(yaml.safe_dump_all([service, None, config_map()]))
-    assert release_in_file(path, None).platform.namespace == NAMESPACE
+    assert read_release_file(path, None).platform.namespace == NAMESPACE
     with pytest.raises(NotFoundError, match="no release 'b'"):
-        release_in_file(path, "b")
+        read_release_file(path, "b")
     with pytest.raises(ConfigError, match="cannot read"):
-        release_in_file(tmp_path / "none", None)
+        read_release_file(tmp_path / "none", None)
 
 
 # Against the chart, and KubeRay's own schema.
@@ -222,7 +227,7 @@ def test_what_the_chart_renders_makes_a_run_that_breaks_no_rule(file: str, tmp_p
     assert rendered.returncode == 0, rendered.stderr
     path = tmp_path / "rendered.yaml"
     path.write_text(rendered.stdout)
-    found = release_in_file(path, None)
+    found = read_release_file(path, None)
     served = found.platform.environments["blackjack"]
     run = run_config(environment={"package": served.package, "options": served.options})
     job = make_manifests(run, found).job

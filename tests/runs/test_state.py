@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from ludus.services.runs.names import QUEUE_LABEL
-from ludus.services.runs.state import RunPhase, RunState, pod_troubles, state_of
+from ludus.services.runs.state import ClusterRunState, RunPhase, pod_troubles, read_state
 from tests.runs.cluster import head_pod
 from tests.runs.release import Json, manifests
 
 STOP = {"data": {"control.json": '{"stop": true}'}}
 
 
-def state(control: Json | None = None, suspend: bool = False, **status: Any) -> RunState:
+def state(control: Json | None = None, suspend: bool = False, **status: Any) -> ClusterRunState:
     job = manifests().job
     job["spec"]["suspend"] = suspend
-    return state_of({**job, "status": status}, control)
+    return read_state({**job, "status": status}, control)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
     job = manifests().job
     job["metadata"]["labels"][QUEUE_LABEL] = "team"
     job["spec"]["suspend"] = True
-    found = state_of(job)
+    found = read_state(job)
     assert (found.phase, found.queue) == (RunPhase.QUEUED, "team")
 
 
 def test_a_run_that_is_being_deleted_says_so() -> None:
     job = manifests().job
     job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert state_of(job).phase is RunPhase.ENDING
+    assert read_state(job).phase is RunPhase.ENDING
 
 
 def test_attempts_and_exit_code_are_the_operators() -> None:
@@ -84,16 +84,19 @@ def waiting(reason: str, message: str = "", **more: Any) -> Json:
     [
         (waiting("ErrImageNeverPull"), "image i; load the image onto every node"),
         (waiting("ImagePullBackOff", "not\nfound"), "not found; push the image, or set"),
-        (waiting("CreateContainerConfigError", 'secret "a" not found'), "create what is missing"),
+        (
+            waiting("CreateContainerConfigError", 'secret "a" not found'),
+            "create the missing object",
+        ),
         (
             waiting("CrashLoopBackOff", "back-off 10s", lastState={"terminated": {"exitCode": 3}}),
-            "CrashLoopBackOff: it ended with exit code 3; see kubectl logs --previous",
+            "CrashLoopBackOff: it exited with code 3; see kubectl logs --previous",
         ),
         (
             head_pod(containerStatuses=[{"state": {"terminated": {"reason": "OOMKilled"}}}]),
-            "ended for lack of memory; raise its memory",
+            "ran out of memory; raise the memory of the pod",
         ),
-        (head_pod("demo", "Failed", reason="Evicted", message="disk"), "ended: Evicted: disk"),
+        (head_pod("demo", "Failed", reason="Evicted", message="disk"), "stopped: Evicted: disk"),
     ],
 )
 def test_what_keeps_a_pod_is_told_with_the_way_out(pod: Json, expected: str) -> None:

@@ -18,11 +18,11 @@ from ludus.services.cli.live_view import PlainView, TerminalView, progress_view
 from ludus.services.cli.progress import RunProgress
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
-from ludus.services.runs.cluster import RunsCluster, run_config_in
+from ludus.services.runs.cluster import RunsCluster, run_config_json
 from ludus.services.runs.fetch import fetch
 from ludus.services.runs.follow import RunUpdate, follow
 from ludus.services.runs.platform import Release
-from ludus.services.runs.state import RunPhase, RunState
+from ludus.services.runs.state import ClusterRunState, RunPhase
 
 INTERRUPTED = 130
 FAILED = 1
@@ -92,12 +92,12 @@ async def read_num_steps(cluster: RunsCluster, run: str) -> int:
     config_map = await cluster.config_map(run)
     if config_map is None:
         return 0
-    return validate_run_json(run_config_in(config_map)).training.num_steps
+    return validate_run_json(run_config_json(config_map)).training.num_steps
 
 
 async def watch(
     cluster: RunsCluster, run: str, *, within_s: float | None = None
-) -> tuple[RunState, TrainerOutput]:
+) -> tuple[ClusterRunState, TrainerOutput]:
     """Show a run until it ends; return its final state and output.
 
     Raises:
@@ -116,7 +116,7 @@ async def watch(
 async def show_end(
     cluster: RunsCluster,
     release: Release | None,
-    end: tuple[RunState, TrainerOutput],
+    end: tuple[ClusterRunState, TrainerOutput],
     folder: Path | None,
 ) -> None:
     """Fetch the results of a run that succeeded; otherwise explain its end and exit.
@@ -147,7 +147,7 @@ async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder
     show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
 
 
-def explain_failure(console: Console, state: RunState, output: TrainerOutput) -> int:
+def explain_failure(console: Console, state: ClusterRunState, output: TrainerOutput) -> int:
     """Print why a run failed; return the exit code."""
     if state.phase is RunPhase.REFUSED:
         print_line(console, f"error: KubeRay refused the RayJob: {state.reason}")

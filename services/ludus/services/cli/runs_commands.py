@@ -16,7 +16,7 @@ from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
-    from ludus.services.runs.state import RunState
+    from ludus.services.runs.state import ClusterRunState
 
 _DEFAULT_STOP_S = 900
 
@@ -103,10 +103,10 @@ def fetch(
 
 async def _print_runs(namespace: str, context: str) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
 
-    async with connected(context, namespace) as cluster:
-        states = await operations.states(cluster)
+    async with connect_cluster(context, namespace) as cluster:
+        states = await operations.list_states(cluster)
         if not states:
             print_line(progress_console(), f"no runs in namespace '{cluster.namespace}'")
             return
@@ -120,10 +120,10 @@ async def _print_runs(namespace: str, context: str) -> None:
 
 async def _print_status(run: str, namespace: str, context: str) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connected
-    from ludus.services.runs.state import pod_troubles, role_of
+    from ludus.services.runs.cluster import connect_cluster
+    from ludus.services.runs.state import pod_role, pod_troubles
 
-    async with connected(context, namespace) as cluster:
+    async with connect_cluster(context, namespace) as cluster:
         state = await operations.find_state(cluster, run)
         if state is None:
             await cluster.job(run)  # raises an error that names the existing runs
@@ -141,7 +141,7 @@ async def _print_status(run: str, namespace: str, context: str) -> None:
                 pod_status: dict[str, Any] = pod.get("status") or {}
                 node = (pod.get("spec") or {}).get("nodeName") or ""
                 phase = str(pod_status.get("phase"))
-                cells = (pod["metadata"]["name"], role_of(pod), phase, node)
+                cells = (pod["metadata"]["name"], pod_role(pod), phase, node)
                 table.add_row(*map(Text, cells))
             console.print(table)
         for trouble in pod_troubles(pods):
@@ -153,10 +153,10 @@ async def _progress_line(cluster: RunsCluster, run: str) -> str:
     from ludus.proto.errors import LudusError
     from ludus.services.cli.progress import RunProgress
     from ludus.services.cli.run_view import read_num_steps, row_in_line
-    from ludus.services.runs.follow import look
+    from ludus.services.runs.follow import read_update
 
     try:
-        lines = (await look(cluster, run)).lines
+        lines = (await read_update(cluster, run)).lines
     except LudusError:
         return ""
     rows = [row for line in lines if (row := row_in_line(line)) is not None]
@@ -167,12 +167,12 @@ async def _progress_line(cluster: RunsCluster, run: str) -> str:
 
 async def _print_logs(run: str, namespace: str, context: str, release: str | None) -> None:
     from ludus.services.cli.run_view import row_in_line
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.fetch import read_log
-    from ludus.services.runs.follow import look
+    from ludus.services.runs.follow import read_update
 
-    async with connected(context, namespace) as cluster:
-        update = await look(cluster, run)
+    async with connect_cluster(context, namespace) as cluster:
+        update = await read_update(cluster, run)
         if update.lines:
             for line in update.lines:
                 if row_in_line(line) is None:
@@ -187,10 +187,10 @@ async def _follow_run(
 ) -> None:
     from ludus.proto.errors import UserError
     from ludus.services.cli.run_view import show_end, watch
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.operations import find_state
 
-    async with connected(context, namespace) as cluster:
+    async with connect_cluster(context, namespace) as cluster:
         await cluster.job(run)
         initial_state = await find_state(cluster, run)
         end = await watch(cluster, run)
@@ -206,18 +206,18 @@ async def _follow_run(
 
 async def _request_stop(run: str, now: bool, wait_s: int, namespace: str, context: str) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
 
     console = progress_console()
-    async with connected(context, namespace) as cluster:
+    async with connect_cluster(context, namespace) as cluster:
         match await operations.stop(cluster, run, now=now):
             case operations.StopOutcome.OVER:
                 print_line(console, f"run '{run}' has already ended; see: ludus status {run}")
-            case operations.StopOutcome.REMOVED:
+            case operations.StopOutcome.DELETED:
                 print_line(
                     console, f"run '{run}' is deleted; its checkpoints remain: ludus resume {run}"
                 )
-            case operations.StopOutcome.ASKED:
+            case operations.StopOutcome.REQUESTED:
                 print_line(console, f"run '{run}' stops after its current step, with a checkpoint")
                 await _await_stop(cluster, run, wait_s)
 
@@ -247,11 +247,11 @@ async def _fetch_run(
     from ludus.proto.runs import SUMMARY_FILE
     from ludus.services.cli.train_command import show_results
     from ludus.services.report import write_report
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.fetch import fetch
 
     namespace, context, release = cluster_options
-    async with connected(context, namespace) as cluster:
+    async with connect_cluster(context, namespace) as cluster:
         found_release = await cluster.release(release)
         with progress_console().status(f"fetching {run}"):
             await fetch(cluster, found_release, run, folder, with_checkpoints=with_checkpoints)
@@ -272,7 +272,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _state_text(state: RunState) -> str:
+def _state_text(state: ClusterRunState) -> str:
     return f"{state.phase}: {state.reason}" if state.reason else str(state.phase)
 
 

@@ -116,10 +116,10 @@ class _Chosen:
 
 async def _submit_run(config: LanguageModelRun, chosen: _Chosen) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.manifest import make_manifests
 
-    async with connected(chosen.context, chosen.namespace) as cluster:
+    async with connect_cluster(chosen.context, chosen.namespace) as cluster:
         release = await cluster.release(chosen.release)
         manifests = make_manifests(config, release, chosen.environments, chosen.queue)
         await operations.refuse_existing(cluster, config.name)
@@ -130,11 +130,11 @@ async def _submit_run(config: LanguageModelRun, chosen: _Chosen) -> None:
 
 async def _resume_run(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.manifest import make_manifests
 
-    async with connected(chosen.context, chosen.namespace) as cluster:
-        config = await operations.resumable(cluster, run, overrides)
+    async with connect_cluster(chosen.context, chosen.namespace) as cluster:
+        config = await operations.load_resumable_config(cluster, run, overrides)
         release = await cluster.release(chosen.release)
         manifests = make_manifests(config, release, queue=chosen.queue)
         await _check_cluster(cluster, manifests, chosen.ignored)
@@ -145,11 +145,11 @@ async def _resume_run(run: str, overrides: Sequence[str], chosen: _Chosen) -> No
 async def _check_cluster(
     cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str]
 ) -> None:
-    from ludus.services.runs.preflight import preflight
+    from ludus.services.runs.cluster_checks import check_cluster
 
     console = progress_console()
     with console.status("checking the cluster"):
-        findings = await preflight(cluster, manifests, ignored)
+        findings = await check_cluster(cluster, manifests, ignored)
     for note in findings.notes:
         print_line(console, f"note: {note}", style="dim")
     findings.raise_if_any()
@@ -180,15 +180,15 @@ async def _follow_run(
 async def _print_manifests(
     config: LanguageModelRun, chosen: _Chosen, output_format: Format, release_file: Path | None
 ) -> None:
-    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.manifest import make_manifests
-    from ludus.services.runs.platform import release_in_file
+    from ludus.services.runs.platform import read_release_file
     from ludus.services.runs.rules import broken_rules
 
     if release_file is not None:
-        release = release_in_file(release_file, chosen.release)
+        release = read_release_file(release_file, chosen.release)
     else:
-        async with connected(chosen.context, chosen.namespace) as cluster:
+        async with connect_cluster(chosen.context, chosen.namespace) as cluster:
             release = await cluster.release(chosen.release)
     manifests = make_manifests(config, release, chosen.environments, chosen.queue)
     for message in broken_rules(manifests.job):

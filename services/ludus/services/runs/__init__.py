@@ -1,1 +1,1 @@
-"""Runs on a cluster: from a run configuration to a RayJob, what becomes of it, and its results."""
+"""Runs on a cluster: the RayJob of a run configuration, its state, and its results."""

@@ -24,10 +24,10 @@ from ludus.services.runs.names import (
     core_path,
     job_path,
 )
-from ludus.services.runs.platform import Release, chosen_release
+from ludus.services.runs.platform import Release, choose_release
 
 NOT_FOUND, CONFLICT, FORBIDDEN = 404, 409, 403
-WAYS_OUT: Mapping[int, str] = {
+REMEDIES: Mapping[int, str] = {
     0: "check that the cluster runs, and that the kubeconfig's context names it (kubectl config "
     "get-contexts)",
     401: "log in to the cluster again, or check the user of the kubeconfig's context",
@@ -38,118 +38,119 @@ _POLL_S = 0.5
 
 
 def personal_access(context: str = "") -> ApiAccess:
-    """The access of whoever types: a kubeconfig where there is one, as with kubectl.
+    """Return the user's access to a cluster, from a kubeconfig if there is one, like kubectl.
 
     Raises:
-        ConfigError: there is no cluster to reach.
+        ConfigError: no cluster is configured.
     """
     has_config = "KUBECONFIG" in os.environ or (Path.home() / ".kube" / "config").exists()
     try:
         return load_kubeconfig_access(None, context) if has_config else load_access(None, context)
     except ConfigError as error:
         raise ConfigError(
-            f"no cluster can be reached: {error}; without a cluster train here, with `ludus train`"
+            f"no cluster is configured: {error}; to train on this machine, use `ludus train`"
         ) from error
 
 
 @asynccontextmanager
-async def connected(context: str = "", namespace: str = "") -> AsyncIterator[RunsCluster]:
-    """The runs of a namespace; that of the context where none is named.
+async def connect_cluster(context: str = "", namespace: str = "") -> AsyncIterator[RunsCluster]:
+    """Connect to the runs of a namespace; by default, the namespace of the context.
 
     Raises:
-        ConfigError: there is no cluster to reach.
+        ConfigError: no cluster is configured.
     """
-    first = await asyncio.to_thread(personal_access, context)
-    loaded = [first]
+    access = await asyncio.to_thread(personal_access, context)
+    cached = [access]
 
     def load() -> ApiAccess:
-        return loaded.pop() if loaded else personal_access(context)
+        return cached.pop() if cached else personal_access(context)
 
-    async with KubernetesApi(load, remedies=WAYS_OUT) as api:
-        yield RunsCluster(api, namespace or first.namespace or "default")
+    async with KubernetesApi(load, remedies=REMEDIES) as api:
+        yield RunsCluster(api, namespace or access.namespace or "default")
 
 
 class RunsCluster:
-    """What can be asked about runs, and done with them."""
+    """The objects of runs in one namespace of a cluster."""
 
     def __init__(self, api: KubernetesApi, namespace: str) -> None:
         self.api = api
         self.namespace = namespace
 
-    async def release(self, wanted: str | None = None) -> Release:
-        """The release with the wanted name, or the only one.
+    async def release(self, name: str | None = None) -> Release:
+        """Return the release with this name, or the only one.
 
         Raises:
-            NotFoundError: it is not there; says in which namespace one is.
-            ConfigError: there are several.
+            NotFoundError: there is no such release in the namespace.
+            ConfigError: there are several releases and no name.
         """
-        found = await self._list(core_path(self.namespace, "configmaps"), f"{RUNS_LABEL}=true")
+        path = core_path(self.namespace, "configmaps")
+        config_maps = await self._list(path, f"{RUNS_LABEL}=true")
         try:
-            return chosen_release(found, wanted, f"namespace '{self.namespace}'")
+            return choose_release(config_maps, name, f"namespace '{self.namespace}'")
         except NotFoundError as error:
-            elsewhere = await self._namespaces_with_releases()
-            if not elsewhere:
+            namespaces = await self._namespaces_with_releases()
+            if not namespaces:
                 raise
-            raise NotFoundError(f"{error}; there are releases in {elsewhere}") from None
+            raise NotFoundError(f"{error}; there are releases in {namespaces}") from None
 
     async def job(self, run: str) -> JsonObject:
-        """The RayJob of a run.
+        """Return the RayJob of a run.
 
         Raises:
-            NotFoundError: there is none; names those that there are.
+            NotFoundError: there is no such run.
         """
-        found = await self.find_job(run)
-        if found is not None:
-            return found
+        job = await self.find_job(run)
+        if job is not None:
+            return job
         names = [job["metadata"]["name"] for job in await self.jobs()]
-        known = f"; there are {', '.join(sorted(names))}" if names else ""
+        existing = f"; the namespace has {', '.join(sorted(names))}" if names else ""
         raise NotFoundError(
-            f"no run '{run}' was found in namespace '{self.namespace}'; "
-            f"{did_you_mean(run, names) or 'see: ludus list'}{known}"
+            f"there is no run '{run}' in namespace '{self.namespace}'; "
+            f"{did_you_mean(run, names) or 'see: ludus list'}{existing}"
         )
 
     async def find_job(self, run: str) -> JsonObject | None:
-        """The RayJob of a run; None where there is none."""
+        """Return the RayJob of a run, or None."""
         return await self._find(job_path(self.namespace, run))
 
     async def jobs(self) -> list[JsonObject]:
-        """The RayJobs of all runs, oldest first."""
-        found = await self._list(job_path(self.namespace), RUN_LABEL)
-        return sorted(found, key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
+        """Return the RayJobs of all runs, oldest first."""
+        jobs = await self._list(job_path(self.namespace), RUN_LABEL)
+        return sorted(jobs, key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
 
     async def config_maps(self) -> list[JsonObject]:
-        """The ConfigMaps of all runs."""
+        """Return the ConfigMaps of all runs."""
         return await self._list(core_path(self.namespace, "configmaps"), RUN_LABEL)
 
     async def config_map(self, run: str) -> JsonObject | None:
-        """The ConfigMap of a run; None where there is none."""
+        """Return the ConfigMap of a run, or None."""
         return await self._find(core_path(self.namespace, "configmaps", config_map_name(run)))
 
     async def pods(self, ray_cluster: str) -> list[JsonObject]:
-        """The pods of a RayCluster, the head's first."""
+        """Return the pods of a RayCluster, the head first."""
         if not ray_cluster:
             return []
         path = core_path(self.namespace, "pods")
-        found = await self._list(path, f"{CLUSTER_LABEL}={ray_cluster}")
-        return sorted(found, key=lambda pod: not is_head(pod))
+        pods = await self._list(path, f"{CLUSTER_LABEL}={ray_cluster}")
+        return sorted(pods, key=lambda pod: not is_head(pod))
 
-    async def warnings_about(self, name: str) -> list[JsonObject]:
-        """The newest warnings among the events of an object, oldest first; none if forbidden."""
+    async def warning_events(self, name: str) -> list[JsonObject]:
+        """Return the warning events of an object, oldest first; none if they are forbidden."""
         query = {"fieldSelector": f"involvedObject.name={name},type=Warning"}
         try:
             path = core_path(self.namespace, "events")
-            found = (await self.api.read(path, query)).get("items") or []
+            events = (await self.api.read(path, query)).get("items") or []
         except ClusterError as error:
             if error.status != FORBIDDEN:
                 raise
             return []
-        return sorted(found, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
+        return sorted(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
 
     async def create(self, manifests: RunManifests) -> JsonObject:
-        """The RayJob as it was created, with its ConfigMap, which goes when it goes.
+        """Create the RayJob and its ConfigMap, which is deleted with the RayJob.
 
         Raises:
-            ClusterError: the API server refused one of them; then neither is left.
+            ClusterError: the API server refused one of the objects; none is left.
         """
         config_maps = core_path(self.namespace, "configmaps")
         name = config_map_name(manifests.run.name)
@@ -169,10 +170,10 @@ class RunsCluster:
         return job
 
     async def delete(self, run: str, *, keep_config: bool = False) -> None:
-        """Delete a RayJob and wait until it is gone; KubeRay ends its driver and its pods.
+        """Delete a RayJob and wait until it is gone; KubeRay stops its driver and pods.
 
         Args:
-            keep_config: leaves the ConfigMap, from which the run can be submitted again.
+            keep_config: keep the ConfigMap, from which the run can be resumed.
         """
         if keep_config and await self.config_map(run) is not None:
             path = core_path(self.namespace, "configmaps", config_map_name(run))
@@ -184,21 +185,21 @@ class RunsCluster:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise ClusterError(
-                f"expected RayJob '{run}' to be gone within {_GONE_TIMEOUT_S:.0f} s of its "
-                "deletion, but it is not; see whether KubeRay's operator runs (kubectl get pods "
-                "-A -l app.kubernetes.io/component=kuberay-operator)"
+                f"RayJob '{run}' still exists {_GONE_TIMEOUT_S:.0f} s after its deletion; check "
+                "that the KubeRay operator runs (kubectl get pods -A -l "
+                "app.kubernetes.io/component=kuberay-operator)"
             ) from None
 
-    async def want(self, run: str, control: str) -> None:
+    async def write_control(self, run: str, control: str) -> None:
         """Write the run's control file, which its driver reads."""
         path = core_path(self.namespace, "configmaps", config_map_name(run))
         await self.api.merge(path, {"data": {CONTROL_KEY: control}})
 
-    async def nudge(self, pod: str, moment: str) -> None:
-        """Have a pod's mounted ConfigMaps renewed now and not within a minute, if allowed."""
+    async def refresh_mounts(self, pod: str, time: str) -> None:
+        """Make the node update a pod's mounted ConfigMaps now, not within a minute, if allowed."""
         path = core_path(self.namespace, "pods", pod)
         try:
-            await self.api.merge(path, {"metadata": {"annotations": {"ludus.dev/nudged": moment}}})
+            await self.api.merge(path, {"metadata": {"annotations": {"ludus.dev/nudged": time}}})
         except ClusterError as error:
             if error.status not in (FORBIDDEN, NOT_FOUND):
                 raise
@@ -231,25 +232,25 @@ class RunsCluster:
 
     async def _namespaces_with_releases(self) -> str:
         try:
-            found = await self._list(core_path("", "configmaps"), f"{RUNS_LABEL}=true")
+            config_maps = await self._list(core_path("", "configmaps"), f"{RUNS_LABEL}=true")
         except ClusterError:
             return ""
-        return ", ".join(sorted({one["metadata"]["namespace"] for one in found}))
+        return ", ".join(sorted({item["metadata"]["namespace"] for item in config_maps}))
 
 
 def is_head(pod: JsonObject) -> bool:
-    """Whether a pod is the head of its RayCluster."""
+    """Return whether a pod is the head of its RayCluster."""
     return (pod["metadata"].get("labels") or {}).get(NODE_TYPE_LABEL) == "head"
 
 
-def run_config_in(config_map: JsonObject) -> str:
-    """The run configuration that a run's ConfigMap holds.
+def run_config_json(config_map: JsonObject) -> str:
+    """Return the run configuration in a run's ConfigMap.
 
     Raises:
-        NotFoundError: it holds none.
+        NotFoundError: the ConfigMap has none.
     """
     text = (config_map.get("data") or {}).get(RUN_KEY)
     if not text:
         name = config_map["metadata"]["name"]
-        raise NotFoundError(f"expected ConfigMap '{name}' to hold {RUN_KEY}, found none")
+        raise NotFoundError(f"ConfigMap '{name}' has no key {RUN_KEY}")
     return str(text)

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster: the pods that it begins with, and what each of them takes."""
+"""Resources that a run needs when it starts: its pods, and the requests of each pod."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
 from ludus.services.runs.manifest import head_template, pod_containers, worker_groups
 
 _AUTOSCALER = {"cpu": "500m", "memory": "512Mi"}
-"""KubeRay's default for the container that it adds to the head of an elastic cluster."""
+"""KubeRay's default resources of the autoscaler container, which it adds to the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """Pods of one kind."""
+    """The pods of one role and the resources of each."""
 
     role: str
     count: int
-    """With which the run begins."""
+    """Initial number of pods."""
     requests: Mapping[str, Decimal]
     limits: Mapping[str, Decimal]
     spec: JsonObject
 
 
-def demands_of(job: JsonObject) -> list[PodDemand]:
-    """The pods that a RayJob begins with, the head first."""
+def pod_demands(job: JsonObject) -> list[PodDemand]:
+    """Return the pods that a RayJob starts with, the head first."""
     template = head_template(job)
     cluster = job["spec"].get("rayClusterSpec") or {}
     extra = []
     if cluster.get("enableInTreeAutoscaling"):
-        given = (cluster.get("autoscalerOptions") or {}).get("resources")
-        extra = [{"resources": given or {"requests": _AUTOSCALER, "limits": _AUTOSCALER}}]
+        resources = (cluster.get("autoscalerOptions") or {}).get("resources")
+        extra = [{"resources": resources or {"requests": _AUTOSCALER, "limits": _AUTOSCALER}}]
     demands = [_demand("head", 1, template, extra)] if template else []
     for group in worker_groups(job):
         pods = int(group.get("replicas") or 0) * int(group.get("numOfHosts") or 1)
@@ -45,57 +45,60 @@ def demands_of(job: JsonObject) -> list[PodDemand]:
 
 def _demand(role: str, count: int, template: JsonObject, extra: list[JsonObject]) -> PodDemand:
     containers = [*pod_containers(template), *extra]
-    limits = _summed(containers, "limits")
-    # What names a limit alone requests just that.
-    requests = {**limits, **_summed(containers, "requests")}
+    limits = _sum_resources(containers, "limits")
+    # Kubernetes sets a missing request to the limit.
+    requests = {**limits, **_sum_resources(containers, "requests")}
     return PodDemand(role, count, requests, limits, template.get("spec") or {})
 
 
-def _summed(containers: list[JsonObject], part: str) -> dict[str, Decimal]:
+def _sum_resources(containers: list[JsonObject], kind: str) -> dict[str, Decimal]:
     total: Counter[str] = Counter()
     for container in containers:
-        for resource, amount in ((container.get("resources") or {}).get(part) or {}).items():
+        for resource, amount in ((container.get("resources") or {}).get(kind) or {}).items():
             total[resource] += parse_quantity(amount)  # type: ignore[assignment]
     return {resource: Decimal(amount) for resource, amount in total.items()}
 
 
-# Against the nodes.
+# Nodes.
 
 
-def why_no_node_fits(demand: PodDemand, nodes: list[JsonObject]) -> str:
-    """Why no node can hold a pod, even an empty one; empty where one can."""
-    allowed = [node for node in nodes if _is_let_in(demand.spec, node)]
-    if not allowed:
+def explain_no_node(demand: PodDemand, nodes: list[JsonObject]) -> str:
+    """Return why no node could run this pod even if it were empty, or '' if a node could."""
+    admitting = [node for node in nodes if _admits(demand.spec, node)]
+    if not admitting:
         selector = ", ".join(f"{k}={v}" for k, v in _selector(demand.spec).items())
         with_labels = f" with {selector}" if selector else ""
-        return f"no node{with_labels} lets a {demand.role} pod in; see its nodeSelector and taints"
-    if any(_fits(demand, node) for node in allowed):
+        return (
+            f"no node{with_labels} admits a {demand.role} pod; check its nodeSelector and "
+            "tolerations"
+        )
+    if any(_fits(demand, node) for node in admitting):
         return ""
     for resource, amount in demand.requests.items():
-        most = max(_allocatable(node, resource) for node in allowed)
-        if most < amount:
+        max_amount = max(_allocatable(node, resource) for node in admitting)
+        if max_amount < amount:
             return (
-                f"a {demand.role} pod asks for {format_quantity(amount, resource)} of {resource},"
-                f" and no node that lets it in has more than {format_quantity(most, resource)}"
+                f"a {demand.role} pod requests {format_quantity(amount, resource)} of {resource},"
+                f" but no node that admits it has more than {format_quantity(max_amount, resource)}"
             )
-    return f"a {demand.role} pod fits on no node: none has all that it asks for at once"
+    return f"a {demand.role} pod fits on no node: no node has all the resources it requests"
 
 
 def device_shortages(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
-    """Devices of which all nodes together have fewer than the run begins with."""
+    """Yield a message for each device type that the cluster has too few of."""
     devices = {r for demand in demands for r in demand.requests if "/" in r}
     for device in sorted(devices):
-        wanted = sum(d.requests.get(device, Decimal(0)) * d.count for d in demands)
-        there = sum((_allocatable(node, device) for node in nodes), Decimal(0))
-        if wanted > there:
+        requested = sum(d.requests.get(device, Decimal(0)) * d.count for d in demands)
+        available = sum((_allocatable(node, device) for node in nodes), Decimal(0))
+        if requested > available:
             yield (
-                f"the run begins with {wanted:f} {device}, and the nodes have {there:f} together; "
+                f"the run starts with {requested:f} {device}, but the nodes have {available:f}; "
                 "lower learner.num_ranks or rollout.min_workers, or add nodes"
             )
 
 
 def _fits(demand: PodDemand, node: JsonObject) -> bool:
-    """Whether the node could hold such a pod if it were empty."""
+    """Return whether the node could run such a pod if it were empty."""
     return all(_allocatable(node, name) >= amount for name, amount in demand.requests.items())
 
 
@@ -107,7 +110,8 @@ def _selector(spec: JsonObject) -> Mapping[str, str]:
     return spec.get("nodeSelector") or {}
 
 
-def _is_let_in(spec: JsonObject, node: JsonObject) -> bool:
+def _admits(spec: JsonObject, node: JsonObject) -> bool:
+    """Return whether the node's labels and taints allow a pod."""
     labels = node["metadata"].get("labels") or {}
     node_spec = node.get("spec") or {}
     if node_spec.get("unschedulable"):
@@ -133,11 +137,11 @@ def _tolerates(toleration: JsonObject, taint: JsonObject) -> bool:
     return is_any or toleration.get("value", "") == taint.get("value", "")
 
 
-# Against quotas.
+# Quotas.
 
 
-def totals_of(demands: list[PodDemand]) -> dict[str, Decimal]:
-    """What the run begins with, by the names that a ResourceQuota has for it."""
+def total_demand(demands: list[PodDemand]) -> dict[str, Decimal]:
+    """Return the sum of all pods, by the resource names of a ResourceQuota."""
     totals: dict[str, Decimal] = {"pods": Decimal(sum(demand.count for demand in demands))}
     for demand in demands:
         for kind, amounts in (("requests", demand.requests), ("limits", demand.limits)):
@@ -151,25 +155,26 @@ def totals_of(demands: list[PodDemand]) -> dict[str, Decimal]:
 
 
 def quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterator[str]:
-    """What a ResourceQuota leaves too little of."""
+    """Yield a message for each resource that exceeds the quota."""
     status = quota.get("status") or {}
     name = quota["metadata"]["name"]
     for resource, hard in (status.get("hard") or {}).items():
-        wanted = totals.get(resource)
-        if wanted is None:
+        requested = totals.get(resource)
+        if requested is None:
             continue
         limit = parse_quantity(hard)
         free = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
-        if wanted > limit:
+        if requested > limit:
             yield (
-                f"the run begins with {format_quantity(wanted, resource)} of {resource}, and quota "
-                f"'{name}' allows {format_quantity(limit, resource)}; ask for more, or lower "
-                "learner.num_ranks, rollout.min_workers or the resources in the release's values"
+                f"the run starts with {format_quantity(requested, resource)} of {resource}, but "
+                f"quota '{name}' allows {format_quantity(limit, resource)}; request a larger "
+                "quota, or lower learner.num_ranks, rollout.min_workers or the resources in the "
+                "release's values"
             )
-        elif wanted > free:
+        elif requested > free:
             yield (
-                f"the run begins with {format_quantity(wanted, resource)} of {resource}, and quota "
-                f"'{name}' has {format_quantity(free, resource)} left of"
-                f" {format_quantity(limit, resource)}; wait until others end (ludus list),"
+                f"the run starts with {format_quantity(requested, resource)} of {resource}, but "
+                f"quota '{name}' has {format_quantity(free, resource)} left of"
+                f" {format_quantity(limit, resource)}; wait for other runs to end (ludus list),"
                 " or stop one (ludus stop NAME)"
             )

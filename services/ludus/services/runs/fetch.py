@@ -1,7 +1,8 @@
-"""The results of a run from the cluster's volume to a folder here.
+"""Copies the results of a run from the cluster's volume to a local folder.
 
-The folder is packed there (`tar`, by Python: an image need not have the program), comes through
-pods/exec, and is unpacked beside its destination before anything there is replaced.
+A pod packs the folder as a tar stream, in Python, because an image may lack the `tar` program. The
+stream arrives through pods/exec and is unpacked next to its destination before anything there is
+replaced.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE
 from ludus.services.kubernetes.exec import stream_command_output
 from ludus.services.runs.cluster import RunsCluster
 from ludus.services.runs.platform import Release
-from ludus.services.runs.reader import Place, reading_place
+from ludus.services.runs.reader import VolumeReader, open_reader
 
 LARGE = (CHECKPOINTS_FOLDER, "initial_model", "weights")
-"""What stays there unless all is wanted."""
+"""Subfolders that are fetched on request only."""
 _NO_FOLDER = "there is no folder "
 _PACK = f"""
 import pathlib, sys, tarfile
-folder, left = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
+folder, excluded = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
 if not folder.is_dir():
     sys.exit("{_NO_FOLDER}" + str(folder))
 with tarfile.open(fileobj=sys.stdout.buffer, mode="w|gz") as archive:
     for path in sorted(folder.iterdir()):
-        if path.name not in left and not path.name.endswith(".partial"):
+        if path.name not in excluded and not path.name.endswith(".partial"):
             archive.add(path, arcname=path.name)
 """
 _SHOW = """
@@ -51,49 +52,49 @@ async def fetch(
     *,
     with_checkpoints: bool = False,
 ) -> None:
-    """Bring what a run left into a folder here.
+    """Copy the results of a run to a local folder.
 
     Args:
         with_checkpoints: fetch checkpoints and models, too.
 
     Raises:
-        NotFoundError: the run has left nothing.
-        ConfigError: the folder holds another run.
-        ClusterError: it cannot be read.
+        NotFoundError: the run has no folder on the volume.
+        ConfigError: the local folder contains another run.
+        ClusterError: the volume cannot be read.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    left = () if with_checkpoints else LARGE
+    excluded = () if with_checkpoints else LARGE
     with (
-        tempfile.TemporaryFile() as packed,
-        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside,
+        tempfile.TemporaryFile() as archive,
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unpacked,
     ):
-        async with reading_place(cluster, release, run) as place:
-            await _receive(cluster, place, run, left, packed)
-        packed.seek(0)
-        _unpack(packed, Path(aside))
-        _refuse_another_run(Path(aside), folder)
-        _move(Path(aside), folder)
+        async with open_reader(cluster, release, run) as reader:
+            await _receive(cluster, reader, run, excluded, archive)
+        archive.seek(0)
+        _unpack(archive, Path(unpacked))
+        _refuse_another_run(Path(unpacked), folder)
+        _move(Path(unpacked), folder)
 
 
 async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
-    """What the run's driver has logged into its folder.
+    """Return the driver's log from the run folder.
 
     Raises:
-        NotFoundError: there is no such log.
-        ClusterError: it cannot be read.
+        NotFoundError: there is no log.
+        ClusterError: the volume cannot be read.
     """
-    async with reading_place(cluster, release, run) as place:
-        path = f"{place.output_dir}/{run}/{LOG_FILE}"
-        parts = stream_command_output(
+    async with open_reader(cluster, release, run) as reader:
+        path = f"{reader.output_dir}/{run}/{LOG_FILE}"
+        output = stream_command_output(
             cluster.api,
             cluster.namespace,
-            place.pod,
-            place.container,
+            reader.pod,
+            reader.container,
             ("python", "-c", _SHOW, path),
         )
         try:
-            async with aclosing(parts) as stream:
-                return b"".join([part async for part in stream]).decode(errors="replace")
+            async with aclosing(output) as chunks:
+                return b"".join([chunk async for chunk in chunks]).decode(errors="replace")
         except ClusterError as error:
             if "No such file" not in error.message:
                 raise
@@ -101,32 +102,35 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
 
 
 async def _receive(
-    cluster: RunsCluster, place: Place, run: str, left: tuple[str, ...], packed: IO[bytes]
+    cluster: RunsCluster,
+    reader: VolumeReader,
+    run: str,
+    excluded: tuple[str, ...],
+    archive: IO[bytes],
 ) -> None:
-    path = f"{place.output_dir}/{run}"
-    command = ("python", "-c", _PACK, path, *left)
-    stream = stream_command_output(
-        cluster.api, cluster.namespace, place.pod, place.container, command
+    path = f"{reader.output_dir}/{run}"
+    command = ("python", "-c", _PACK, path, *excluded)
+    output = stream_command_output(
+        cluster.api, cluster.namespace, reader.pod, reader.container, command
     )
     try:
-        async with aclosing(stream) as parts:
-            async for part in parts:
-                packed.write(part)
+        async with aclosing(output) as chunks:
+            async for chunk in chunks:
+                archive.write(chunk)
     except ClusterError as error:
         if _NO_FOLDER not in error.message:
             raise
         raise NotFoundError(
-            f"run '{run}' has left nothing at {path} of the cluster's volume; see: ludus status "
-            f"{run}"
+            f"run '{run}' has no folder {path} on the cluster's volume; see: ludus status {run}"
         ) from None
 
 
-def _unpack(packed: IO[bytes], folder: Path) -> None:
+def _unpack(archive: IO[bytes], folder: Path) -> None:
     try:
-        with tarfile.open(fileobj=packed, mode="r|gz") as archive:
-            archive.extractall(folder, filter="data")
+        with tarfile.open(fileobj=archive, mode="r|gz") as tar:
+            tar.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise ClusterError(f"what came from the cluster cannot be unpacked: {error}") from error
+        raise ClusterError(f"the archive from the cluster cannot be unpacked: {error}") from error
 
 
 class _Origin(BaseModel):
@@ -136,17 +140,17 @@ class _Origin(BaseModel):
     output_dir: str = ""
 
 
-def _refuse_another_run(come: Path, folder: Path) -> None:
-    """A run of this machine may have the same name: its results are not replaced."""
-    there, here = _origin(come / CONFIG_FILE), _origin(folder / CONFIG_FILE)
-    if here is not None and here != there:
+def _refuse_another_run(fetched: Path, folder: Path) -> None:
+    """Refuse to replace the results of a different run that has the same name."""
+    remote, local = _read_origin(fetched / CONFIG_FILE), _read_origin(folder / CONFIG_FILE)
+    if local is not None and local != remote:
         raise ConfigError(
-            f"'{folder}' holds another run, one of {here.output_dir or 'this machine'}; name "
+            f"'{folder}' contains another run, from {local.output_dir or 'this machine'}; choose "
             "another folder with --folder"
         )
 
 
-def _origin(path: Path) -> _Origin | None:
+def _read_origin(path: Path) -> _Origin | None:
     try:
         return _Origin.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -155,9 +159,9 @@ def _origin(path: Path) -> _Origin | None:
         return _Origin()
 
 
-def _move(come: Path, folder: Path) -> None:
+def _move(fetched: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for path in come.iterdir():
+    for path in fetched.iterdir():
         target = folder / path.name
         if target.is_dir():
             shutil.rmtree(target)

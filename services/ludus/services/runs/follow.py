@@ -1,12 +1,13 @@
-"""A run in a cluster as it goes: its state every few seconds, its driver's lines as they come.
+"""Follows a run on a cluster: its state every few seconds, and its driver's log as a stream.
 
     RayJob, pods  --(every 2 s)--> RunUpdate.state, troubles --+
-                                                               +--> `follow` --> whoever shows it
+                                                               +--> `follow` --> display
     log of the head's container  --(stream)--> RunUpdate.lines +
 
-What the driver says is copied to its container's log (`manifest.py`), so pods/log is all that
-is needed: no way to the head's ports, no Ray token, no command in a pod. A stream that breaks or
-is silent is taken up at its last line. An API server that does not answer is asked again.
+The driver's output is copied to its container's log (`manifest.py`), so access to pods/log is
+sufficient: no connection to the head's ports, no Ray token, no command in a pod. A stream that
+breaks or stays silent is resumed after its last line. A request that the API server does not answer
+is repeated.
 """
 
 from __future__ import annotations
@@ -21,174 +22,174 @@ from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import FORBIDDEN, NOT_FOUND, RunsCluster, is_head
 from ludus.services.runs.names import core_path
-from ludus.services.runs.state import RunPhase, RunState, pod_troubles, state_of
+from ludus.services.runs.state import ClusterRunState, RunPhase, pod_troubles, read_state
 
 POLL_S = 2.0
 SILENT_OPERATOR_S = 30.0
-"""A RayJob that no operator has looked at for so long has none."""
+"""Seconds after which a RayJob without a status is reported as ignored by the operator."""
 SILENT_LOG_S = 30.0
-"""A log that says nothing for so long is asked for anew: a node can forget who listens."""
+"""Seconds without a line after which the log is requested again: a node can drop a stream."""
 _RETRY_S = 1.0
 _MAX_LINES = 200_000
-_LASTING = {401, FORBIDDEN}
+_PERMANENT = {401, FORBIDDEN}
 
 
 @dataclass(slots=True)
 class RunUpdate:
-    """What is new of a run."""
+    """The state of a run and its new log lines."""
 
-    state: RunState
+    state: ClusterRunState
     troubles: list[str] = field(default_factory=list)
-    """What keeps it from going on now."""
+    """Reasons why the run currently makes no progress."""
     lines: list[str] = field(default_factory=list)
-    """What its driver said since the last update."""
+    """Log lines of the driver since the last update."""
 
 
 async def follow(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate]:
-    """What becomes of a run, until it is over.
+    """Yield updates of a run until it is over.
 
-    To be closed by whoever leaves it early (`contextlib.aclosing`).
+    Close the generator (`contextlib.aclosing`) if you leave it early.
 
     Raises:
-        NotFoundError: there is no such run, or somebody has deleted it.
-        ClusterError: the API server refuses to tell.
+        NotFoundError: the run does not exist or was deleted.
+        ClusterError: the API server refuses a request.
     """
     log = HeadLog(cluster)
     silent_s = 0.0
-    last: RunUpdate | None = None
+    previous: RunUpdate | None = None
     try:
         while True:
             try:
-                update = await _look(cluster, run, log)
+                update = await _poll(cluster, run, log)
             except ClusterError as error:
-                if last is None or error.status in _LASTING:
+                if previous is None or error.status in _PERMANENT:
                     raise
-                update = RunUpdate(last.state, ["the API server does not answer; asking again"])
+                update = RunUpdate(previous.state, ["the API server does not respond; retrying"])
             is_new = update.state.phase is RunPhase.SUBMITTED
             silent_s = silent_s + POLL_S if is_new else 0.0
             if silent_s > SILENT_OPERATOR_S:
                 update.troubles.append(
-                    f"no operator has looked at it for {silent_s:.0f} s; see whether KubeRay's "
-                    "runs and watches this namespace"
+                    f"no operator has processed the RayJob for {silent_s:.0f} s; check that "
+                    "KubeRay runs and watches this namespace"
                 )
             if update.state.is_over:
                 await log.read_to_end()
-            update.lines = log.take()
+            update.lines = log.drain()
             yield update
             if update.state.is_over:
                 return
-            last = update
+            previous = update
             await log.wait(POLL_S)
     finally:
         await log.close()
 
 
-async def look(cluster: RunsCluster, run: str) -> RunUpdate:
-    """Where a run stands now, and all that its head's log holds.
+async def read_update(cluster: RunsCluster, run: str) -> RunUpdate:
+    """Return the current state of a run and the whole log of its head.
 
     Raises:
         NotFoundError: there is no such run.
     """
     log = HeadLog(cluster)
     try:
-        update = await _look(cluster, run, log)
+        update = await _poll(cluster, run, log)
         await log.read_to_end()
-        update.lines = log.take()
+        update.lines = log.drain()
         return update
     finally:
         await log.close()
 
 
-async def _look(cluster: RunsCluster, run: str, log: HeadLog) -> RunUpdate:
+async def _poll(cluster: RunsCluster, run: str, log: HeadLog) -> RunUpdate:
     job = await cluster.job(run)
-    state = state_of(job, await cluster.config_map(run))
+    state = read_state(job, await cluster.config_map(run))
     pods = await cluster.pods(state.ray_cluster)
     head = next((pod for pod in pods if is_head(pod)), None)
     log.follow(head)
     troubles = [] if state.is_over else pod_troubles(pods)
     if not pods and state.phase is RunPhase.STARTING and state.ray_cluster:
-        troubles = _said_in(await cluster.warnings_about(state.ray_cluster))
+        troubles = _latest_message(await cluster.warning_events(state.ray_cluster))
     elif state.phase is RunPhase.QUEUED:
-        troubles = [f"it waits in queue '{state.queue}'"]
+        troubles = [f"the run waits in queue '{state.queue}'"]
     elif state.phase is RunPhase.RUNNING and log.trouble:
-        troubles.append(f"its log cannot be read, so its steps are not shown: {log.trouble}")
+        troubles.append(f"steps are not shown, because the log cannot be read: {log.trouble}")
     return RunUpdate(state, troubles)
 
 
-def _said_in(events: list[JsonObject]) -> list[str]:
+def _latest_message(events: list[JsonObject]) -> list[str]:
     return [f"{event.get('reason')}: {event.get('message')}" for event in events[-1:]]
 
 
 class HeadLog:
-    """The lines of the head's container; those of a retry's head follow the first one's."""
+    """The log of the head's container; after a retry, the log of the new head follows."""
 
     def __init__(self, cluster: RunsCluster) -> None:
         self._cluster = cluster
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
-        self._news = asyncio.Event()
+        self._has_lines = asyncio.Event()
         self._pod, self._container = "", ""
         self._last_time = ""
         self._reading: asyncio.Task[None] | None = None
         self.trouble = ""
-        """Why the last try to read failed; empty where it did not."""
+        """Reason why the last attempt to read failed; empty if it succeeded."""
 
     def follow(self, head: JsonObject | None) -> None:
-        """Read the log of this pod from now on; without one, nothing changes."""
+        """Read the log of this pod from now on; do nothing if there is no pod."""
         if head is None or head["metadata"]["name"] == self._pod:
             return
         if (head.get("status") or {}).get("phase") == "Pending":
             return
-        self._end_reading()
+        self._cancel_reading()
         self._pod = head["metadata"]["name"]
         self._container = head["spec"]["containers"][0]["name"]
         self._last_time = ""
-        self._reading = asyncio.create_task(self._read_for_ever())
+        self._reading = asyncio.create_task(self._keep_reading())
 
-    def take(self) -> list[str]:
-        """The lines that were not taken yet."""
-        self._news.clear()
+    def drain(self) -> list[str]:
+        """Return the lines since the last call."""
+        self._has_lines.clear()
         lines = list(self._lines)
         self._lines.clear()
         return lines
 
     async def wait(self, seconds: float) -> None:
-        """Wait for that time, or shortly after the next line if that is sooner."""
+        """Wait for this time, or until shortly after the next line if that is sooner."""
         try:
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._has_lines.wait()
                 await asyncio.sleep(min(_RETRY_S, seconds) / 4)
         except TimeoutError:
             pass
 
     async def read_to_end(self) -> None:
-        """Read what the log holds beyond what has come; the pod may be gone."""
-        self._end_reading()
+        """Read the rest of the log, if the pod still exists."""
+        self._cancel_reading()
         if self._pod:
-            with suppress(ClusterError):  # gone with its cluster: the run's folder has it all
+            with suppress(ClusterError):  # a deleted pod's log is in the run folder
                 await self._read(is_followed=False)
 
     async def close(self) -> None:
-        """End reading."""
+        """Stop reading."""
         reading = self._reading
-        self._end_reading()
+        self._cancel_reading()
         if reading is not None:
             await asyncio.gather(reading, return_exceptions=True)
 
-    def _end_reading(self) -> None:
+    def _cancel_reading(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
-    async def _read_for_ever(self) -> None:
+    async def _keep_reading(self) -> None:
         while True:
             try:
                 await self._read(is_followed=True)
             except ClusterError as error:
-                # Not begun yet, or gone: whoever polls the run will see. Forbidden stays so.
-                if error.status in _LASTING:
+                # A pod that has not started or is gone shows in the state of the run.
+                if error.status in _PERMANENT:
                     self._lines.append(f"warning: {error}")
-                    self._news.set()
-                if error.status in (NOT_FOUND, *_LASTING):
+                    self._has_lines.set()
+                if error.status in (NOT_FOUND, *_PERMANENT):
                     return
                 self.trouble = str(error)
             await asyncio.sleep(_RETRY_S)
@@ -203,17 +204,17 @@ class HeadLog:
         read = self._cluster.api.lines(path, query, silence_s=SILENT_LOG_S)
         async with aclosing(read) as lines:
             async for line in lines:
-                self._take_in(line)
+                self._add(line)
 
-    def _take_in(self, line: str) -> None:
-        moment, _, text = line.partition(" ")
-        if not moment[:4].isdigit():
-            # A node that cannot open the file says so in place of its lines.
+    def _add(self, line: str) -> None:
+        timestamp, _, text = line.partition(" ")
+        if not timestamp[:4].isdigit():
+            # A node that cannot open the file sends an error message instead of lines.
             self.trouble = line
             return
         self.trouble = ""
-        if moment <= self._last_time:
-            return  # sinceTime counts in whole seconds
-        self._last_time = moment
+        if timestamp <= self._last_time:
+            return  # sinceTime has a resolution of one second
+        self._last_time = timestamp
         self._lines.append(text)
-        self._news.set()
+        self._has_lines.set()

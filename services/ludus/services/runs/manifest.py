@@ -1,10 +1,10 @@
-"""From a run configuration and a release to the objects that a run is in a cluster.
+"""Builds the Kubernetes objects of a run from its configuration and a release.
 
-    LanguageModelRun --in_cluster--> LanguageModelRun --+
-                                          +--> make_manifests --> RayJob, ConfigMap
-    Release --template-------------------+
+    LanguageModelRun --adapt_to_release--> LanguageModelRun --+
+                                                              +--> make_manifests --> RayJob,
+    Release --template----------------------------------------+                       ConfigMap
 
-Nothing here asks a cluster.
+This module sends no request to a cluster.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _CONTAINER_LOG = "/proc/1/fd/1"
 
 @dataclass(frozen=True, slots=True)
 class RunManifests:
-    """What a run is in a cluster."""
+    """The Kubernetes objects of a run."""
 
     run: LanguageModelRun
-    """As the trainer reads it there."""
+    """Run configuration for the trainer on the cluster."""
     job: JsonObject
     config_map: JsonObject
 
@@ -62,17 +62,18 @@ def make_manifests(
     environments: Mapping[str, str] | None = None,
     queue: str | None = None,
 ) -> RunManifests:
-    """The objects of a run.
+    """Build the objects of a run.
 
     Args:
-        environments: names of the release's environments, by the run's, where they differ.
-        queue: Kueue's, in place of the release's.
+        environments: names in the release by names in the run, for environments whose names
+            differ.
+        queue: the Kueue queue that replaces the release's queue.
 
     Raises:
         ConfigError: the release does not serve the run's environments.
     """
-    run = in_cluster(run, release.platform, environments or {})
-    job = _named(copy.deepcopy(release.template), run.name)
+    run = adapt_to_release(run, release.platform, environments or {})
+    job = _insert_name(copy.deepcopy(release.template), run.name)
     labels = {RUN_LABEL: run.name, RELEASE_LABEL: release.platform.release}
     _label(job, labels, release.platform.namespace)
     job["spec"]["metadata"] = {**(job["spec"].get("metadata") or {}), "run_id": run.name}
@@ -80,9 +81,9 @@ def make_manifests(
     for template in pod_templates(job):
         _label(template, labels)
     _size_groups(cluster, run, release.platform)
-    job["spec"]["entrypoint"] = _logged(str(job["spec"].get("entrypoint")))
+    job["spec"]["entrypoint"] = _copy_output_to_log(str(job["spec"].get("entrypoint")))
     if queue is not None:
-        _queue(job, queue)
+        _set_queue(job, queue)
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -93,13 +94,13 @@ def make_manifests(
     return RunManifests(run, job, config_map)
 
 
-def in_cluster(
+def adapt_to_release(
     run: LanguageModelRun, platform: Platform, environments: Mapping[str, str]
 ) -> LanguageModelRun:
-    """The run as it is played there: environments, folder and weights are the release's.
+    """Return the run with the environments, output folder and weight store of the release.
 
     Raises:
-        ConfigError: the release does not serve its environments.
+        ConfigError: the release does not serve the run's environments.
     """
     unknown = sorted(set(environments) - set(run.environments))
     if unknown:
@@ -107,14 +108,13 @@ def in_cluster(
             f"--environment {unknown[0]}=...: the run has no environment '{unknown[0]}'; it has "
             f"{', '.join(run.environments)}"
         )
-    served = {
-        name: _served(name, environment, platform, environments.get(name))
-        for name, environment in run.environments.items()
-    }
     update: dict[str, Any] = {
-        "environments": served,
+        "environments": {
+            name: _find_served(name, environment, platform, environments.get(name))
+            for name, environment in run.environments.items()
+        },
         "output_dir": platform.output_dir,
-        "weights": _weights(run.weights, platform),
+        "weights": _choose_weight_store(run.weights, platform),
     }
     if platform.metrics_port and run.metrics.prometheus is None:
         sink = PrometheusSink(port=platform.metrics_port, host="0.0.0.0")
@@ -122,92 +122,95 @@ def in_cluster(
     return run.model_copy(update=update)
 
 
-def _served(
+def _find_served(
     name: str,
     environment: LocalEnvironment | RemoteEnvironment,
     platform: Platform,
-    wanted: str | None,
+    requested: str | None,
 ) -> LocalEnvironment | RemoteEnvironment:
-    if isinstance(environment, RemoteEnvironment) and wanted is None:
+    """Return the release's environment for one of the run's environments."""
+    if isinstance(environment, RemoteEnvironment) and requested is None:
         return environment
-    found = platform.environments.get(wanted or name)
-    if found is None and wanted is None and isinstance(environment, LocalEnvironment):
-        found = _only_one_like(environment, platform)
-    if found is None:
+    served = platform.environments.get(requested or name)
+    if served is None and requested is None and isinstance(environment, LocalEnvironment):
+        served = _find_unique_match(environment, platform)
+    if served is None:
         raise ConfigError(
-            f"environments.{name}: release '{platform.release}' serves no environment "
-            f"'{wanted or name}', but {', '.join(platform.environments) or 'none'}; add it to the "
-            f"release's values as environments.{wanted or name}, or name another with "
+            f"environments.{name}: release '{platform.release}' does not serve "
+            f"'{requested or name}'; it serves {', '.join(platform.environments) or 'none'}; add "
+            f"environments.{requested or name} to the release's values, or choose another with "
             f"--environment {name}=NAME"
         )
-    if isinstance(environment, LocalEnvironment) and not _is_like(environment, found):
+    if isinstance(environment, LocalEnvironment) and not _matches(environment, served):
         raise ConfigError(
-            f"environments.{name} plays {environment.package} {json.dumps(environment.options)}, "
-            f"but '{wanted or name}' of release '{platform.release}' is {found.package} "
-            f"{json.dumps(found.options or {})}; change the one or the other, or name another "
-            f"with --environment {name}=NAME"
+            f"environments.{name} is {environment.package} {json.dumps(environment.options)}, "
+            f"but '{requested or name}' of release '{platform.release}' is {served.package} "
+            f"{json.dumps(served.options or {})}; change one of them, or choose another with "
+            f"--environment {name}=NAME"
         )
-    shared = environment.model_dump(exclude=_FIELDS_OF_LOCAL)
-    return RemoteEnvironment(**{**shared, "kind": "remote", "address": found.address})
+    fields = environment.model_dump(exclude=_LOCAL_FIELDS)
+    return RemoteEnvironment(**{**fields, "kind": "remote", "address": served.address})
 
 
-_FIELDS_OF_LOCAL = set(LocalEnvironment.model_fields) - set(RemoteEnvironment.model_fields)
+_LOCAL_FIELDS = set(LocalEnvironment.model_fields) - set(RemoteEnvironment.model_fields)
 
 
-def _is_like(environment: LocalEnvironment, served: PlatformEnvironment) -> bool:
-    """Whether both are the same game, as far as the release says what it serves."""
+def _matches(environment: LocalEnvironment, served: PlatformEnvironment) -> bool:
+    """Return whether both are the same environment, if the release reports what it serves."""
     return served.package in (None, environment.package) and served.options in (
         None,
         environment.options,
     )
 
 
-def _only_one_like(environment: LocalEnvironment, platform: Platform) -> PlatformEnvironment | None:
-    alike = [
+def _find_unique_match(
+    environment: LocalEnvironment, platform: Platform
+) -> PlatformEnvironment | None:
+    matches = [
         served
         for served in platform.environments.values()
-        if served.package is not None and _is_like(environment, served)
+        if served.package is not None and _matches(environment, served)
     ]
-    return alike[0] if len(alike) == 1 else None
+    return matches[0] if len(matches) == 1 else None
 
 
-def _weights(weights: WeightStoreConfig, platform: Platform) -> WeightStoreConfig:
-    """The release's store, with what the run says of versions and times; its own bucket stays."""
+def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> WeightStoreConfig:
+    """Return the release's store with the run's settings; a bucket of the run is kept."""
     if isinstance(weights, S3WeightStore):
         return weights
-    shared = weights.model_dump(exclude={"kind", "path"})
+    settings = weights.model_dump(exclude={"kind", "path"})
     if isinstance(platform.weights, S3Weights):
-        return S3WeightStore(**shared, **platform.weights.model_dump())
-    return FolderWeightStore(**shared)
+        return S3WeightStore(**settings, **platform.weights.model_dump())
+    return FolderWeightStore(**settings)
 
 
 # The parts of a RayJob.
 
 
 def head_template(job: JsonObject) -> JsonObject:
-    """The head's pod template; empty where there is none."""
+    """Return the head's pod template; empty if there is none."""
     cluster = job["spec"].get("rayClusterSpec") or {}
     return (cluster.get("headGroupSpec") or {}).get("template") or {}
 
 
 def worker_groups(job: JsonObject) -> list[JsonObject]:
-    """The groups of workers."""
+    """Return the worker groups."""
     return (job["spec"].get("rayClusterSpec") or {}).get("workerGroupSpecs") or []
 
 
 def pod_templates(job: JsonObject) -> list[JsonObject]:
-    """The pod templates: the head's, then those of the workers."""
-    found = [head_template(job), *(group.get("template") or {} for group in worker_groups(job))]
-    return [template for template in found if template]
+    """Return the pod templates of the head and of each worker group."""
+    templates = [head_template(job), *(group.get("template") or {} for group in worker_groups(job))]
+    return [template for template in templates if template]
 
 
 def pod_containers(template: JsonObject) -> list[JsonObject]:
-    """The containers of a pod template, Ray's first."""
+    """Return the containers of a pod template, the Ray container first."""
     return (template.get("spec") or {}).get("containers") or []
 
 
 def _size_groups(cluster: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
-    """Give the groups as many pods as the run has learner ranks and rollout workers."""
+    """Set the number of pods in each group from the run's learner ranks and rollout workers."""
     is_elastic = bool(cluster.get("enableInTreeAutoscaling"))
     for group in cluster.get("workerGroupSpecs") or []:
         name = group.get("groupName")
@@ -215,50 +218,50 @@ def _size_groups(cluster: JsonObject, run: LanguageModelRun, platform: Platform)
             size = math.ceil(run.learner.num_ranks / platform.learner.per_pod)
             group.update(replicas=size, minReplicas=size, maxReplicas=size)
         elif name == ROLLOUT_GROUP:
-            wanted = math.ceil(run.rollout.num_workers / platform.rollout.per_pod)
-            least = math.ceil(run.rollout.min_workers / platform.rollout.per_pod)
-            # KubeRay submits the job when all replicas are there: what can come later must
-            # not be among them. Room above what the run begins with is left to `ludus scale`.
-            most = max(wanted, group.get("maxReplicas") or 0)
+            num_pods = math.ceil(run.rollout.num_workers / platform.rollout.per_pod)
+            min_pods = math.ceil(run.rollout.min_workers / platform.rollout.per_pod)
+            # KubeRay submits the job only when all `replicas` run, so workers that may join later
+            # are not part of that number. The maximum leaves room for `ludus scale`.
+            max_pods = max(num_pods, group.get("maxReplicas") or 0)
             if not is_elastic:
-                least = most = wanted
-            group.update(replicas=least, minReplicas=least, maxReplicas=most)
+                min_pods = max_pods = num_pods
+            group.update(replicas=min_pods, minReplicas=min_pods, maxReplicas=max_pods)
 
 
-def _named(template: JsonObject, name: str) -> JsonObject:
-    """The template, with the run's name where its placeholder stands alone."""
-    replaced = {PLACEHOLDER: name, config_map_name(PLACEHOLDER): config_map_name(name)}
-    named = _mapped(template, lambda text: replaced.get(text, text))
-    assert isinstance(named, dict)
-    return named
+def _insert_name(template: JsonObject, name: str) -> JsonObject:
+    """Return the template with the run's name instead of its placeholder."""
+    replacements = {PLACEHOLDER: name, config_map_name(PLACEHOLDER): config_map_name(name)}
+    job = _map_strings(template, lambda text: replacements.get(text, text))
+    assert isinstance(job, dict)
+    return job
 
 
-def _mapped(node: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(node: Any, change: Callable[[str], str]) -> Any:
     if isinstance(node, dict):
-        return {key: _mapped(value, change) for key, value in node.items()}
+        return {key: _map_strings(value, change) for key, value in node.items()}
     if isinstance(node, list):
-        return [_mapped(value, change) for value in node]
+        return [_map_strings(value, change) for value in node]
     return change(node) if isinstance(node, str) else node
 
 
-def _label(found: JsonObject, labels: Mapping[str, str], namespace: str = "") -> None:
-    metadata = found.setdefault("metadata", {})
+def _label(item: JsonObject, labels: Mapping[str, str], namespace: str = "") -> None:
+    metadata = item.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
     if namespace:
         metadata["namespace"] = namespace
 
 
-def _logged(entrypoint: str) -> str:
-    """The driver's command, with what it says in its container's log as well.
+def _copy_output_to_log(entrypoint: str) -> str:
+    """Return the driver's command with its output copied to its container's log.
 
-    The driver is no container's main process: by itself, what it writes goes to a file of Ray's
-    that is gone with the pod. In the log, `kubectl logs` and `ludus logs` find it.
+    The driver is not its container's main process. Without the copy, its output goes only to a
+    file of Ray that is deleted with the pod. `kubectl logs` and `ludus logs` read the log.
     """
     script = f"{CONTROL_VARIABLE}={CONFIG_FOLDER}/{CONTROL_KEY} {entrypoint} 2>&1"
     return f"bash -o pipefail -c {shlex.quote(f'{script} | tee {_CONTAINER_LOG}')}"
 
 
-def _queue(job: JsonObject, queue: str) -> None:
+def _set_queue(job: JsonObject, queue: str) -> None:
     _label(job, {QUEUE_LABEL: queue})
     if (job["spec"].get("rayClusterSpec") or {}).get("enableInTreeAutoscaling"):
         metadata = job["metadata"]

@@ -1,8 +1,8 @@
-"""What runs are called in a cluster, and which objects belong to one.
+"""Names of runs and of their objects on a cluster.
 
-RayJob      NAME            labels ludus.dev/run: NAME
-ConfigMap   NAME-config     the same; what the run is, mounted at /etc/ludus
-folder      /runs/NAME      on the release's volume; outlives both
+RayJob      NAME            label ludus.dev/run: NAME
+ConfigMap   NAME-config     the same label; the configuration, mounted at /etc/ludus
+folder      /runs/NAME      on the release's volume; outlives both objects
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RAY_JOBS = "rayjobs"
 RUN_LABEL = "ludus.dev/run"
 RELEASE_LABEL = "ludus.dev/release"
 RUNS_LABEL = "ludus.dev/runs"
-"""On the ConfigMap of a release that says how runs are made."""
+"""Label of a release's ConfigMap that contains the template of its runs."""
 CLUSTER_LABEL = "ray.io/cluster"
 NODE_TYPE_LABEL = "ray.io/node-type"
 GROUP_LABEL = "ray.io/group"
@@ -27,43 +27,43 @@ TEMPLATE_KEY, PLATFORM_KEY = "rayjob.yaml", "platform.json"
 RUN_KEY, CONTROL_KEY = "run.json", "control.json"
 CONFIG_FOLDER = "/etc/ludus"
 PLACEHOLDER = "RUN"
-"""Stands in a release's template where the name of the run belongs."""
+"""Placeholder for the run's name in a release's template."""
 
 MAX_NAME_CHARS = 47
-"""KubeRay makes the names of a RayCluster, its pods and services from it."""
+"""Maximum length of a run's name, from which KubeRay derives names of pods and services."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def why_no_name(name: str) -> str:
-    """Why a RayJob cannot have this name, and what to do; empty where it can."""
+def job_name_problem(name: str) -> str:
+    """Return the reason why a RayJob cannot have this name, with a remedy, or ''."""
     if len(name) > MAX_NAME_CHARS:
         return (
-            f"name = '{name}' has {len(name)} characters, and a RayJob's name at most "
-            f"{MAX_NAME_CHARS}; set a shorter one with --set name=..."
+            f"name = '{name}' has {len(name)} characters, but a RayJob's name has at most "
+            f"{MAX_NAME_CHARS}; set a shorter name with --set name=..."
         )
     if not _DNS_1035.fullmatch(name):
         return (
-            f"name = '{name}' cannot be a RayJob's: expected lower-case letters, digits and '-', "
-            f"beginning with a letter; for example --set name={_close_to(name)}"
+            f"name = '{name}' cannot be the name of a RayJob, which consists of lower-case "
+            f"letters, digits and '-' and starts with a letter; try --set name={_suggest(name)}"
         )
     return ""
 
 
 def config_map_name(run: str) -> str:
-    """The name of a run's ConfigMap."""
+    """Return the name of a run's ConfigMap."""
     return f"{run}-config"
 
 
 def job_path(namespace: str, run: str = "") -> str:
-    """The API path of a run's RayJob, or of all."""
+    """Return the API path of a run's RayJob, or of all RayJobs."""
     return resource_path(RAY_API, namespace, RAY_JOBS, run)
 
 
 def core_path(namespace: str, plural: str, name: str = "") -> str:
-    """The API path of pods, ConfigMaps and their like, or of one."""
+    """Return the API path of a core resource, such as a pod, or of all resources of its kind."""
     return resource_path("v1", namespace, plural, name)
 
 
-def _close_to(name: str) -> str:
-    close = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return close if close[:1].isalpha() else f"run-{close}".rstrip("-")
+def _suggest(name: str) -> str:
+    suggestion = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return suggestion if suggestion[:1].isalpha() else f"run-{suggestion}".rstrip("-")

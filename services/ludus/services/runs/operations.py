@@ -1,10 +1,11 @@
-"""What people do with runs in a cluster: submit, stop, resume.
+"""Operations on runs in a cluster: submit, stop, resume.
 
-stop      a wish in the run's control file, which its ConfigMap mounts: the driver ends after its
-          step, writes a checkpoint and succeeds, so that KubeRay neither tries again nor reports
-          a failure. KubeRay's own ways save nothing: `suspend` deletes the cluster under the
-          driver, and deletion sends it SIGTERM while its learners are already being ended.
-resume    the same name, so the same folder and checkpoint: a new RayJob in the old one's place.
+stop      sets a stop request in the run's control file, which its ConfigMap mounts. The driver
+          finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
+          reports a failure. KubeRay's own means save nothing: `suspend` deletes the cluster under
+          the driver, and a deletion sends SIGTERM when the learners are already stopping.
+resume    replaces the RayJob by a new one with the same name, and so the same folder and
+          checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ludus.proto.config.changes import changes_between
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.kubernetes.api import JsonObject
-from ludus.services.runs.cluster import RunsCluster, is_head, run_config_in
+from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
 from ludus.services.runs.manifest import RunManifests
 from ludus.services.runs.names import (
     CONTROL_KEY,
@@ -33,125 +34,128 @@ from ludus.services.runs.names import (
     config_map_name,
     job_path,
 )
-from ludus.services.runs.state import RunPhase, RunState, state_of
+from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
 _TTL_AFTER_STOP_S = 30
-"""What a stopped run's pods outlive it by: nobody waits for them, somebody for their place."""
+"""Pod lifetime after a stop: short, so that their resources are freed."""
 
 
 class StopOutcome(StrEnum):
-    """What came of the wish to stop."""
+    """Effect of a stop request."""
 
     OVER = "over"
-    """It had ended before."""
-    REMOVED = "removed"
-    """Its RayJob is deleted; what it had saved remains."""
-    ASKED = "asked"
-    """Its driver will end after the step, with a checkpoint."""
+    """The run had already ended."""
+    DELETED = "deleted"
+    """The RayJob is deleted; its checkpoints remain."""
+    REQUESTED = "requested"
+    """The driver will stop after its current step, with a checkpoint."""
 
 
 async def refuse_existing(cluster: RunsCluster, run: str) -> None:
-    """Refuse the name of a run that is there already.
+    """Refuse a name that an existing run has.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: the run exists.
     """
     state = await find_state(cluster, run)
     if state is None:
         return
-    way_on = (
-        f"continue it with: ludus resume {run}" if state.is_over else f"see: ludus status {run}"
-    )
+    advice = f"resume it with: ludus resume {run}" if state.is_over else f"see: ludus status {run}"
     raise ConfigError(
-        f"run '{run}' is in namespace '{cluster.namespace}' already ({state.phase}); {way_on}; or "
-        "take another name with --set name=..."
+        f"run '{run}' already exists in namespace '{cluster.namespace}' ({state.phase}); {advice}; "
+        "or choose another name with --set name=..."
     )
 
 
-async def find_state(cluster: RunsCluster, run: str) -> RunState | None:
-    """Where a run stands; None where there is none of that name."""
+async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
+    """Return the state of a run, or None if there is no such run."""
     job, config_map = await cluster.find_job(run), await cluster.config_map(run)
     if job is not None:
-        return state_of(job, config_map)
-    return None if config_map is None else RunState(run, RunPhase.STOPPED)
+        return read_state(job, config_map)
+    return None if config_map is None else ClusterRunState(run, RunPhase.STOPPED)
 
 
-async def states(cluster: RunsCluster) -> list[tuple[RunState, str]]:
-    """All runs of the namespace, oldest first, and when each was created."""
-    config_maps = {one["metadata"]["name"]: one for one in await cluster.config_maps()}
-    found = []
+async def list_states(cluster: RunsCluster) -> list[tuple[ClusterRunState, str]]:
+    """Return the state and creation time of all runs of the namespace, oldest first."""
+    config_maps = {item["metadata"]["name"]: item for item in await cluster.config_maps()}
+    states = []
     for job in await cluster.jobs():
         config_map = config_maps.pop(config_map_name(job["metadata"]["name"]), None)
-        found.append((state_of(job, config_map), _created(job)))
+        states.append((read_state(job, config_map), _creation_time(job)))
     for name, config_map in config_maps.items():
         run = name.removesuffix(config_map_name(""))
-        found.append((RunState(run, RunPhase.STOPPED), _created(config_map)))
-    return sorted(found, key=lambda one: one[1])
+        states.append((ClusterRunState(run, RunPhase.STOPPED), _creation_time(config_map)))
+    return sorted(states, key=lambda item: item[1])
 
 
 async def stop(cluster: RunsCluster, run: str, *, now: bool = False) -> StopOutcome:
-    """Have a run end after its step; one that has not begun, or that shall not wait, is deleted.
+    """Request a stop after the current step; delete a run that has not started.
+
+    Args:
+        now: delete the run without waiting for its step.
 
     Raises:
         NotFoundError: there is no such run.
     """
     job, config_map = await cluster.job(run), await cluster.config_map(run)
-    state = state_of(job, config_map)
+    state = read_state(job, config_map)
     if state.is_over:
         return StopOutcome.OVER
-    has_begun = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
-    if now or not has_begun or config_map is None:
+    is_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
+    if now or not is_started or config_map is None:
         await cluster.delete(run, keep_config=True)
-        return StopOutcome.REMOVED
+        return StopOutcome.DELETED
     control = RunControl.model_validate_json(config_map["data"].get(CONTROL_KEY, "{}"))
-    await cluster.want(run, control.model_copy(update={"stop": True}).model_dump_json())
+    await cluster.write_control(run, control.model_copy(update={"stop": True}).model_dump_json())
     ttl = {"spec": {"ttlSecondsAfterFinished": _TTL_AFTER_STOP_S}}
     await cluster.api.merge(job_path(cluster.namespace, run), ttl)
     for pod in await cluster.pods(state.ray_cluster):
         if is_head(pod):
-            await cluster.nudge(pod["metadata"]["name"], datetime.now(UTC).isoformat())
-    return StopOutcome.ASKED
+            await cluster.refresh_mounts(pod["metadata"]["name"], datetime.now(UTC).isoformat())
+    return StopOutcome.REQUESTED
 
 
-async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) -> LanguageModelRun:
-    """The configuration of a run that has ended, after overrides.
+async def load_resumable_config(
+    cluster: RunsCluster, run: str, overrides: Sequence[str]
+) -> LanguageModelRun:
+    """Return the configuration of a run that has ended, with overrides applied.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: it has not ended, the overrides do not fit, or they change what a run keeps.
+        ConfigError: the run has not ended, or an override is invalid or cannot be changed.
     """
     config_map = await cluster.config_map(run)
     state = await find_state(cluster, run)
     if state is None or config_map is None:
         raise NotFoundError(
-            f"no run '{run}' was found in namespace '{cluster.namespace}'; see: ludus list. Where "
-            "its folder is still on the volume, `ludus submit` of the same name continues from "
-            "its newest checkpoint"
+            f"there is no run '{run}' in namespace '{cluster.namespace}'; see: ludus list. If its "
+            "folder is still on the volume, `ludus submit` with the same name continues from its "
+            "latest checkpoint"
         )
     if not state.is_over:
         raise ConfigError(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
-    begun = run_config_in(config_map)
+    previous = run_config_json(config_map)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         path = Path(folder) / RUN_KEY
-        path.write_text(begun, encoding="utf-8")
+        path.write_text(previous, encoding="utf-8")
         config = require_language_model(load_run_config(path, overrides), "ludus resume")
     if config.name != run:
         raise ConfigError(
-            f"--set name={config.name}: a run is resumed under its own name '{run}', by which "
-            "its checkpoint is found; leave the name out"
+            f"--set name={config.name}: a resumed run keeps its name '{run}', which identifies its "
+            "checkpoints; remove this option"
         )
-    # Its driver would refuse the same, but only after the old RayJob is gone.
-    changes_between(validate_run_json(begun), config)
+    # The driver would refuse the same changes, but only after the old RayJob is deleted.
+    changes_between(validate_run_json(previous), config)
     return config
 
 
 async def resume(cluster: RunsCluster, manifests: RunManifests) -> None:
-    """Put a new RayJob in the old one's place; it continues from the newest checkpoint."""
+    """Replace the RayJob by a new one, which continues from the latest checkpoint."""
     await cluster.delete(manifests.run.name, keep_config=True)
     await cluster.create(manifests)
 
 
-def _created(found: JsonObject) -> str:
-    return str(found["metadata"].get("creationTimestamp", ""))
+def _creation_time(item: JsonObject) -> str:
+    return str(item["metadata"].get("creationTimestamp", ""))

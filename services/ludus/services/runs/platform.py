@@ -1,7 +1,7 @@
-"""What an installed release offers to runs: its environments, its volume, its RayJob.
+"""The part of an installed release that runs need: environments, volume, RayJob template.
 
-The chart writes it into a ConfigMap with the label ludus.dev/runs, under two keys: rayjob.yaml,
-a whole RayJob but for the run's name, and platform.json, what this file reads.
+The chart writes a ConfigMap with the label ludus.dev/runs and two keys: rayjob.yaml, a RayJob
+without the run's name, and platform.json, which this module reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ludus.services.runs.names import PLATFORM_KEY, RUNS_LABEL, TEMPLATE_KEY
 
 
 class _Part(BaseModel):
-    # A newer chart may say more than this program knows.
+    # A newer chart may have fields that this program does not know.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
@@ -28,20 +28,20 @@ class PlatformEnvironment(_Part):
     """An environment that the release's gateway serves."""
 
     address: str
-    """As clients in the cluster address it, for example grpc://ludus-gateway:18000/blackjack."""
+    """Address for clients in the cluster, for example grpc://ludus-gateway:18000/blackjack."""
     package: str | None = None
-    """What its servers were started with; null where the release does not say it."""
+    """Package of its servers; null if the release does not report it."""
     options: dict[str, Any] | None = None
 
 
 class FolderWeights(_Part):
-    """Weights travel through the volume."""
+    """Weight store on the volume."""
 
     kind: Literal["folder"] = "folder"
 
 
 class S3Weights(_Part):
-    """Weights travel through a bucket, whose credentials the pods have."""
+    """Weight store in a bucket, whose credentials the pods have."""
 
     kind: Literal["s3"] = "s3"
     bucket: str
@@ -51,14 +51,14 @@ class S3Weights(_Part):
 
 
 class PodGroup(_Part):
-    """Pods of one kind."""
+    """The pods of learner ranks or of rollout workers."""
 
     per_pod: Annotated[int, Field(ge=1)] = 1
-    """Learner ranks or rollout workers that fit into one."""
+    """Number of learner ranks or rollout workers per pod."""
 
 
 class Platform(_Part):
-    """What the release says of itself."""
+    """A release's description of itself, platform.json."""
 
     release: str
     namespace: str
@@ -68,89 +68,91 @@ class Platform(_Part):
     learner: PodGroup = PodGroup()
     rollout: PodGroup = PodGroup()
     metrics_port: int | None = None
-    """Port of the driver's pod at which the release's monitors ask for metrics."""
+    """Port of the driver's pod that the release's monitors scrape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release, and the RayJob that its runs are made from."""
+    """A release and the RayJob template of its runs."""
 
     platform: Platform
     template: JsonObject
 
 
-def release_of(config_map: JsonObject) -> Release:
-    """The release that a ConfigMap describes.
+def parse_release(config_map: JsonObject) -> Release:
+    """Parse the release that a ConfigMap describes.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the ConfigMap is incomplete or invalid.
     """
     name = (config_map.get("metadata") or {}).get("name", "")
     data = config_map.get("data") or {}
     missing = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in data]
     if missing:
-        raise _unusable(name, f"no key {missing[0]}")
+        raise _invalid_release(name, f"it has no key {missing[0]}")
     try:
         platform = Platform.model_validate_json(data[PLATFORM_KEY])
         template = yaml.load(data[TEMPLATE_KEY], yaml.CSafeLoader)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise _unusable(name, f"{PLATFORM_KEY}: {place}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"]))
+        raise _invalid_release(name, f"{PLATFORM_KEY}: {field}: {first['msg']}") from None
     except yaml.YAMLError as error:
-        raise _unusable(name, f"{TEMPLATE_KEY}: {error}") from None
+        raise _invalid_release(name, f"{TEMPLATE_KEY}: {error}") from None
     if not isinstance(template, dict) or template.get("kind") != "RayJob":
-        raise _unusable(name, f"{TEMPLATE_KEY} without a RayJob")
+        raise _invalid_release(name, f"{TEMPLATE_KEY} is not a RayJob")
     return Release(platform, template)
 
 
-def _unusable(name: str, found: str) -> ConfigError:
+def _invalid_release(name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"expected ConfigMap '{name}' to say how runs are made, got {found}; upgrade the release "
-        "with the chart of this version of Ludus"
+        f"ConfigMap '{name}' does not describe a release: {reason}; upgrade the release with the "
+        "chart of this version of Ludus"
     )
 
 
-def chosen_release(config_maps: Sequence[JsonObject], wanted: str | None, where: str) -> Release:
-    """The release with the wanted name, or the only one.
+def choose_release(config_maps: Sequence[JsonObject], name: str | None, source: str) -> Release:
+    """Return the release with this name, or the only one.
 
     Args:
-        where: the place that was searched, for people.
+        source: the namespace or file with the ConfigMaps, for messages.
 
     Raises:
-        NotFoundError: there is none, or none of that name.
-        ConfigError: there are several, and none is wanted by name.
+        NotFoundError: there is no release, or none with this name.
+        ConfigError: there are several releases and no name.
     """
-    releases = {(one := release_of(config_map)).platform.release: one for config_map in config_maps}
+    releases = {release.platform.release: release for release in map(parse_release, config_maps)}
     names = ", ".join(sorted(releases))
     if not releases:
         raise NotFoundError(
-            f"no release of Ludus was found in {where}; install one with `helm install ludus "
-            "charts/ludus`, or name another namespace with --namespace"
+            f"there is no Ludus release in {source}; install one with `helm install ludus "
+            "charts/ludus`, or choose another namespace with --namespace"
         )
-    if wanted is not None and wanted not in releases:
-        hint = did_you_mean(wanted, releases) or f"there: {names}"
-        raise NotFoundError(f"no release '{wanted}' was found in {where}; {hint}")
-    if wanted is None and len(releases) > 1:
-        raise ConfigError(f"expected one release in {where}, got {names}; choose with --release")
-    return releases[wanted] if wanted is not None else next(iter(releases.values()))
+    if name is not None and name not in releases:
+        hint = did_you_mean(name, releases) or f"it has {names}"
+        raise NotFoundError(f"there is no release '{name}' in {source}; {hint}")
+    if name is None and len(releases) > 1:
+        raise ConfigError(f"{source} has several releases, {names}; choose one with --release")
+    return releases[name] if name is not None else next(iter(releases.values()))
 
 
-def release_in_file(path: Path, wanted: str | None) -> Release:
-    """The release in a file of manifests, as `helm template` writes it.
+def read_release_file(path: Path, name: str | None) -> Release:
+    """Read a release from a file of manifests, as `helm template` writes it.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: the file contains no such release.
         ConfigError: the file cannot be read.
     """
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
-    found = [one for one in documents if isinstance(one, dict) and _is_about_runs(one)]
-    return chosen_release(found, wanted, f"'{path}'")
+    config_maps = [
+        document for document in documents if isinstance(document, dict) and _has_label(document)
+    ]
+    return choose_release(config_maps, name, f"'{path}'")
 
 
-def _is_about_runs(document: JsonObject) -> bool:
+def _has_label(document: JsonObject) -> bool:
     labels = (document.get("metadata") or {}).get("labels") or {}
     return document.get("kind") == "ConfigMap" and labels.get(RUNS_LABEL) == "true"

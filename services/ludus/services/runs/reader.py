@@ -1,7 +1,8 @@
-"""A short-lived pod that sees the volume of runs: what a run left is there when its head is gone.
+"""A short-lived pod that reads the volume of runs after a run's head is gone.
 
-It is the release's head pod without Ray: the same image (its nodes have it already), volume,
-security context, selectors and secrets for images; no credentials and no service account's token.
+The pod is the release's head pod without Ray. It has the same image (which the nodes already have),
+volume, security context, node selectors and image pull secrets. It has no credentials and no
+service account token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ludus.services.runs.cluster import RunsCluster, is_head
 from ludus.services.runs.manifest import head_template, pod_containers
 from ludus.services.runs.names import RUN_LABEL, core_path
 from ludus.services.runs.platform import Release
-from ludus.services.runs.state import pod_troubles, state_of
+from ludus.services.runs.state import pod_troubles, read_state
 
 START_TIMEOUT_S = 180.0
 _LIFETIME_S = 900
@@ -27,8 +28,8 @@ _RESOURCES = {"cpu": "100m", "memory": "256Mi"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A container from which the folder of runs can be read."""
+class VolumeReader:
+    """A container that mounts the folder of runs."""
 
     pod: str
     container: str
@@ -36,34 +37,36 @@ class Place:
 
 
 @asynccontextmanager
-async def reading_place(cluster: RunsCluster, release: Release, run: str) -> AsyncIterator[Place]:
-    """The run's head while it lives, else a pod that is made and removed again.
+async def open_reader(
+    cluster: RunsCluster, release: Release, run: str
+) -> AsyncIterator[VolumeReader]:
+    """Yield the run's head if it is running, otherwise a temporary pod.
 
     Raises:
         ConfigError: the release has no volume.
-        ClusterError: the pod does not start; says why.
+        ClusterError: the temporary pod does not start.
     """
     output_dir = release.platform.output_dir
     job = await cluster.find_job(run)
-    pods = await cluster.pods(state_of(job).ray_cluster) if job else []
+    pods = await cluster.pods(read_state(job).ray_cluster) if job else []
     for pod in pods:
         if is_head(pod) and (pod.get("status") or {}).get("phase") == "Running":
             container = pod["spec"]["containers"][0]["name"]
-            yield Place(pod["metadata"]["name"], container, output_dir)
+            yield VolumeReader(pod["metadata"]["name"], container, output_dir)
             return
     path = core_path(cluster.namespace, "pods")
-    made = await cluster.api.create(path, reader_pod(release, run))
-    name = made["metadata"]["name"]
+    pod = await cluster.api.create(path, reader_pod(release, run))
+    name = pod["metadata"]["name"]
     try:
-        await _started(cluster, made)
-        yield Place(name, "reader", output_dir)
+        await _wait_until_running(cluster, pod)
+        yield VolumeReader(name, "reader", output_dir)
     finally:
         with suppress(ClusterError):
             await cluster.api.delete(f"{path}/{name}", {"gracePeriodSeconds": 0})
 
 
 def reader_pod(release: Release, run: str) -> JsonObject:
-    """The pod.
+    """Build the manifest of the temporary pod.
 
     Raises:
         ConfigError: the release has no volume for runs.
@@ -74,11 +77,11 @@ def reader_pod(release: Release, run: str) -> JsonObject:
     mounts = [m for m in head.get("volumeMounts") or [] if m.get("mountPath") == output_dir]
     if not mounts:
         raise ConfigError(
-            f"release '{release.platform.release}' mounts no volume at {output_dir}: what its "
-            "runs leave goes with their pods; set storage in its values"
+            f"release '{release.platform.release}' mounts no volume at {output_dir}, so results "
+            "are lost with the pods; set storage in the release's values"
         )
     names = {mount["name"] for mount in mounts}
-    kept = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
+    copied = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
     container = {
         "name": "reader",
         "image": head.get("image"),
@@ -97,7 +100,7 @@ def reader_pod(release: Release, run: str) -> JsonObject:
             "labels": {RUN_LABEL: run, "app.kubernetes.io/component": "reader"},
         },
         "spec": {
-            **{key: spec[key] for key in kept if key in spec},
+            **{key: spec[key] for key in copied if key in spec},
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": 0,
@@ -108,8 +111,7 @@ def reader_pod(release: Release, run: str) -> JsonObject:
     }
 
 
-async def _started(cluster: RunsCluster, pod: JsonObject) -> None:
-    """Wait until the pod runs."""
+async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
     path = core_path(cluster.namespace, "pods", pod["metadata"]["name"])
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -123,8 +125,8 @@ async def _started(cluster: RunsCluster, pod: JsonObject) -> None:
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         pass
-    troubles = "; ".join(pod_troubles([pod])) or f"it is {(pod.get('status') or {}).get('phase')}"
+    phase = (pod.get("status") or {}).get("phase")
+    troubles = "; ".join(pod_troubles([pod])) or f"its phase is {phase}"
     raise ClusterError(
-        f"expected a pod that reads the volume to run within {START_TIMEOUT_S:.0f} s, got: "
-        f"{troubles}"
+        f"the pod that reads the volume did not start within {START_TIMEOUT_S:.0f} s: {troubles}"
     )

@@ -1,4 +1,4 @@
-"""What the pods of a RayJob refer to: Secrets with their keys, and claims of volumes."""
+"""Objects that the pods of a RayJob refer to: Secrets and volume claims."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.manifest import pod_containers, pod_templates
 
 
-def secrets_in(job: JsonObject) -> dict[str, set[str]]:
-    """The Secrets that the pods cannot start without, and the keys that they need of each."""
-    found: dict[str, set[str]] = {}
+def required_secrets(job: JsonObject) -> dict[str, set[str]]:
+    """Return the names of the Secrets that the pods need to start, with the keys of each."""
+    keys_by_secret: dict[str, set[str]] = {}
     for name, key in _secret_references(job):
-        found.setdefault(name, set()).update({key} if key else ())
-    return found
+        keys_by_secret.setdefault(name, set()).update({key} if key else ())
+    return keys_by_secret
 
 
-def claims_in(job: JsonObject) -> list[str]:
-    """The PersistentVolumeClaims that the pods mount."""
+def required_claims(job: JsonObject) -> list[str]:
+    """Return the names of the PersistentVolumeClaims that the pods mount."""
     names = {
         str(volume["persistentVolumeClaim"].get("claimName"))
         for template in pod_templates(job)
@@ -33,12 +33,12 @@ def _secret_references(job: JsonObject) -> Iterator[tuple[str, str]]:
         for secret in spec.get("imagePullSecrets") or []:
             yield str(secret.get("name")), ""
         for volume in spec.get("volumes") or []:
-            yield from _in_volume(volume)
+            yield from _volume_references(volume)
         for container in [*pod_containers(template), *(spec.get("initContainers") or [])]:
-            yield from _in_container(container)
+            yield from _container_references(container)
 
 
-def _in_volume(volume: JsonObject) -> Iterator[tuple[str, str]]:
+def _volume_references(volume: JsonObject) -> Iterator[tuple[str, str]]:
     secret = volume.get("secret") or {}
     if secret and not secret.get("optional"):
         yield str(secret.get("secretName")), ""
@@ -46,7 +46,7 @@ def _in_volume(volume: JsonObject) -> Iterator[tuple[str, str]]:
             yield str(secret.get("secretName")), str(item.get("key"))
 
 
-def _in_container(container: JsonObject) -> Iterator[tuple[str, str]]:
+def _container_references(container: JsonObject) -> Iterator[tuple[str, str]]:
     for variable in container.get("env") or []:
         reference = (variable.get("valueFrom") or {}).get("secretKeyRef") or {}
         if reference and not reference.get("optional"):

@@ -1,7 +1,7 @@
-"""What only KubeRay's operator and Kueue's webhook check on a RayJob, checked before.
+"""Rules for RayJobs that only the KubeRay operator and the Kueue webhook check.
 
-The API server takes such a RayJob. The operator then sets ValidationFailed, and a queue may hold
-its quota for as long as nobody looks. Each rule is a sentence that says what to set.
+The API server accepts a RayJob that breaks them. The operator then sets ValidationFailed, and a
+queue may reserve quota for the RayJob until someone notices. Each message names the field to set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.services.runs.names import (
     CONFIG_FOLDER,
     ELASTIC_ANNOTATION,
     QUEUE_LABEL,
-    why_no_name,
+    job_name_problem,
 )
 
 _MAX_QUEUED_WORKER_GROUPS = 17
@@ -35,17 +35,17 @@ Rule = Callable[[JsonObject], Iterator[str]]
 
 
 def broken_rules(job: JsonObject) -> list[str]:
-    """What the operator or the queue would refuse, a sentence each."""
-    return [said for rule in _RULES for said in rule(job)]
+    """Return a message for each rule that the operator or the queue would enforce."""
+    return [message for rule in _RULES for message in rule(job)]
 
 
-def _name(job: JsonObject) -> Iterator[str]:
-    said = why_no_name(str(job["metadata"].get("name", "")))
-    if said:
-        yield said
+def _check_name(job: JsonObject) -> Iterator[str]:
+    problem = job_name_problem(str(job["metadata"].get("name", "")))
+    if problem:
+        yield problem
 
 
-def _ends(job: JsonObject) -> Iterator[str]:
+def _check_shutdown(job: JsonObject) -> Iterator[str]:
     spec = job["spec"]
     shuts_down = bool(spec.get("shutdownAfterJobFinishes"))
     rules = (spec.get("deletionStrategy") or {}).get("deletionRules")
@@ -58,25 +58,27 @@ def _ends(job: JsonObject) -> Iterator[str]:
         yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes: true; set it"
     if not shuts_down and spec.get("suspend"):
         yield "suspend needs shutdownAfterJobFinishes: true; set it"
-    yield from _deletion_rules(rules or [], bool(_cluster(job).get("enableInTreeAutoscaling")))
+    yield from _check_deletion_rules(
+        rules or [], bool(_cluster(job).get("enableInTreeAutoscaling"))
+    )
     for field in ("activeDeadlineSeconds", "preRunningDeadlineSeconds"):
         if field in spec and not _is_at_least(spec[field], 1):
-            yield f"{field} expected a number of seconds above 0, got {spec[field]}"
+            yield f"{field} must be a number of seconds above 0, got {spec[field]}"
     for field in ("backoffLimit", "ttlSecondsAfterFinished"):
         if field in spec and not _is_at_least(spec[field], 0):
-            yield f"{field} expected 0 or more, got {spec[field]}"
+            yield f"{field} must be 0 or more, got {spec[field]}"
 
 
-def _deletion_rules(rules: list[JsonObject], is_elastic: bool) -> Iterator[str]:
+def _check_deletion_rules(rules: list[JsonObject], is_elastic: bool) -> Iterator[str]:
     times: dict[str, dict[str, int]] = {}
     for rule in rules:
         condition, policy = rule.get("condition") or {}, str(rule.get("policy"))
         state = str(condition.get("jobStatus") or condition.get("jobDeploymentStatus"))
         if policy in times.setdefault(state, {}):
-            yield f"deletionRules hold two {policy} for {state}; remove one"
+            yield f"deletionRules contain {policy} for {state} twice; remove one"
         times[state][policy] = int(condition.get("ttlSeconds") or 0)
         if policy == "DeleteWorkers" and is_elastic:
-            yield "deletionRules: DeleteWorkers cannot be had with enableInTreeAutoscaling"
+            yield "deletionRules: DeleteWorkers cannot be combined with enableInTreeAutoscaling"
     for state, by_policy in times.items():
         for first, second in pairwise(p for p in _ORDER_OF_DELETION if p in by_policy):
             if by_policy[first] > by_policy[second]:
@@ -86,84 +88,86 @@ def _deletion_rules(rules: list[JsonObject], is_elastic: bool) -> Iterator[str]:
                 )
 
 
-def _mode(job: JsonObject) -> Iterator[str]:
+def _check_mode(job: JsonObject) -> Iterator[str]:
     spec = job["spec"]
     mode, selector = spec.get("submissionMode", "K8sJobMode"), spec.get("clusterSelector")
     if selector and spec.get("backoffLimit"):
-        yield "backoffLimit cannot be had with clusterSelector; set it to 0"
+        yield "backoffLimit cannot be combined with clusterSelector; set backoffLimit to 0"
     if selector and (spec.get("suspend") or mode == "SidecarMode"):
         yield "clusterSelector allows neither suspend nor SidecarMode; remove one"
     if not selector and not spec.get("rayClusterSpec"):
         yield "the RayJob has neither rayClusterSpec nor clusterSelector; set rayClusterSpec"
     if mode == "InteractiveMode" and spec.get("backoffLimit"):
-        yield "backoffLimit cannot be had with InteractiveMode; set it to 0"
+        yield "backoffLimit cannot be combined with InteractiveMode; set backoffLimit to 0"
     if mode == "SidecarMode" and (spec.get("submitterPodTemplate") or spec.get("submitterConfig")):
         yield "SidecarMode has no submitter; remove submitterPodTemplate and submitterConfig"
-    on_worker = [f for f in ("entrypointNumCpus", "entrypointNumGpus") if spec.get(f)]
+    worker_fields = [f for f in ("entrypointNumCpus", "entrypointNumGpus") if spec.get(f)]
     head_params = (_cluster(job).get("headGroupSpec") or {}).get("rayStartParams") or {}
-    if on_worker and str(head_params.get("num-cpus")) == "0":
+    if worker_fields and str(head_params.get("num-cpus")) == "0":
         yield (
-            f"{on_worker[0]} with num-cpus: '0' on the head puts the driver on a worker, whose "
-            "end is the run's; remove it"
+            f"{worker_fields[0]} with num-cpus: '0' on the head places the driver on a worker, and the "
+            "run would end with that worker; remove it"
         )
 
 
-def _groups(job: JsonObject) -> Iterator[str]:
+def _check_groups(job: JsonObject) -> Iterator[str]:
     cluster = _cluster(job)
     is_v2 = (cluster.get("autoscalerOptions") or {}).get("version") == "v2"
     head = cluster.get("headGroupSpec") or {}
     if cluster and not pod_containers(head_template(job)):
         yield "headGroupSpec has no container; give it one with the trainer's image"
-    yield from _resources("headGroupSpec", head)
+    yield from _check_resources("headGroupSpec", head)
     for group in worker_groups(job):
         name = f"worker group '{group.get('groupName')}'"
-        yield from _resources(name, group)
+        yield from _check_resources(name, group)
         if not pod_containers(group.get("template") or {}):
             yield f"{name} has no container; give it one with the trainer's image"
-        yield from _sizes(name, group)
+        yield from _check_sizes(name, group)
         if "idleTimeoutSeconds" in group and not is_v2:
             yield f"{name}: idleTimeoutSeconds needs autoscalerOptions.version: v2; set it"
         if "suspend" in group:
-            yield f"{name}: suspend belongs to the operator; remove it"
+            yield f"{name}: only the operator may set suspend; remove it"
     if is_v2:
         for template in pod_templates(job):
             if (template.get("spec") or {}).get("restartPolicy") not in (None, "Never"):
                 yield "autoscaler v2 needs restartPolicy: Never on every pod; set it or remove it"
 
 
-def _sizes(name: str, group: JsonObject) -> Iterator[str]:
-    least, most = group.get("minReplicas"), group.get("maxReplicas")
-    if most is None:
-        yield f"{name} has no maxReplicas, which stands for 2147483647; set it"
-    elif least is not None and least > most:
-        yield f"{name}: minReplicas {least} is more than maxReplicas {most}; lower the one"
-    elif not (least or 0) <= (group.get("replicas") or 0) <= most:
-        yield f"{name}: replicas {group.get('replicas')} is not within {least or 0} and {most}"
+def _check_sizes(name: str, group: JsonObject) -> Iterator[str]:
+    minimum, maximum = group.get("minReplicas"), group.get("maxReplicas")
+    if maximum is None:
+        yield f"{name} has no maxReplicas, which means 2147483647; set it"
+    elif minimum is not None and minimum > maximum:
+        yield f"{name}: minReplicas {minimum} is above maxReplicas {maximum}; lower minReplicas"
+    elif not (minimum or 0) <= (group.get("replicas") or 0) <= maximum:
+        yield (
+            f"{name}: replicas {group.get('replicas')} must be between {minimum or 0} and {maximum}"
+        )
 
 
-def _resources(name: str, group: JsonObject) -> Iterator[str]:
+def _check_resources(name: str, group: JsonObject) -> Iterator[str]:
     params = group.get("rayStartParams") or {}
-    both = sorted({"num-cpus", "num-gpus", "memory", "resources"} & set(params))
-    if group.get("resources") and both:
-        yield f"{name} has both resources and rayStartParams.{both[0]}; keep one of them"
+    conflicting = sorted({"num-cpus", "num-gpus", "memory", "resources"} & set(params))
+    if group.get("resources") and conflicting:
+        yield f"{name} has both resources and rayStartParams.{conflicting[0]}; remove one"
     if "labels" in params:
-        yield f"{name}: rayStartParams.labels is refused; set labels of the group"
+        yield f"{name}: rayStartParams.labels is not supported; set the group's labels instead"
 
 
-def _versions(job: JsonObject) -> Iterator[str]:
+def _check_versions(job: JsonObject) -> Iterator[str]:
     cluster = _cluster(job)
     if (cluster.get("authOptions") or {}).get("mode") != "token":
         return
     version = str(cluster.get("rayVersion") or "")
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if not found or (int(found[1]), int(found[2])) < _MIN_TOKEN_VERSION:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match or (int(match[1]), int(match[2])) < _MIN_TOKEN_VERSION:
         yield (
-            f"authOptions.mode: token needs rayVersion 2.52 or newer, got '{version}'; set it to "
-            "the version of Ray in the image"
+            f"authOptions.mode: token needs rayVersion 2.52 or newer, got '{version}'; set "
+            "rayVersion to the version of Ray in the image"
         )
 
 
-def _queued(job: JsonObject) -> Iterator[str]:
+def _check_queue(job: JsonObject) -> Iterator[str]:
     queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
     if not queue:
         return
@@ -173,37 +177,37 @@ def _queued(job: JsonObject) -> Iterator[str]:
     if (spec.get("deletionStrategy") or {}).get("deletionRules"):
         yield f"a run in queue '{queue}' cannot have deletionRules; remove them"
     if spec.get("clusterSelector"):
-        yield f"a run in queue '{queue}' needs its own cluster; remove clusterSelector"
+        yield f"a run in queue '{queue}' needs a separate cluster; remove clusterSelector"
     if len(worker_groups(job)) > _MAX_QUEUED_WORKER_GROUPS:
         yield (
-            f"a run in queue '{queue}' may have {_MAX_QUEUED_WORKER_GROUPS} worker groups, got "
-            f"{len(worker_groups(job))}; remove some"
+            f"a run in queue '{queue}' may have at most {_MAX_QUEUED_WORKER_GROUPS} worker groups, "
+            f"got {len(worker_groups(job))}; remove some"
         )
     is_elastic = (job["metadata"].get("annotations") or {}).get(ELASTIC_ANNOTATION) == "true"
     if _cluster(job).get("enableInTreeAutoscaling") and not is_elastic:
         yield (
             f"a run in queue '{queue}' with autoscaling needs the annotation "
-            f'{ELASTIC_ANNOTATION}: "true"; set it, or turn autoscaling off'
+            f'{ELASTIC_ANNOTATION}: "true"; set it, or disable autoscaling'
         )
 
 
-def _containers(job: JsonObject) -> Iterator[str]:
+def _check_containers(job: JsonObject) -> Iterator[str]:
     for template in pod_templates(job):
         spec = template.get("spec") or {}
         for container in [*pod_containers(template), *(spec.get("initContainers") or [])]:
             if not container.get("image"):
-                yield f"container '{container.get('name')}' names no image; set image.registry"
-        yield from _grace(spec)
-    head = pod_containers(head_template(job))[:1]
-    mounted = {mount.get("mountPath") for one in head for mount in one.get("volumeMounts") or []}
-    if head and CONFIG_FOLDER not in mounted:
-        yield (
-            f"the head mounts nothing at {CONFIG_FOLDER}, where the run's configuration belongs; "
-            "upgrade the release"
-        )
+                yield f"container '{container.get('name')}' has no image; set image.registry"
+        yield from _check_grace_period(spec)
+    for container in pod_containers(head_template(job))[:1]:
+        mounts = {mount.get("mountPath") for mount in container.get("volumeMounts") or []}
+        if CONFIG_FOLDER not in mounts:
+            yield (
+                f"the head does not mount the run's configuration at {CONFIG_FOLDER}; upgrade the "
+                "release"
+            )
 
 
-def _grace(spec: JsonObject) -> Iterator[str]:
+def _check_grace_period(spec: JsonObject) -> Iterator[str]:
     grace_s = spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
     for container in spec.get("containers") or []:
         for variable in container.get("env") or []:
@@ -211,8 +215,8 @@ def _grace(spec: JsonObject) -> Iterator[str]:
             is_drain = variable.get("name") == _DRAIN_VARIABLE and drain.isdecimal()
             if is_drain and int(drain) >= grace_s:
                 yield (
-                    f"container '{container.get('name')}': {_DRAIN_VARIABLE} = {drain} s does not "
-                    f"fit into terminationGracePeriodSeconds = {grace_s}; raise the latter"
+                    f"container '{container.get('name')}': terminationGracePeriodSeconds = "
+                    f"{grace_s} must be above {_DRAIN_VARIABLE} = {drain}; raise it"
                 )
 
 
@@ -220,8 +224,16 @@ def _cluster(job: JsonObject) -> JsonObject:
     return job["spec"].get("rayClusterSpec") or {}
 
 
-def _is_at_least(value: Any, least: int) -> bool:
-    return isinstance(value, int) and value >= least
+def _is_at_least(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and value >= minimum
 
 
-_RULES: tuple[Rule, ...] = (_name, _ends, _mode, _groups, _versions, _queued, _containers)
+_RULES: tuple[Rule, ...] = (
+    _check_name,
+    _check_shutdown,
+    _check_mode,
+    _check_groups,
+    _check_versions,
+    _check_queue,
+    _check_containers,
+)

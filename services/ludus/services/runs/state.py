@@ -1,4 +1,4 @@
-"""Where a run in a cluster stands, in words: from its RayJob, its pods and their troubles."""
+"""State of a run on a cluster, derived from its RayJob, its ConfigMap and its pods."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ludus.services.runs.names import CONTROL_KEY, GROUP_LABEL, QUEUE_LABEL
 
 
 class RunPhase(StrEnum):
-    """What is becoming of a run."""
+    """Phase of a run on a cluster."""
 
     SUBMITTED = "submitted"
-    """No operator has looked at it yet."""
+    """The RayJob exists, but no operator has processed it."""
     QUEUED = "queued"
     SUSPENDED = "suspended"
     STARTING = "starting"
@@ -30,7 +30,7 @@ class RunPhase(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     REFUSED = "refused"
-    """The operator says that the RayJob cannot be."""
+    """The operator reports that the RayJob is invalid."""
     ENDING = "being deleted"
 
 
@@ -43,24 +43,24 @@ _HINTS = {
     "ErrImagePull": "push the image, or set image.registry, image.tag and image.pullSecrets",
     "ImagePullBackOff": "push the image, or set image.registry, image.tag and image.pullSecrets",
     "InvalidImageName": "correct image.registry and image.tag",
-    "CreateContainerConfigError": "create what is missing, or correct its name in the values",
+    "CreateContainerConfigError": "create the missing object, or correct its name in the values",
     "CreateContainerError": "see kubectl describe pod",
     "RunContainerError": "see kubectl describe pod",
     "CrashLoopBackOff": "see kubectl logs --previous",
-    "OOMKilled": "raise its memory in the values",
+    "OOMKilled": "raise the memory of the pod in the values",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
-    """One look at a run."""
+class ClusterRunState:
+    """State of a run at one moment."""
 
     name: str
     phase: RunPhase
     reason: str = ""
-    """Why it stands where it stands; empty where the phase says all."""
+    """Reason for the phase; empty if there is nothing to add."""
     message: str = ""
-    """What the driver said last, where it failed."""
+    """Last output of a driver that failed."""
     ray_cluster: str = ""
     attempts_failed: int = 0
     attempts_allowed: int = 1
@@ -68,22 +68,22 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """True when nothing more will happen."""
+        """True if the phase is final."""
         return self.phase in _OVER
 
     @property
     def exit_code(self) -> int | None:
-        """The driver's, where Ray tells it."""
-        found = _EXIT_CODE.search(self.message)
-        return int(found[1]) if found else None
+        """Exit code of the driver; None if Ray does not report it."""
+        match = _EXIT_CODE.search(self.message)
+        return int(match[1]) if match else None
 
 
-def state_of(job: JsonObject, config_map: JsonObject | None = None) -> RunState:
-    """Where a run stands, by its RayJob and what its control file wants."""
+def read_state(job: JsonObject, config_map: JsonObject | None = None) -> ClusterRunState:
+    """Derive the state of a run from its RayJob and the control file in its ConfigMap."""
     status, spec, metadata = job.get("status") or {}, job.get("spec") or {}, job["metadata"]
-    return RunState(
+    return ClusterRunState(
         name=metadata["name"],
-        phase=_phase(job, status, is_stop_wanted(config_map)),
+        phase=_phase(job, status, is_stop_requested(config_map)),
         reason=_reason(status),
         message=str(status.get("message") or ""),
         ray_cluster=str(status.get("rayClusterName") or ""),
@@ -93,8 +93,8 @@ def state_of(job: JsonObject, config_map: JsonObject | None = None) -> RunState:
     )
 
 
-def is_stop_wanted(config_map: JsonObject | None) -> bool:
-    """Whether somebody asked the run to stop."""
+def is_stop_requested(config_map: JsonObject | None) -> bool:
+    """Return whether the control file requests a stop."""
     text = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
     try:
         return RunControl.model_validate_json(text or "{}").stop
@@ -102,13 +102,13 @@ def is_stop_wanted(config_map: JsonObject | None) -> bool:
         return False
 
 
-def _phase(job: JsonObject, status: JsonObject, stop_wanted: bool) -> RunPhase:
+def _phase(job: JsonObject, status: JsonObject, is_stop_requested: bool) -> RunPhase:
     if job["metadata"].get("deletionTimestamp"):
         return RunPhase.ENDING
     match status.get("jobDeploymentStatus") or "":
         case "Complete":
-            ended_early = stop_wanted or status.get("jobStatus") == "STOPPED"
-            return RunPhase.STOPPED if ended_early else RunPhase.SUCCEEDED
+            is_stopped = is_stop_requested or status.get("jobStatus") == "STOPPED"
+            return RunPhase.STOPPED if is_stopped else RunPhase.SUCCEEDED
         case "Failed":
             return RunPhase.FAILED
         case "ValidationFailed":
@@ -116,7 +116,7 @@ def _phase(job: JsonObject, status: JsonObject, stop_wanted: bool) -> RunPhase:
         case "Retrying":
             return RunPhase.RETRYING
         case "Running":
-            return RunPhase.STOPPING if stop_wanted else RunPhase.RUNNING
+            return RunPhase.STOPPING if is_stop_requested else RunPhase.RUNNING
         case "Initializing" | "Waiting":
             return RunPhase.STARTING
         case _ if (job.get("spec") or {}).get("suspend"):
@@ -128,61 +128,58 @@ def _phase(job: JsonObject, status: JsonObject, stop_wanted: bool) -> RunPhase:
 
 def _reason(status: JsonObject) -> str:
     if status.get("jobDeploymentStatus") == "ValidationFailed":
-        return _short(status.get("message"))
+        return _shorten(status.get("message"))
     reason = str(status.get("reason") or "")
     return {
         "": "",
         "AppFailed": "the trainer ended with an error",
-        "DeadlineExceeded": "it took longer than activeDeadlineSeconds",
-        "PreRunningDeadlineExceeded": "it did not begin within preRunningDeadlineSeconds",
-        "SubmissionFailed": "the job could not be handed to Ray",
-        "JobStatusCheckTimeoutExceeded": "the head did not answer any more",
+        "DeadlineExceeded": "the run exceeded activeDeadlineSeconds",
+        "PreRunningDeadlineExceeded": "the run did not start within preRunningDeadlineSeconds",
+        "SubmissionFailed": "the job could not be submitted to Ray",
+        "JobStatusCheckTimeoutExceeded": "the head no longer responds",
     }.get(reason, reason)
 
 
-# What keeps its pods from running.
+# Pods that do not run.
 
 
 def pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
-    """What keeps pods from running, a sentence each, with the way out where one is known."""
-    return [said for pod in pods for said in _troubles_of(pod)]
+    """Return the reasons why pods do not run, with remedies if they are known."""
+    return [message for pod in pods for message in _find_troubles(pod)]
 
 
-def role_of(pod: JsonObject) -> str:
-    """What a pod does in its RayCluster: head, learner, rollout."""
+def pod_role(pod: JsonObject) -> str:
+    """Return the role of a pod in its RayCluster: head, learner or rollout."""
     group = str((pod["metadata"].get("labels") or {}).get(GROUP_LABEL, ""))
     return group.removesuffix("group") or "pod"
 
 
-def _troubles_of(pod: JsonObject) -> Iterator[str]:
-    status, name = pod.get("status") or {}, f"the {role_of(pod)} pod {pod['metadata']['name']}"
+def _find_troubles(pod: JsonObject) -> Iterator[str]:
+    status, name = pod.get("status") or {}, f"the {pod_role(pod)} pod {pod['metadata']['name']}"
     for condition in status.get("conditions") or []:
         is_scheduled = condition.get("type") != "PodScheduled" or condition.get("status") == "True"
         if not is_scheduled and status.get("phase") == "Pending":
-            yield f"{name} waits for a node: {_short(condition.get('message'))}"
-    found = [
-        *(status.get("initContainerStatuses") or []),
-        *(status.get("containerStatuses") or []),
-    ]
-    for container in found:
-        yield from _container_troubles(container, name)
+            yield f"{name} waits for a node: {_shorten(condition.get('message'))}"
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind) or []:
+            yield from _container_troubles(container, name)
     if status.get("phase") == "Failed" and status.get("reason"):
-        yield f"{name} was ended: {status['reason']}: {_short(status.get('message'))}"
+        yield f"{name} was stopped: {status['reason']}: {_shorten(status.get('message'))}"
 
 
 def _container_troubles(container: JsonObject, name: str) -> Iterator[str]:
     state = container.get("state") or {}
-    waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+    waiting, terminated = state.get("waiting") or {}, state.get("terminated") or {}
     reason = str(waiting.get("reason") or "")
     if reason in _HINTS:
-        said = _short(waiting.get("message")) or f"image {container.get('image')}"
-        if reason == "CrashLoopBackOff":  # the message counts seconds: it is always a new one
+        detail = _shorten(waiting.get("message")) or f"image {container.get('image')}"
+        if reason == "CrashLoopBackOff":  # the message contains seconds and always differs
             last = (container.get("lastState") or {}).get("terminated") or {}
-            said = f"it ended with exit code {last.get('exitCode')}"
-        yield f"{name} does not start: {reason}: {said}; {_HINTS[reason]}"
-    if ended.get("reason") == "OOMKilled":
-        yield f"{name} ended for lack of memory; {_HINTS['OOMKilled']}"
+            detail = f"it exited with code {last.get('exitCode')}"
+        yield f"{name} does not start: {reason}: {detail}; {_HINTS[reason]}"
+    if terminated.get("reason") == "OOMKilled":
+        yield f"{name} ran out of memory; {_HINTS['OOMKilled']}"
 
 
-def _short(text: Any) -> str:
+def _shorten(text: Any) -> str:
     return " ".join(str(text or "").split())[:_MAX_REASON_CHARS]

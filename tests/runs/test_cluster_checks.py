@@ -9,8 +9,8 @@ import pytest
 
 from ludus.proto.errors import ConfigError
 from ludus.services.runs.cluster import RunsCluster
+from ludus.services.runs.cluster_checks import ClusterFindings, check_cluster
 from ludus.services.runs.manifest import RunManifests, make_manifests
-from ludus.services.runs.preflight import Preflight, preflight
 from tests.gateway.cluster_objects import client_of
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.runs.cluster import claim, install, node, secret
@@ -28,9 +28,9 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 
 async def found_in(
     cluster: FakeKubernetes, made: RunManifests | None = None, *ignored: str
-) -> Preflight:
+) -> ClusterFindings:
     async with client_of(cluster) as api:
-        return await preflight(RunsCluster(api, NAMESPACE), made or manifests(), ignored)
+        return await check_cluster(RunsCluster(api, NAMESPACE), made or manifests(), ignored)
 
 
 async def problem_in(cluster: FakeKubernetes, made: RunManifests | None = None) -> str:
@@ -61,13 +61,13 @@ async def test_without_the_operator_it_is_all_that_is_said(cluster: FakeKubernet
     cluster.groups.clear()
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
     said = await problem_in(cluster)
-    assert "KubeRay's operator is not installed; install it with: helm install kuberay" in said
+    assert "the KubeRay operator is not installed; install it with: helm install kuberay" in said
 
 
 async def test_several_problems_are_told_at_once(cluster: FakeKubernetes) -> None:
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
     found = await found_in(cluster, manifests(name="Demo"))
-    with pytest.raises(ConfigError, match="2 things keep the run from beginning:\n  name = 'Demo'"):
+    with pytest.raises(ConfigError, match="2 problems prevent the run:\n  name = 'Demo'"):
         found.raise_if_any()
 
 
@@ -110,7 +110,7 @@ async def test_a_volume_that_is_missing_lost_or_read_only_is_named(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(claim(mode="ReadOnlyMany"))
-    assert "'ludus-runs' can only be read; a run writes" in await problem_in(cluster)
+    assert "'ludus-runs' is read-only; a run needs ReadWriteMany" in await problem_in(cluster)
     cluster.put(claim(phase="Lost"))
     assert "'ludus-runs' has lost its volume" in await problem_in(cluster)
     cluster.remove("v1", "persistentvolumeclaims", NAMESPACE, "ludus-runs")
@@ -123,7 +123,7 @@ async def test_a_volume_that_is_missing_lost_or_read_only_is_named(
 async def test_gpus_that_no_node_has_are_named(cluster: FakeKubernetes) -> None:
     made = with_gpus("learner", 8)
     said = await problem_in(cluster, made)
-    assert "a learner pod asks for 8 of nvidia.com/gpu, and no node that lets it in has" in said
+    assert "a learner pod requests 8 of nvidia.com/gpu, but no node that admits it has" in said
     assert "more than 0" in said and "--ignore nodes" in said
     assert (await found_in(cluster, made, "nodes")).problems == []
 
@@ -133,7 +133,7 @@ async def test_more_gpus_than_all_nodes_have_together_are_named(cluster: FakeKub
     assert (await found_in(cluster, with_gpus("learner", 8))).problems == []
     made = with_gpus("learner", 8, learner={"num_ranks": 2})
     said = await problem_in(cluster, made)
-    assert "the run begins with 16 nvidia.com/gpu, and the nodes have 8 together" in said
+    assert "the run starts with 16 nvidia.com/gpu, but the nodes have 8" in said
 
 
 async def test_a_run_that_wants_gpus_of_pods_without_is_refused(cluster: FakeKubernetes) -> None:
@@ -145,14 +145,12 @@ async def test_pods_that_no_node_lets_in_are_named(cluster: FakeKubernetes) -> N
     job = ray_job()
     spec = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     spec["nodeSelector"] = {"pool": "gpu"}
-    assert "no node with pool=gpu lets a learner pod in" in await problem_in(
-        cluster, manifests(job)
-    )
+    assert "no node with pool=gpu admits a learner pod" in await problem_in(cluster, manifests(job))
     tainted = node("gpu-1")
     tainted["metadata"]["labels"] = {"pool": "gpu"}
     tainted["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
     cluster.put(tainted)
-    assert "no node with pool=gpu lets" in await problem_in(cluster, manifests(job))
+    assert "no node with pool=gpu admits" in await problem_in(cluster, manifests(job))
     spec["tolerations"] = [{"key": "gpu", "operator": "Exists"}]
     assert (await found_in(cluster, manifests(job))).problems == []
 
@@ -161,7 +159,7 @@ async def test_pods_that_fit_on_no_single_node_are_named(cluster: FakeKubernetes
     cluster.put(node("node-1", cpu="8", memory="500Mi"))
     cluster.put(node("node-2", cpu="500m", memory="32Gi"))
     said = (await found_in(cluster)).problems
-    assert all("none has all that it asks for at once" in one for one in said)
+    assert all("no node has all the resources it requests" in one for one in said)
     assert len(said) == 3
 
 
@@ -183,9 +181,11 @@ async def test_a_quota_that_is_too_small_or_used_up_is_told_with_its_numbers(
 ) -> None:
     cluster.put(quota("0", "2"))
     said = await problem_in(cluster)
-    assert "begins with 3.5 of requests.cpu, and quota 'team' allows 2; ask for more" in said
+    assert (
+        "starts with 3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in said
+    )
     cluster.put(quota("6500m", "8"))
-    assert "quota 'team' has 1.5 left of 8; wait until others end" in await problem_in(cluster)
+    assert "quota 'team' has 1.5 left of 8; wait for other runs to end" in await problem_in(cluster)
     cluster.put(quota("1", "8"))
     assert (await found_in(cluster)).problems == []
 
@@ -203,14 +203,12 @@ def kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
 
 async def test_each_thing_that_a_queue_lacks_is_named(cluster: FakeKubernetes) -> None:
     made = make_manifests(run_config(), release(), queue="team")
-    assert "goes through queue 'team', but Kueue is not installed" in await problem_in(
-        cluster, made
-    )
+    assert "uses queue 'team', but Kueue is not installed" in await problem_in(cluster, made)
     kueue(cluster, cpu=None)
-    assert "stands for ClusterQueue 'all', which is not there" in await problem_in(cluster, made)
+    assert "uses ClusterQueue 'all', which does not exist" in await problem_in(cluster, made)
     kueue(cluster, cpu="2")
     said = await problem_in(cluster, made)
-    assert "begins with 3.5 of cpu, and queue 'team' never gives more than 2" in said
+    assert "starts with 3.5 of cpu, but queue 'team' has 2 in total" in said
     kueue(cluster, cpu="8")
     assert (await found_in(cluster, made)).problems == []
     other = make_manifests(run_config(), release(), queue="other")
@@ -240,11 +238,11 @@ async def test_what_may_not_be_looked_at_is_left_out_and_said(cluster: FakeKuber
     found = await found_in(cluster)
     assert found.problems == []
     (note,) = found.notes
-    assert note.startswith("check 'nodes' is left out: this account may not look")
+    assert note.startswith("check 'nodes' is skipped: no permission")
 
 
 async def test_an_unknown_check_is_refused_with_those_that_there_are(
     cluster: FakeKubernetes,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"expected one of operator, rules, .*, got 'all'"):
+    with pytest.raises(ConfigError, match=r"must be one of operator, rules, .*, got 'all'"):
         await found_in(cluster, None, "all")

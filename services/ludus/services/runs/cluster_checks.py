@@ -1,0 +1,308 @@
+"""Checks of the cluster before a run is submitted, so that the run does not fail minutes later.
+
+Each check yields messages with the problem and its remedy. A check that the account may not perform
+is skipped with a note: checks need no more rights than the run itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludus.proto.errors import ClusterError, ConfigError
+from ludus.services.kubernetes.api import JsonObject, resource_path
+from ludus.services.runs.cluster import CONFLICT, FORBIDDEN, NOT_FOUND, RunsCluster
+from ludus.services.runs.demand import (
+    device_shortages,
+    explain_no_node,
+    pod_demands,
+    quota_shortages,
+    total_demand,
+)
+from ludus.services.runs.manifest import RunManifests, pod_containers, pod_templates
+from ludus.services.runs.names import QUEUE_LABEL, core_path, job_path
+from ludus.services.runs.references import required_claims, required_secrets
+from ludus.services.runs.rules import broken_rules
+
+KUBERAY_INSTALL = (
+    "helm install kuberay-operator kuberay/kuberay-operator --version 1.7.0 (docs/kubernetes.md)"
+)
+_KUEUE = "kueue.x-k8s.io"
+_DRY_RUN = {"dryRun": "All", "fieldValidation": "Strict"}
+_BAD_REQUEST = 400
+
+
+@dataclass(slots=True)
+class ClusterFindings:
+    """The messages of all checks."""
+
+    problems: list[str] = field(default_factory=list)
+    """Reasons why the run would not start, or would fail."""
+    notes: list[str] = field(default_factory=list)
+    """Skipped checks and other information."""
+
+    def raise_if_any(self) -> None:
+        """Refuse the run if there are problems.
+
+        Raises:
+            ConfigError: there are problems, one per line.
+        """
+        if len(self.problems) == 1:
+            raise ConfigError(self.problems[0])
+        if self.problems:
+            lines = "".join(f"\n  {problem}" for problem in self.problems)
+            raise ConfigError(f"{len(self.problems)} problems prevent the run:{lines}")
+
+
+class Note(str):
+    """A message that does not prevent the run."""
+
+
+Check = Callable[[RunsCluster, RunManifests], AsyncIterator[str]]
+
+
+async def check_cluster(
+    cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str] = ()
+) -> ClusterFindings:
+    """Run all checks except the ignored ones; without the operator, skip the rest.
+
+    Raises:
+        ConfigError: a name in `ignored` is not the name of a check.
+    """
+    unknown = sorted(set(ignored) - set(CHECKS))
+    if unknown:
+        raise ConfigError(
+            f"--ignore must be one of {', '.join(CHECKS)}, got '{unknown[0]}'; see docs/submit.md"
+        )
+    findings = ClusterFindings()
+    for name, check in CHECKS.items():
+        if name in ignored or (name == "admission" and findings.problems):
+            continue  # the API server would report the same problems again
+        try:
+            async for message in check(cluster, manifests):
+                (findings.notes if isinstance(message, Note) else findings.problems).append(message)
+        except ClusterError as error:
+            if error.status != FORBIDDEN:
+                raise
+            findings.notes.append(f"check '{name}' is skipped: no permission ({error})")
+        if name == "operator" and findings.problems:
+            break
+    return findings
+
+
+async def _check_operator(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    api_group = await _read(cluster, "/apis/ray.io/v1")
+    names = {resource.get("name") for resource in (api_group or {}).get("resources") or []}
+    if "rayjobs" not in names:
+        yield (
+            "the cluster does not support RayJobs (ray.io/v1), because the KubeRay operator is not "
+            f"installed; install it with: {KUBERAY_INSTALL}"
+        )
+
+
+async def _check_rules(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    for message in (
+        *broken_rules(manifests.job),
+        *_find_local_paths(manifests),
+        *_find_missing_gpus(manifests),
+    ):
+        yield message
+
+
+def _find_local_paths(manifests: RunManifests) -> list[str]:
+    path = str(getattr(manifests.run.model, "path", ""))
+    is_local = path.startswith((".", "/", "~")) and not path.startswith(manifests.run.output_dir)
+    if not is_local:
+        return []
+    return [
+        f"model.path = '{path}' is a folder of this machine; name a model of the hub, or a folder "
+        f"below {manifests.run.output_dir}, which all pods share"
+    ]
+
+
+def _find_missing_gpus(manifests: RunManifests) -> list[str]:
+    gpus = {
+        "learner": ("learner.num_gpus_per_rank", manifests.run.learner.num_gpus_per_rank),
+        "rollout": ("rollout.num_gpus_per_worker", manifests.run.rollout.num_gpus_per_worker),
+    }
+    messages = []
+    for demand in pod_demands(manifests.job):
+        name, num_gpus = gpus.get(demand.role, ("", 0.0))
+        if num_gpus > 0 and not any("gpu" in resource for resource in demand.requests):
+            messages.append(
+                f"{name} = {num_gpus:g}, but the release's {demand.role} pods have no GPU; upgrade "
+                f"the release with values that give them one, or set {name}=0"
+            )
+    return messages
+
+
+async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    queue = (manifests.job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+    if not queue:
+        return
+    group = await _read(cluster, f"/apis/{_KUEUE}")
+    if group is None:
+        yield (
+            f"the run uses queue '{queue}', but Kueue is not installed; install it, or remove the "
+            "queue from the release's values"
+        )
+        return
+    api = str((group.get("preferredVersion") or {}).get("groupVersion", f"{_KUEUE}/v1beta1"))
+    local = await _read(cluster, resource_path(api, cluster.namespace, "localqueues", queue))
+    if local is None:
+        yield (
+            f"there is no LocalQueue '{queue}' in namespace '{cluster.namespace}'; create it, or "
+            "choose another with --queue"
+        )
+        return
+    name = str((local.get("spec") or {}).get("clusterQueue", ""))
+    cluster_queue = await _read(cluster, resource_path(api, "", "clusterqueues", name))
+    if cluster_queue is None:
+        yield f"queue '{queue}' uses ClusterQueue '{name}', which does not exist; create it"
+        return
+    for message in _queue_shortages(queue, cluster_queue, manifests):
+        yield message
+
+
+def _queue_shortages(queue: str, cluster_queue: JsonObject, manifests: RunManifests) -> list[str]:
+    from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
+
+    spec = cluster_queue.get("spec") or {}
+    if spec.get("cohort") or spec.get("cohortName"):
+        return []  # a queue of a cohort may borrow
+    quotas: dict[str, Any] = {}
+    for group in spec.get("resourceGroups") or []:
+        for flavor in group.get("flavors") or []:
+            for resource in flavor.get("resources") or []:
+                amount = parse_quantity(resource.get("nominalQuota", 0))
+                quotas[resource["name"]] = quotas.get(resource["name"], 0) + amount
+    totals = total_demand(pod_demands(manifests.job))
+    messages = []
+    for resource, quota in quotas.items():
+        requested = totals.get("pods" if resource == "pods" else f"requests.{resource}")
+        if requested is not None and requested > quota:
+            messages.append(
+                f"the run would wait forever: it starts with {format_quantity(requested, resource)}"
+                f" of {resource}, but queue '{queue}' has {format_quantity(quota, resource)} in "
+                "total; request a larger quota, or lower learner.num_ranks or rollout.min_workers"
+            )
+    return messages
+
+
+async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    for name, keys in required_secrets(manifests.job).items():
+        secret = await _read(cluster, core_path(cluster.namespace, "secrets", name))
+        if secret is None:
+            literals = "".join(f" --from-literal={key}=..." for key in sorted(keys))
+            yield (
+                f"there is no Secret '{name}' in namespace '{cluster.namespace}'; create it with: "
+                f"kubectl -n {cluster.namespace} create secret generic {name}{literals}"
+            )
+            continue
+        missing = sorted(keys - set(secret.get("data") or {}))
+        if missing:
+            yield f"Secret '{name}' has no key '{missing[0]}'; add it, or correct the values"
+
+
+async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    for name in required_claims(manifests.job):
+        path = core_path(cluster.namespace, "persistentvolumeclaims", name)
+        claim = await _read(cluster, path)
+        if claim is None:
+            yield (
+                f"there is no PersistentVolumeClaim '{name}' in namespace '{cluster.namespace}'; "
+                "create it, or set storage in the release's values"
+            )
+            continue
+        modes = set((claim.get("spec") or {}).get("accessModes") or [])
+        if (claim.get("status") or {}).get("phase") == "Lost":
+            yield f"PersistentVolumeClaim '{name}' has lost its volume; create another"
+        elif modes and modes <= {"ReadOnlyMany"}:
+            yield f"PersistentVolumeClaim '{name}' is read-only; a run needs ReadWriteMany"
+
+
+async def _check_nodes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    nodes = (await cluster.api.read(resource_path("v1", "", "nodes"))).get("items") or []
+    demands = pod_demands(manifests.job)
+    remedy = (
+        "; correct the resources or node selectors of the release's values, or submit with "
+        "--ignore nodes if nodes are added on demand"
+    )
+    problems = {explain_no_node(demand, nodes) for demand in demands if demand.count} - {""}
+    for problem in sorted(problems):
+        yield problem + remedy
+    if not problems:
+        for message in device_shortages(demands, nodes):
+            yield message
+
+
+async def _check_quotas(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    if QUEUE_LABEL in (manifests.job["metadata"].get("labels") or {}):
+        return  # the run waits in its queue until there is room
+    path = core_path(cluster.namespace, "resourcequotas")
+    totals = total_demand(pod_demands(manifests.job))
+    for quota in (await cluster.api.read(path)).get("items") or []:
+        spec = quota.get("spec") or {}
+        if not spec.get("scopes") and not spec.get("scopeSelector"):
+            for message in quota_shortages(totals, quota):
+                yield message
+
+
+async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
+    """Validate the objects by a dry run on the API server: schema, webhooks and policies."""
+    refusal = await _refusal(cluster, job_path(cluster.namespace), manifests.job)
+    if "unknown field" in refusal:
+        yield Note(f"this version of KubeRay ignores unknown fields: {refusal}")
+    elif refusal:
+        yield f"the API server refuses the RayJob: {refusal}"
+    for template in pod_templates(manifests.job):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "generateName": f"{manifests.run.name}-preflight-",
+                "labels": (template.get("metadata") or {}).get("labels") or {},
+            },
+            "spec": template.get("spec") or {},
+        }
+        refusal = await _refusal(cluster, core_path(cluster.namespace, "pods"), pod)
+        if refusal:
+            container = (pod_containers(template) or [{}])[0].get("name", "")
+            yield f"the API server refuses the pod of container '{container}': {refusal}"
+
+
+async def _refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
+    """Return why the API server refuses an object; '' if it accepts it or cannot answer."""
+    try:
+        await cluster.api.create(path, body, _DRY_RUN)
+    except ClusterError as error:
+        is_forbidden = error.status == FORBIDDEN and "cannot create resource" in error.message
+        is_unsupported = error.status == _BAD_REQUEST and "dry run" in error.message
+        # When a run is resumed, the RayJob of the same name still exists (CONFLICT).
+        if is_forbidden or is_unsupported or error.status in (0, NOT_FOUND, CONFLICT):
+            return ""
+        _, separator, reason = error.message.partition(f": {error.status} ")
+        return f"{error.status} {reason}" if separator else error.message
+    return ""
+
+
+async def _read(cluster: RunsCluster, path: str) -> JsonObject | None:
+    try:
+        return await cluster.api.read(path)
+    except ClusterError as error:
+        if error.status != NOT_FOUND:
+            raise
+        return None
+
+
+CHECKS: dict[str, Check] = {
+    "operator": _check_operator,
+    "rules": _check_rules,
+    "queue": _check_queue,
+    "secrets": _check_secrets,
+    "volumes": _check_volumes,
+    "nodes": _check_nodes,
+    "quota": _check_quotas,
+    "admission": _check_admission,
+}
