@@ -78,9 +78,9 @@ def draw(recording: Recording) -> str:
         box = Box(0, number * _HEIGHT, _WIDTH, _HEIGHT)
         series = [Series(name, _steps(values), {}) for name, values in lines.items()]
         shown = Panel(title, "", (), "", min=0)
-        parts.append(drawing.panel(shown, title, series, box, span))
+        parts.append(drawing.draw_panel(shown, title, series, box, span))
     title = "Pods follow sessions, from zero and back"
-    return drawing.page(title, Box(0, 0, _WIDTH, len(panels) * _HEIGHT), parts)
+    return drawing.draw_page(title, Box(0, 0, _WIDTH, len(panels) * _HEIGHT), parts)
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:

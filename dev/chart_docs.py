@@ -1,7 +1,7 @@
 """Writes docs/kubernetes-values.md from the chart's values.yaml and its comments, or checks it.
 
-Each value stands under a comment of its own. What a comment describes as a whole (requests and
-limits, lists of rules) is one row.
+Each value has a comment above it. A value without comments inside, such as requests and limits, is
+one row.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ VALUES = ROOT / "charts" / "ludus" / "values.yaml"
 TARGET = ROOT / "docs" / "kubernetes-values.md"
 INTRODUCTION = """# Values of the chart
 
-Every value of `charts/ludus` with its default. `values.schema.json` holds types and bounds; helm
-refuses what it does not know. `environmentDefaults` are what each entry of `environments` is
-unless it says otherwise: `environments.blackjack.capacity` replaces
-`environmentDefaults.capacity`. [kubernetes.md](kubernetes.md) says how they work together.
+All values of `charts/ludus` with their defaults. `values.schema.json` contains types and bounds;
+helm refuses unknown values. `environmentDefaults` are the defaults of each entry of
+`environments`: for example, `environments.blackjack.capacity` replaces
+`environmentDefaults.capacity`. [kubernetes.md](kubernetes.md) explains the values.
 
 This page is generated: `.venv/bin/python dev/chart_docs.py`.
 """
@@ -33,18 +33,18 @@ _LINE = re.compile(r"^( *)([A-Za-z0-9]+):(?: |$)")
 
 
 @dataclass(frozen=True)
-class Described:
-    """A key with the comment above it."""
+class CommentedKey:
+    """A key and the comment above it."""
 
     path: tuple[str, ...]
     comment: str
 
 
-def described(text: str) -> Iterator[Described]:
-    """The keys that have a comment, in their order.
+def read_keys(text: str) -> Iterator[CommentedKey]:
+    """Yield the keys with comments in order.
 
     Raises:
-        ValueError: a key has none, and no comment above it covers it.
+        ValueError: a key has no comment, and no comment of a parent covers it.
     """
     comment: list[str] = []
     path: list[tuple[int, str]] = []
@@ -53,58 +53,60 @@ def described(text: str) -> Iterator[Described]:
         if line.lstrip().startswith("#"):
             comment.append(line.lstrip("# ").rstrip())
             continue
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             comment = [] if not line.strip() else comment
             continue
-        depth = len(found[1])
-        path = [*((indent, key) for indent, key in path if indent < depth), (depth, found[2])]
+        depth = len(match[1])
+        path = [*((indent, key) for indent, key in path if indent < depth), (depth, match[2])]
         if comment:
             covered = depth
-            yield Described(tuple(key for _, key in path), " ".join(comment))
+            yield CommentedKey(tuple(key for _, key in path), " ".join(comment))
         elif depth <= covered:
-            raise ValueError(f"values.yaml:{number}: {found[2]} has no comment")
+            raise ValueError(f"values.yaml:{number}: {match[2]} has no comment")
         comment = []
 
 
-def value_of(values: dict[str, Any], path: tuple[str, ...]) -> Any:
-    """The value at the path."""
-    found: Any = values
+def find_value(values: dict[str, Any], path: tuple[str, ...]) -> Any:
+    """Return the value at a path."""
+    value: Any = values
     for key in path:
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
-def page() -> str:
-    """The whole page."""
+def render_page() -> str:
+    """Return the whole page."""
     text = VALUES.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
-    keys = list(described(text))
-    above = {one.path[:-1] for one in keys}
+    keys = list(read_keys(text))
+    parents = {entry.path[:-1] for entry in keys}
     lines = [INTRODUCTION]
-    for one in keys:
-        if len(one.path) == 1:
-            lines.append(f"\n## {one.path[0]}\n\n{one.comment}\n")
-            if one.path in above:
+    for entry in keys:
+        if len(entry.path) == 1:
+            lines.append(f"\n## {entry.path[0]}\n\n{entry.comment}\n")
+            if entry.path in parents:
                 lines.append("\n| value | default | |\n|---|---|---|\n")
                 continue
-            lines.append(f"\nDefault: `{_shown(value_of(values, one.path))}`\n")
-        elif one.path in above:
-            lines.append(f"| `{'.'.join(one.path)}` | | {one.comment} |\n")
+            lines.append(f"\nDefault: `{_to_json(find_value(values, entry.path))}`\n")
+        elif entry.path in parents:
+            lines.append(f"| `{'.'.join(entry.path)}` | | {entry.comment} |\n")
         else:
-            shown = _shown(value_of(values, one.path))
-            lines.append(f"| `{'.'.join(one.path)}` | `{shown}` | {one.comment} |\n")
+            default = _to_json(find_value(values, entry.path))
+            lines.append(f"| `{'.'.join(entry.path)}` | `{default}` | {entry.comment} |\n")
     return "".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("|", "\\|")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    parser.add_argument(
+        "--check", action="store_true", help="Write nothing; exit with 1 if the page differs."
+    )
     if not parser.parse_args().check:
-        TARGET.write_text(page(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != page():
+        TARGET.write_text(render_page(), encoding="utf-8")
+    elif TARGET.read_text(encoding="utf-8") != render_page():
         sys.exit("docs/kubernetes-values.md is stale; run dev/chart_docs.py")

@@ -68,7 +68,7 @@ def draw(dashboard: Dashboard, source: Answers) -> str:
     """The page as SVG."""
     parts, y = [], 0.0
     for row in dashboard.rows:
-        parts.append(drawing.heading(row.title, Box(0, y, 0, 0)))
+        parts.append(drawing.draw_heading(row.title, Box(0, y, 0, 0)))
         x, y, height = 0, y + HEADING_HEIGHT, 0
         for panel in row.panels:
             if x + panel.width > GRID_COLUMNS:
@@ -77,7 +77,7 @@ def draw(dashboard: Dashboard, source: Answers) -> str:
             parts.append(_panel(panel, source, box))
             x, height = x + panel.width, max(height, panel.height)
         y += height * ROW_HEIGHT
-    return drawing.page(dashboard.title, Box(0, 0, GRID_COLUMNS * COLUMN_WIDTH, y + 4), parts)
+    return drawing.draw_page(dashboard.title, Box(0, 0, GRID_COLUMNS * COLUMN_WIDTH, y + 4), parts)
 
 
 def _panel(panel: Panel, source: Answers, box: Box) -> str:
@@ -87,7 +87,7 @@ def _panel(panel: Panel, source: Answers, box: Box) -> str:
         for number, query in enumerate(panel.queries)
         for one in source.series(query, chr(ord("A") + number), panel.kind == "table")
     ]
-    return drawing.panel(panel, title, series, box, source.span)
+    return drawing.draw_panel(panel, title, series, box, source.span)
 
 
 def _series(answer: Mapping[str, Any], legend: str) -> Series:

@@ -1,4 +1,4 @@
-"""Writes charts/ludus/dashboards from dev/grafana, or checks what is there."""
+"""Writes charts/ludus/dashboards from dev/grafana, or checks the existing files."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ TARGET = Path(__file__).parent.parent / "charts" / "ludus" / "dashboards"
 DASHBOARDS = (OVERVIEW, TRAINING, FLEET, THROUGHPUT)
 
 
-def files() -> dict[Path, str]:
-    """What each file is to hold."""
-    return {TARGET / f"{dashboard.uid}.json": _text(dashboard) for dashboard in DASHBOARDS}
+def render_files() -> dict[Path, str]:
+    """Return the contents of each file."""
+    return {TARGET / f"{dashboard.uid}.json": _to_json(dashboard) for dashboard in DASHBOARDS}
 
 
-def stale() -> list[str]:
-    """The names of the files that hold something else, are missing, or are too many."""
-    wanted = files()
-    there = set(TARGET.glob("*.json"))
-    differ = {path for path in there & wanted.keys() if path.read_text("utf-8") != wanted[path]}
-    return sorted(path.name for path in differ | (there ^ wanted.keys()))
+def find_stale_files() -> list[str]:
+    """Return the names of files that differ, are missing or are superfluous."""
+    expected = render_files()
+    existing = set(TARGET.glob("*.json"))
+    differ = {
+        path for path in existing & expected.keys() if path.read_text("utf-8") != expected[path]
+    }
+    return sorted(path.name for path in differ | (existing ^ expected.keys()))
 
 
-def _text(dashboard: Dashboard) -> str:
+def _to_json(dashboard: Dashboard) -> str:
     return json.dumps(dashboard.json(), indent=1) + "\n"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    parser.add_argument(
+        "--check", action="store_true", help="Write nothing; exit with 1 if a file differs."
+    )
     if parser.parse_args().check:
-        if found := stale():
-            sys.exit(f"{', '.join(found)} in {TARGET} differ; run dev/dashboards.py")
+        if stale := find_stale_files():
+            sys.exit(f"{', '.join(stale)} in {TARGET} differ; run dev/dashboards.py")
     else:
         TARGET.mkdir(parents=True, exist_ok=True)
-        for path in set(TARGET.glob("*.json")) - files().keys():
+        for path in set(TARGET.glob("*.json")) - render_files().keys():
             path.unlink()
-        for path, text in files().items():
+        for path, text in render_files().items():
             path.write_text(text, encoding="utf-8")

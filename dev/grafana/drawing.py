@@ -1,4 +1,4 @@
-"""Panels as SVG: what Grafana shows, as far as a page of documentation needs it."""
+"""Drawings of dashboard panels as SVG, for the documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS_PER_MINUTE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A name, and its values over Unix time."""
+    """A named time series over Unix time."""
 
     name: str
     points: Points
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A place on the page, in pixels."""
+    """A rectangle on the page, in pixels."""
 
     x: float
     y: float
@@ -41,14 +41,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time that the page is about."""
+    """The time range of the page."""
 
     start: float
     end: float
 
 
-def page(title: str, size: Box, parts: Sequence[str]) -> str:
-    """The whole picture."""
+def draw_page(title: str, size: Box, parts: Sequence[str]) -> str:
+    """Return the complete SVG."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size.width:g} {size.height:g}"'
@@ -60,20 +60,20 @@ def page(title: str, size: Box, parts: Sequence[str]) -> str:
     )
 
 
-def heading(text: str, box: Box) -> str:
-    """The title of a row."""
+def draw_heading(text: str, box: Box) -> str:
+    """Draw the title of a row."""
     return _text(box.x + 8, box.y + 20, text, size=15, weight="600")
 
 
-def panel(shown: Panel, title: str, series: Sequence[Series], box: Box, span: Span) -> str:
-    """A panel with its data."""
+def draw_panel(shown: Panel, title: str, series: Sequence[Series], box: Box, span: Span) -> str:
+    """Draw a panel with its data."""
     frame = (
         f'<rect x="{box.x + 3:g}" y="{box.y + 3:g}" width="{box.width - 6:g}"'
         f' height="{box.height - 6:g}" rx="3" fill="#fff" stroke="{_GRID}"/>'
     )
     parts = [frame, _text(box.x + 12, box.y + 20, title, weight="600")]
     draw = {"stat": _stat, "table": _table, "state-timeline": _states, "heatmap": _heat}
-    if not any(one.points for one in series):
+    if not any(curve.points for curve in series):
         middle = box.x + box.width / 2
         parts.append(_text(middle, box.y + box.height / 2, "no data", _FAINT, anchor="middle"))
     else:
@@ -81,8 +81,8 @@ def panel(shown: Panel, title: str, series: Sequence[Series], box: Box, span: Sp
     return "\n".join(parts)
 
 
-def shown_value(value: float, unit: str, decimals: int | None = None) -> str:
-    """The value with its unit, as an axis has it."""
+def format_value(value: float, unit: str, decimals: int | None = None) -> str:
+    """Format a value with its unit."""
     match unit:
         case "percentunit":
             return f"{100 * value:.3g}%"
@@ -95,16 +95,18 @@ def shown_value(value: float, unit: str, decimals: int | None = None) -> str:
         case "s":
             return f"{value:.3g} s"
         case "bytes":
-            return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+            return _format_scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
         case "sci":
             return f"{value:.1e}"
     number = (
-        f"{value:.{decimals}f}" if decimals is not None else _scaled(value, 1000, ("", "k", "M"))
+        f"{value:.{decimals}f}"
+        if decimals is not None
+        else _format_scaled(value, 1000, ("", "k", "M"))
     )
     return f"{number} {unit.removeprefix('suffix: ')}" if unit.startswith("suffix") else number
 
 
-def _scaled(value: float, base: int, names: Sequence[str]) -> str:
+def _format_scaled(value: float, base: int, names: Sequence[str]) -> str:
     power = 0
     while abs(value) >= base and power < len(names) - 1:
         value, power = value / base, power + 1
@@ -112,37 +114,37 @@ def _scaled(value: float, base: int, names: Sequence[str]) -> str:
 
 
 def _lines(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
-    named = [(n, one) for n, one in enumerate(series) if not _is_limit(one.name)]
-    legend = min(len(named), _LEGEND_LINES)
+    labelled = [(n, curve) for n, curve in enumerate(series) if not _is_limit(curve.name)]
+    legend = min(len(labelled), _LEGEND_LINES)
     plot = _plot(box, legend * _LINE)
-    drawn = _stacked(series) if shown.stacked else series
-    low, high = _bounds(shown, drawn)
+    shown_series = _stack(series) if shown.stacked else series
+    low, high = _bounds(shown, shown_series)
     yield from _axes(shown, plot, (low, high), span)
-    for number, one in enumerate(drawn):
-        color, dashed = _color(shown, one.name, number), _is_limit(one.name)
-        at = [f"{_x(plot, span, t):.0f},{_y(plot, low, high, v):.1f}" for t, v in one.points]
+    for number, curve in enumerate(shown_series):
+        color, dashed = _color(shown, curve.name, number), _is_limit(curve.name)
+        points = [f"{_x(plot, span, t):.0f},{_y(plot, low, high, v):.1f}" for t, v in curve.points]
         dash = ' stroke-dasharray="3 3"' if dashed else ""
         yield (
-            f'<polyline points="{" ".join(at)}" fill="none" stroke="{color}"'
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}"'
             f' stroke-width="1.4"{dash}/>'
         )
-    for line, (number, one) in enumerate(named[:legend]):
+    for line, (number, curve) in enumerate(labelled[:legend]):
         y = plot.y + plot.height + _BOTTOM + _LINE * (line + 1) - 3
-        color = _color(shown, one.name, number)
+        color = _color(shown, curve.name, number)
         yield f'<rect x="{box.x + 14:g}" y="{y - 7:g}" width="12" height="4" fill="{color}"/>'
-        others = len(named) - legend
-        more = f"   and {others} more" if others and line == legend - 1 else ""
-        yield _text(box.x + 32, y, one.name + more, _FAINT, size=11)
-        last = shown_value(one.points[-1][1], shown.unit, shown.decimals) if one.points else ""
+        num_hidden = len(labelled) - legend
+        suffix = f"   and {num_hidden} more" if num_hidden and line == legend - 1 else ""
+        yield _text(box.x + 32, y, curve.name + suffix, _FAINT, size=11)
+        last = format_value(curve.points[-1][1], shown.unit, shown.decimals) if curve.points else ""
         yield _text(box.x + box.width - 14, y, last, _FAINT, size=11, anchor="end")
 
 
 def _stat(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
     step = box.width / len(series)
-    for number, one in enumerate(series):
-        value = one.points[-1][1]
+    for number, curve in enumerate(series):
+        value = curve.points[-1][1]
         mapped = shown.mappings.get(f"{value:g}", {})
-        text = str(mapped.get("text") or shown_value(value, shown.unit, shown.decimals))
+        text = str(mapped.get("text") or format_value(value, shown.unit, shown.decimals))
         passed = [color for limit, color in shown.thresholds if value >= limit]
         color = _NAMED.get(passed[-1] if passed else "green", _COLORS[0])
         middle = box.x + step * (number + 0.5)
@@ -150,32 +152,32 @@ def _stat(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Itera
         y = box.y + box.height / 2 + 14
         yield _text(middle, y, text, color, size=size, weight="600", anchor="middle")
         if len(series) > 1 or shown.queries[0].legend != shown.title:
-            yield _text(middle, y + 20, one.name, _FAINT, size=11, anchor="middle")
+            yield _text(middle, y + 20, curve.name, _FAINT, size=11, anchor="middle")
 
 
 def _table(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
-    """A line for each combination of labels; the value of each query in a column of its own."""
+    """Draw one row per combination of labels and one column per query."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     labels = [name for name in shown.columns if not name.startswith("Value")]
-    for one in series:
-        key = tuple(one.labels.get(label, "") for label in labels)
+    for curve in series:
+        key = tuple(curve.labels.get(label, "") for label in labels)
         cells = rows.setdefault(key, dict(zip(labels, key, strict=True)))
-        cells[f"Value #{one.name}"] = f"{one.points[-1][1]:.4g}"
+        cells[f"Value #{curve.name}"] = f"{curve.points[-1][1]:.4g}"
     step = (box.width - 24) / len(shown.columns)
-    for place, (name, title) in enumerate(shown.columns.items()):
-        x = box.x + 12 + place * step
+    for index, (name, title) in enumerate(shown.columns.items()):
+        x = box.x + 12 + index * step
         yield _text(x, box.y + 44, title, _FAINT, size=11)
         for number, cells in enumerate(rows.values()):
             yield _text(x, box.y + 64 + 18 * number, cells.get(name, ""), size=11)
 
 
 def _states(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
-    plot = _plot(box, 0, left=2 * _LEFT)
+    plot = _plot(box, 0, left_margin=2 * _LEFT)
     height = plot.height / len(series)
-    for number, one in enumerate(series):
+    for number, curve in enumerate(series):
         y = plot.y + number * height
-        yield _text(plot.x - 6, y + height / 2 + 4, one.name, _FAINT, size=10, anchor="end")
-        steps = list(zip(one.points, [*one.points[1:], (span.end, 0.0)], strict=True))
+        yield _text(plot.x - 6, y + height / 2 + 4, curve.name, _FAINT, size=10, anchor="end")
+        steps = list(zip(curve.points, [*curve.points[1:], (span.end, 0.0)], strict=True))
         for (start, value), (end, _) in steps:
             if value:
                 x, to = _x(plot, span, start), _x(plot, span, end)
@@ -188,13 +190,13 @@ def _states(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Ite
 
 def _heat(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
     plot = _plot(box, 0)
-    rows = sorted(series, key=lambda one: float(one.labels.get("le", "inf")))
-    below: dict[float, float] = {}
+    rows = sorted(series, key=lambda curve: float(curve.labels.get("le", "inf")))
+    lower_counts: dict[float, float] = {}
     cells: list[tuple[int, float, float]] = []
-    for number, one in enumerate(rows):
-        cells += [(number, t, max(v - below.get(t, 0.0), 0.0)) for t, v in one.points]
-        below = dict(one.points)
-    most = max(value for _, _, value in cells) or 1.0
+    for number, curve in enumerate(rows):
+        cells += [(number, t, max(v - lower_counts.get(t, 0.0), 0.0)) for t, v in curve.points]
+        lower_counts = dict(curve.points)
+    max_value = max(value for _, _, value in cells) or 1.0
     height, times = plot.height / len(rows), sorted({t for _, t, _ in cells})
     width = plot.width / max(len(times), 1)
     for number, t, value in cells:
@@ -202,20 +204,20 @@ def _heat(shown: Panel, series: Sequence[Series], box: Box, span: Span) -> Itera
             yield (
                 f'<rect x="{_x(plot, span, t):.1f}" width="{width:.1f}" height="{height:.1f}"'
                 f' y="{plot.y + plot.height - (number + 1) * height:.1f}" fill="#d9822b"'
-                f' opacity="{0.15 + 0.85 * math.sqrt(value / most):.2f}"/>'
+                f' opacity="{0.15 + 0.85 * math.sqrt(value / max_value):.2f}"/>'
             )
-    for number, one in enumerate(rows):
+    for number, curve in enumerate(rows):
         y = plot.y + plot.height - number * height - height / 2 + 4
-        yield _text(plot.x - 6, y, one.labels.get("le", ""), _FAINT, size=9, anchor="end")
+        yield _text(plot.x - 6, y, curve.labels.get("le", ""), _FAINT, size=9, anchor="end")
     yield from _minutes(plot, span)
 
 
-def _plot(box: Box, below: float, left: float = _LEFT) -> Box:
+def _plot(box: Box, legend_height: float, left_margin: float = _LEFT) -> Box:
     return Box(
-        box.x + left,
+        box.x + left_margin,
         box.y + _TOP,
-        box.width - left - _RIGHT - 8,
-        box.height - _TOP - _BOTTOM - below - 10,
+        box.width - left_margin - _RIGHT - 8,
+        box.height - _TOP - _BOTTOM - legend_height - 10,
     )
 
 
@@ -229,7 +231,7 @@ def _axes(shown: Panel, plot: Box, bounds: tuple[float, float], span: Span) -> I
             f' stroke="{_GRID}"/>'
         )
         unit = shown.unit if shown.unit in ("percentunit", "percent", "s", "bytes", "sci") else ""
-        text = shown_value(value if abs(value) > (high - low) / 1000 else 0.0, unit)
+        text = format_value(value if abs(value) > (high - low) / 1000 else 0.0, unit)
         yield _text(plot.x - 6, y + 4, text, _FAINT, size=10, anchor="end")
     yield from _minutes(plot, span)
 
@@ -244,7 +246,7 @@ def _minutes(plot: Box, span: Span) -> Iterator[str]:
 
 
 def _bounds(shown: Panel, series: Sequence[Series]) -> tuple[float, float]:
-    values = [value for one in series for _, value in one.points]
+    values = [value for curve in series for _, value in curve.points]
     low = min(values) if shown.min is None else shown.min
     high = max(values) if shown.max is None else shown.max
     if high - low < 1e-12:
@@ -252,15 +254,15 @@ def _bounds(shown: Panel, series: Sequence[Series]) -> tuple[float, float]:
     return low, high
 
 
-def _stacked(series: Sequence[Series]) -> list[Series]:
+def _stack(series: Sequence[Series]) -> list[Series]:
     total: dict[float, float] = {}
     stacked = []
-    for one in series:
+    for curve in series:
         points = []
-        for t, value in one.points:
+        for t, value in curve.points:
             total[t] = total.get(t, 0.0) + value
             points.append((t, total[t]))
-        stacked.append(Series(one.name, points, one.labels))
+        stacked.append(Series(curve.name, points, curve.labels))
     return stacked
 
 
@@ -297,9 +299,9 @@ def _text(
     weight: str = "",
     anchor: str = "",
 ) -> str:
-    more = f' font-weight="{weight}"' if weight else ""
-    more += f' text-anchor="{anchor}"' if anchor else ""
+    suffix = f' font-weight="{weight}"' if weight else ""
+    suffix += f' text-anchor="{anchor}"' if anchor else ""
     return (
-        f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}" font-size="{size:.3g}"{more}>'
+        f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}" font-size="{size:.3g}"{suffix}>'
         f"{escape(text)}</text>"
     )

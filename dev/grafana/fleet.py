@@ -58,8 +58,8 @@ _SESSIONS = Row(
         ),
         Panel(
             "Saturation",
-            "Open sessions as a share of the capacity. Autoscaling aims at three quarters; at 100 % "
-            "opens wait.",
+            "Open sessions as a share of the capacity. Autoscaling aims at three quarters; at 100 "
+            "% opens wait.",
             (Query(f"{sessions('active')}\n  / ({capacity()} > 0)", "{{env}}"),),
             "percentunit",
             min=0,

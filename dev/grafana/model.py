@@ -1,11 +1,11 @@
-"""What a dashboard is made of, and the JSON that Grafana takes for it.
+"""Model of Grafana dashboards and its conversion to JSON.
 
     Dashboard --+-- variables
                 +-- Row --+-- Panel --+-- Query
                           +-- ...     +-- Query
 
-The classic JSON: it is what files and ConfigMaps provision, whatever Grafana's version. Panels
-flow into a grid of 24 columns in the order in which they stand, and are numbered in it.
+The output is Grafana's classic JSON, which files and ConfigMaps can provision in every version.
+Panels are numbered and placed in order into a grid of 24 columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "heatmap", "state-timeline", "table"]
 
 SCHEMA_VERSION = 39
-"""Of Grafana 10.2 and newer."""
+"""Schema version of Grafana 10.2 and newer."""
 GRID_COLUMNS = 24
 TAG = "ludus"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -27,23 +27,23 @@ _ROW_HEIGHT = 1
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression, and what its series are called."""
+    """A PromQL expression and the legend of its series."""
 
     expr: str
     legend: str
     empty_unless: str | None = None
-    """What must be so that there is data; None where every run has some."""
+    """Condition for data; None if every run has data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """How the series whose names match look, where they look unlike the others."""
+    """Style of the series whose names match a pattern."""
 
     pattern: str
     properties: Mapping[str, Any]
 
     def json(self) -> Json:
-        """As Grafana takes it."""
+        """Convert to Grafana's JSON."""
         return {
             "matcher": {"id": "byRegexp", "options": f"/{self.pattern}/"},
             "properties": [{"id": name, "value": value} for name, value in self.properties.items()],
@@ -52,7 +52,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """A panel with one chart."""
 
     title: str
     description: str
@@ -66,17 +66,17 @@ class Panel:
     decimals: int | None = None
     stacked: bool = False
     thresholds: Sequence[tuple[float, str]] = ()
-    """From which value on which colour; below the first it is green."""
+    """Lower bounds and colors; values below the first bound are green."""
     mappings: Mapping[str, Json] = field(default_factory=dict)
-    """Text and colour by value."""
+    """Text and color by value."""
     overrides: Sequence[Override] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Of a table: heading by the name of the field, in their order; others are left out."""
+    """Headings of a table's columns by field name; other fields are hidden."""
     repeat: str | None = None
-    """The variable for each of whose values there is one such panel."""
+    """Variable whose values each get a copy of the panel."""
 
     def json(self, number: int, x: int, y: int) -> Json:
-        """As Grafana takes it."""
+        """Convert to Grafana's JSON."""
         panel: Json = {
             "id": number,
             "type": self.kind,
@@ -182,7 +182,7 @@ class Panel:
                 return {"showHeader": True, "cellHeight": "sm", "footer": {"show": False}}
 
     def _transformations(self) -> list[Json]:
-        order = {name: place for place, name in enumerate(self.columns)}
+        order = {name: position for position, name in enumerate(self.columns)}
         return [
             {"id": "merge", "options": {}},
             {"id": "filterFieldsByName", "options": {"include": {"names": list(self.columns)}}},
@@ -203,23 +203,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What a person chooses at the top of the page."""
+    """A selection at the top of a dashboard."""
 
     name: str
     label: str
     description: str
     query: str
-    """Grafana's label_values(...) or query_result(...), the kind of a datasource, or values with
-    commas between."""
+    """Grafana's label_values(...) or query_result(...), the kind of a data source, or values
+    separated by commas."""
     type: Literal["query", "datasource", "custom"] = "query"
     multiple: bool = True
-    """Whether several values may be chosen, and all at once."""
+    """True if several values, or all of them, may be selected."""
     default: str | None = None
     regex: str = ""
-    """What is taken out of each line of the answer; all of it where it is empty."""
+    """Pattern of the value in each line of the result; empty selects the whole line."""
 
     def json(self) -> Json:
-        """As Grafana takes it."""
+        """Convert to Grafana's JSON."""
         variable: Json = {
             "name": self.name,
             "label": self.label,
@@ -236,12 +236,12 @@ class Variable:
                 "definition": self.query,
                 "regex": self.regex,
                 "query": {"query": self.query, "refId": self.name},
-                # Values follow the time that is looked at: a run of last week is there.
+                # Refresh with the time range, so that a run of last week is listed.
                 "refresh": 2,
                 "sort": 1,
             }
         if self.multiple:
-            # Not the values that are known: a label that is missing is to match as well.
+            # A pattern instead of the known values, so that a missing label matches, too.
             variable |= {"allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}}
         elif self.default is not None:
             variable["current"] = {"text": self.default, "value": self.default}
@@ -255,7 +255,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Moments that are marked in every picture."""
+    """Times marked in every panel."""
 
     name: str
     expr: str
@@ -264,7 +264,7 @@ class Annotation:
     empty_unless: str
 
     def json(self) -> Json:
-        """As Grafana takes it."""
+        """Convert to Grafana's JSON."""
         return {
             "name": self.name,
             "datasource": _DATASOURCE,
@@ -280,10 +280,10 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page of Grafana, and one file of the chart."""
+    """A dashboard, which is one file of the chart."""
 
     uid: str
-    """Also the file's name."""
+    """Unique id, also used as file name."""
     title: str
     description: str
     variables: Sequence[Variable]
@@ -291,7 +291,7 @@ class Dashboard:
     annotations: Sequence[Annotation] = ()
 
     def json(self) -> Json:
-        """As Grafana takes it."""
+        """Convert to Grafana's JSON."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -312,7 +312,7 @@ class Dashboard:
 
     @property
     def queries(self) -> Iterator[Query]:
-        """Every expression of the page."""
+        """Yield every expression of the dashboard."""
         for row in self.rows:
             for panel in row.panels:
                 yield from panel.queries

@@ -10,7 +10,7 @@ from grafana.queries import (
     PLAYED,
     RUN,
     capacity,
-    evaluated,
+    evaluation,
     gateway,
     gauge,
     rate,
@@ -24,10 +24,10 @@ _BAD = ((1, "red"),)
 _RUNS = f"{TrainSeries.RUN}{{{OF_RUN}}}"
 
 
-def _stat(title: str, description: str, expr: str, **more: object) -> Panel:
-    unit = str(more.pop("unit", "none"))
+def _stat(title: str, description: str, expr: str, **options: object) -> Panel:
+    unit = str(options.pop("unit", "none"))
     query = Query(expr, title)
-    return Panel(title, description, (query,), unit, "stat", width=4, height=4, **more)  # type: ignore[arg-type]
+    return Panel(title, description, (query,), unit, "stat", width=4, height=4, **options)  # type: ignore[arg-type]
 
 
 _NOW = Row(
@@ -80,7 +80,7 @@ _TABLE = Panel(
     (
         _column(gauge(TrainSeries.STEP)),
         _column(gauge(TrainSeries.TARGET_STEPS)),
-        _column(f"avg by ({RUN}) ({evaluated(EvalMetric.WIN_RATE, 'trained')})"),
+        _column(f"avg by ({RUN}) ({evaluation(EvalMetric.WIN_RATE, 'trained')})"),
         _column(f"avg by ({RUN}) ({gauge(TrainMetric.REWARD_MEAN, PLAYED)})"),
         _column(gauge(TrainMetric.ENTROPY)),
         _column(gauge(TrainMetric.TOKENS_PER_SECOND)),
@@ -110,7 +110,7 @@ _RUNS_ROW = Row(
         Panel(
             "Evaluated win rate",
             "Win rate of the trained policy on the evaluation seeds.",
-            (Query(evaluated(EvalMetric.WIN_RATE, "trained"), "{{run}}: {{environment}}"),),
+            (Query(evaluation(EvalMetric.WIN_RATE, "trained"), "{{run}}: {{environment}}"),),
             "percentunit",
             min=0,
             max=1,

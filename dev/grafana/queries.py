@@ -45,7 +45,7 @@ def gauge(metric: TrainMetric | TrainSeries, by: str = RUN, extra: str = "") -> 
     return f"max by ({by}) ({name(metric)}{{{_selector(metric, by, extra)}}})"
 
 
-def evaluated(metric: EvalMetric, policy: str = ".*") -> str:
+def evaluation(metric: EvalMetric, policy: str = ".*") -> str:
     """Return a value of the newest evaluation, by policy."""
     selector = f'{OF_ENVIRONMENT}, policy=~"{policy}"'
     return f"max by ({PLAYED}, policy) ({name(metric)}{{{selector}}})"
@@ -61,9 +61,9 @@ def rate(metric: TrainMetric | TrainSeries, by: str = RUN, window: str = WINDOW)
     return f"sum by ({by}) (rate({name(metric)}{{{_selector(metric, by)}}}[{window}]))"
 
 
-def share(part: TrainMetric, whole: TrainMetric, by: str = RUN) -> str:
+def share(part: TrainMetric, total: TrainMetric, by: str = RUN) -> str:
     """Return the ratio of two counters' increases; empty if the second did not increase."""
-    return f"{increase(part, by)}\n  / ({increase(whole, by)} > 0)"
+    return f"{increase(part, by)}\n  / ({increase(total, by)} > 0)"
 
 
 def per_step(metric: TrainMetric) -> str:
@@ -71,14 +71,14 @@ def per_step(metric: TrainMetric) -> str:
     return f"{increase(metric)}\n  / ({increase(TrainSeries.STEPS)} > 0)"
 
 
-def wilson(part: TrainMetric, whole: TrainMetric, sign: str, by: str = PLAYED) -> str:
+def wilson(part: TrainMetric, total: TrainMetric, sign: str, by: str = PLAYED) -> str:
     """Return a bound of the 95 % Wilson interval of a share; `sign` is + or -.
 
     (k + z^2/2 +- z sqrt(k (n - k) / n + z^2/4)) / (n + z^2)
 
     The extrapolation of `increase` can make k slightly greater than n.
     """
-    k, n = increase(part, by), f"({increase(whole, by)} > 0)"
+    k, n = increase(part, by), f"({increase(total, by)} > 0)"
     return (
         f"(\n  {k} + {_Z**2 / 2:.4f}"
         f"\n  {sign} {_Z} * sqrt({k} * clamp_min({n} - {k}, 0) / {n} + {_Z**2 / 4:.4f})"

@@ -11,7 +11,7 @@ _BY_WORKER = f"{RUN}, worker"
 _RUN = "{{run}}"
 
 
-def _newest_by_worker(series: TrainSeries) -> str:
+def _by_worker(series: TrainSeries) -> str:
     return f"max by ({_BY_WORKER}) ({series}{{{OF_RUN}}})"
 
 
@@ -20,11 +20,11 @@ _WEIGHTS = Row(
     (
         Panel(
             "Versions behind the learner",
-            "Number of versions that each rollout worker is behind the learner's newest step.",
+            "Number of versions by which each rollout worker is behind the learner.",
             (
                 Query(
                     f"{gauge(TrainSeries.STEP)}\n"
-                    f"  - on ({RUN}) group_right () {_newest_by_worker(TrainSeries.WORKER_VERSION)}",
+                    f"  - on ({RUN}) group_right () {_by_worker(TrainSeries.WORKER_VERSION)}",
                     "{{run}}: worker {{worker}}",
                 ),
             ),
@@ -57,12 +57,10 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Canary error",
-            "Difference between the log-probs of a worker and of the learner for the canary tokens. "
-            "With the right weights it is only a rounding error.",
+            "Difference between the log-probs of a worker and of the learner for the canary "
+            "tokens. With the right weights it is only a rounding error.",
             (
-                Query(
-                    _newest_by_worker(TrainSeries.WORKER_CANARY_ERROR), "{{run}}: worker {{worker}}"
-                ),
+                Query(_by_worker(TrainSeries.WORKER_CANARY_ERROR), "{{run}}: worker {{worker}}"),
                 Query(gauge(TrainMetric.CANARY_ERROR), "{{run}}: largest so far"),
             ),
             "suffix: nats",
@@ -70,8 +68,8 @@ _WEIGHTS = Row(
         ),
         Panel(
             "Failed canaries",
-            "Deliveries since the start of the run after which a worker sampled from other weights. "
-            "Each stops the run.",
+            "Deliveries since the start of the run after which a worker sampled from other "
+            "weights. Each stops the run.",
             (Query(gauge(TrainMetric.NUM_CANARY_FAILURES), _RUN),),
             "none",
             kind="stat",
@@ -95,7 +93,7 @@ _WEIGHTS = Row(
             (
                 Query(
                     f"count by ({RUN}) (count_values by ({RUN}) "
-                    f'("hash", {_newest_by_worker(TrainSeries.WORKER_HASH)}))',
+                    f'("hash", {_by_worker(TrainSeries.WORKER_HASH)}))',
                     _RUN,
                 ),
             ),
@@ -125,7 +123,8 @@ _SPEED = Row(
         ),
         Panel(
             "Tokens sampled per worker",
-            "Tokens per second per rollout worker. The value should not fall when workers are added.",
+            "Tokens per second per rollout worker. The value should not fall when workers are "
+            "added.",
             (
                 Query(
                     f"sum by ({RUN}) ({rate(TrainMetric.NUM_TOKENS_GENERATED, PLAYED)})\n"
@@ -213,8 +212,8 @@ _MACHINES = Row(
     (
         Panel(
             "Memory",
-            "Share of each Ray node's memory in use. The head runs the driver and the buffer; the run "
-            "stops if it runs out of memory.",
+            "Share of each Ray node's memory in use. The head runs the driver and the buffer; the "
+            "run stops if it runs out of memory.",
             (
                 Query(
                     'max by (pod) (ray_node_mem_used{namespace=~"$namespace"})\n'

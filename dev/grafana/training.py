@@ -10,7 +10,7 @@ from grafana.queries import (
     PLAYED,
     RUN,
     WINDOW,
-    evaluated,
+    evaluation,
     gauge,
     increase,
     per_step,
@@ -74,9 +74,9 @@ _OUTCOME = Row(
             "Win rate of the trained policy and of the fixed policies on the same seeds, which "
             "training does not use; dashed: 95 % interval of the trained policy.",
             (
-                Query(evaluated(EvalMetric.WIN_RATE), "{{environment}}: {{policy}}"),
-                Query(evaluated(EvalMetric.WIN_RATE_CI95_LOW, "trained"), "{{environment}} low"),
-                Query(evaluated(EvalMetric.WIN_RATE_CI95_HIGH, "trained"), "{{environment}} high"),
+                Query(evaluation(EvalMetric.WIN_RATE), "{{environment}}: {{policy}}"),
+                Query(evaluation(EvalMetric.WIN_RATE_CI95_LOW, "trained"), "{{environment}} low"),
+                Query(evaluation(EvalMetric.WIN_RATE_CI95_HIGH, "trained"), "{{environment}} high"),
             ),
             "percentunit",
             min=0,
@@ -88,9 +88,9 @@ _OUTCOME = Row(
             "Mean return of evaluated episodes by policy; dashed: 95 % interval of the trained "
             "policy.",
             (
-                Query(evaluated(EvalMetric.RETURN_MEAN), "{{environment}}: {{policy}}"),
-                Query(evaluated(EvalMetric.RETURN_CI95_LOW, "trained"), "{{environment}} low"),
-                Query(evaluated(EvalMetric.RETURN_CI95_HIGH, "trained"), "{{environment}} high"),
+                Query(evaluation(EvalMetric.RETURN_MEAN), "{{environment}}: {{policy}}"),
+                Query(evaluation(EvalMetric.RETURN_CI95_LOW, "trained"), "{{environment}} low"),
+                Query(evaluation(EvalMetric.RETURN_CI95_HIGH, "trained"), "{{environment}} high"),
             ),
             "none",
             overrides=(_LIMITS,),
@@ -101,7 +101,7 @@ _OUTCOME = Row(
             "(100 %) in the newest evaluation.",
             (
                 Query(
-                    evaluated(EvalMetric.GAP_CLOSED, "trained"),
+                    evaluation(EvalMetric.GAP_CLOSED, "trained"),
                     "{{environment}}",
                     empty_unless="the environment names a random and an optimal policy",
                 ),
@@ -151,8 +151,8 @@ _OUTCOME = Row(
         ),
         Panel(
             "Tools",
-            "Share of the episodes with a tool call, and share of the tool calls that failed because "
-            "the tool returned an error or the call could not be parsed.",
+            "Share of the episodes with a tool call, and share of the tool calls that failed "
+            "because the tool returned an error or the call could not be parsed.",
             (
                 Query(
                     share(
@@ -191,16 +191,17 @@ _HEALTH = Row(
     (
         Panel(
             "Entropy",
-            "Mean entropy of the policy at the sampled tokens. A fall to 0 within a few steps means "
-            "that the policy no longer explores.",
+            "Mean entropy of the policy at the sampled tokens. A fall to 0 within a few steps "
+            "means that the policy no longer explores.",
             (Query(gauge(TrainMetric.ENTROPY), "{{run}}"),),
             NATS,
             min=0,
         ),
         Panel(
             "KL divergence",
-            "Divergence of the policy from the reference model, and of the sampler from the learner "
-            "(mismatch). Numerics and staleness cause the mismatch; it should stay far below 0.1.",
+            "Divergence of the policy from the reference model, and of the sampler from the "
+            "learner (mismatch). Numerics and staleness cause the mismatch; it should stay far "
+            "below 0.1.",
             (
                 Query(gauge(TrainMetric.REFERENCE_KL), "reference"),
                 Query(gauge(TrainMetric.MISMATCH_KL), "mismatch"),
@@ -209,8 +210,9 @@ _HEALTH = Row(
         ),
         Panel(
             "Groups without learning signal",
-            "Shares of the played groups. Zero variance: all rewards of the group were equal. Void: "
-            "fewer than two episodes had a reward. Stale: the group was too old for its batch.",
+            "Shares of the played groups. Zero variance: all rewards of the group were equal. "
+            "Void: fewer than two episodes had a reward. Stale: the group was too old for its "
+            "batch.",
             tuple(
                 Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {word}")
                 for word, metric in (
@@ -335,8 +337,8 @@ _STEPS = Row(
         ),
         Panel(
             "Completed steps",
-            "Completed and planned training steps. The curve falls when a lost learner resumes from "
-            "its checkpoint.",
+            "Completed and planned training steps. The curve falls when a lost learner resumes "
+            "from its checkpoint.",
             (
                 Query(gauge(TrainSeries.STEP), "completed"),
                 Query(gauge(TrainSeries.TARGET_STEPS), "planned"),

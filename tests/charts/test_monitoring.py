@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards import files
+from dashboards import render_files
 
 from tests.charts.rendering import rendered
 from tests.charts.test_rules import GROUPS, RULES
@@ -19,7 +19,7 @@ def test_the_chart_hands_over_every_dashboard_unchanged() -> None:
     assert all(one["metadata"]["labels"]["grafana_dashboard"] == "1" for one in maps)
     shown = {name: text for one in maps for name, text in one["data"].items()}
     assert {name: text.strip() for name, text in shown.items()} == {
-        path.name: text.strip() for path, text in files().items()
+        path.name: text.strip() for path, text in render_files().items()
     }
 
 

@@ -76,7 +76,7 @@ SHAPES = [
 
 PROBLEMS = [
     # What the chart itself says: place, what was expected, what to set.
-    ({}, "auth.existingSecret", "create one with: kubectl create secret generic ludus-auth -n arena"),
+    ({}, "auth.existingSecret", "kubectl create secret generic ludus-auth -n arena"),
     ({}, "environments", "set for example environments.blackjack.package=openspiel_env"),
     (with_environment(package=""), "environments.blackjack.package", "package=openspiel_env"),
     (
@@ -205,7 +205,7 @@ PROBLEMS = [
         "storage.store.enabled",
         "set storage.weights.kind=s3",
     ),
-    (store(), "storage.s3.existingSecret", "create one with: kubectl create secret generic ludus-s3"),
+    (store(), "storage.s3.existingSecret", "kubectl create secret generic ludus-s3"),
     (
         store(existingSecret="s3", endpoint="http://s3.example"),
         "storage.s3.endpoint",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from chart_docs import VALUES, described, value_of
+from chart_docs import VALUES, find_value, read_keys
 
 from tests.charts.rendering import CHART
 
@@ -28,7 +28,7 @@ def test_the_schema_knows_no_value_that_has_no_default_and_no_comment() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     text = VALUES.read_text(encoding="utf-8")
     # Helm itself gives every chart a `global`.
-    known = {".".join(one.path) for one in described(text)} | {"global"}
+    known = {".".join(one.path) for one in read_keys(text)} | {"global"}
     whole = ("resources.", "affinity.", "environments.")
     for path in paths(schema, schema):
         assert path in known or any(one in f"{path}." for one in whole), path
@@ -56,7 +56,7 @@ def _objects(schema: Any) -> Iterator[Json]:
 def test_every_comment_is_a_sentence_about_a_value() -> None:
     text = VALUES.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
-    for one in described(text):
-        value_of(values, one.path)
+    for one in read_keys(text):
+        find_value(values, one.path)
         assert one.comment.endswith("."), one.path
         assert len(one.comment) > 5, one.path
