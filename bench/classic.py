@@ -47,11 +47,11 @@ from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, NetworkRun, load_run_config
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
-from ludus.trainer.classic.agent import Agent, threads
+from ludus.trainer.classic.agent import PpoAgent, torch_threads
 from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.policy import Policy
-from ludus.trainer.classic.run import opened
+from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.run import open_network_run
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs"
@@ -166,7 +166,7 @@ def _measured(part: str, seeds: Sequence[int]) -> Iterator[Row]:
 
 def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
     """Ours and stable-baselines3's, in turns."""
-    with _stable_baselines() as theirs, threads(1):
+    with _stable_baselines() as theirs, torch_threads(1):
         for seed in seeds:
             run = _run_of("cartpole", seed)
             steps = run.ppo.num_environments * run.ppo.steps_per_environment
@@ -196,7 +196,7 @@ def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
 
 def _trained(run: NetworkRun) -> dict[str, Any]:
     """What our run comes to, in this process."""
-    with opened(run, resume=Resume.NEVER, overwrite=True) as opened_run:
+    with open_network_run(run, resume=Resume.NEVER, overwrite=True) as opened_run:
         begun_s, begun_core_s = time.perf_counter(), time.process_time()
         summary = opened_run.train()
         total_s = time.perf_counter() - begun_s
@@ -301,10 +301,10 @@ def _value(seed: int) -> Row:
     environments = GymnasiumEnvironments("ConstantReward-v0", config.num_environments, {})
     spaces_of = environments.observation_space, environments.action_space
     torch.manual_seed(seed)
-    policy = Policy(*make_networks(NetworkModel(hidden=(32,)), *spaces_of), *spaces_of)
-    agent = Agent(policy, environments, config, seed=seed)
+    policy = NetworkPolicy(*make_networks(NetworkModel(hidden=(32,)), *spaces_of), *spaces_of)
+    agent = PpoAgent(policy, environments, config, seed=seed)
     num_updates = 30
-    with threads(1):
+    with torch_threads(1):
         for _ in range(num_updates):
             agent.train()
     found, total_s = policy.values(torch.zeros(1, 1)).item(), time.perf_counter() - begun_s

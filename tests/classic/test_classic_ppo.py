@@ -1,4 +1,4 @@
-"""Classic PPO learns what it should, nothing else, and goes on as if it had never stopped."""
+"""Classic PPO: learning, evaluation, checkpoints and resumed runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from ludus.proto.config import (
 from ludus.proto.errors import ConfigError, LudusError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics, read_transcripts
 from ludus.trainer.algorithms.advantages import gae, stream_gae
-from ludus.trainer.classic.adam import Adam
-from ludus.trainer.classic.agent import Agent, judge
+from ludus.trainer.classic.agent import PpoAgent, evaluate_policy
 from ludus.trainer.classic.environments import GymnasiumEnvironments
-from ludus.trainer.classic.heads import head_of
+from ludus.trainer.classic.heads import make_head
 from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.policy import Policy
-from ludus.trainer.classic.run import check, opened, train
-from ludus.trainer.run.lifecycle import RunStopped
+from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.run import check, open_network_run, train
+from ludus.trainer.core.stopping import RunStopped
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAKE = {"is_slippery": False}
@@ -46,7 +45,7 @@ SMALL: dict[str, Any] = {
 
 
 class ConstantReward(gymnasium.Env[np.ndarray, int]):
-    """Pays 1 a step, for ever: what ends an episode is a limit alone."""
+    """Rewards every step with 1. Only a limit ends an episode."""
 
     observation_space = spaces.Box(-1.0, 1.0, (1,))
     action_space = spaces.Discrete(2)
@@ -62,17 +61,18 @@ class ConstantReward(gymnasium.Env[np.ndarray, int]):
 gymnasium.register("ConstantReward-v0", lambda **options: ConstantReward(), max_episode_steps=500)
 
 
-def agent_of(env_id: str, config: NetworkPpoConfig, seed: int = 0, **options: Any) -> Agent:
-    """An agent with perceptrons in an environment of this process."""
+def make_agent(env_id: str, config: NetworkPpoConfig, seed: int = 0, **options: Any) -> PpoAgent:
+    """Return an agent with perceptrons in Gymnasium environments."""
     environments = GymnasiumEnvironments(env_id, config.num_environments, options)
     torch.manual_seed(seed)
-    seen, acts = environments.observation_space, environments.action_space
-    actor, critic = make_networks(NetworkModel(hidden=(32,)), seen, acts)
-    return Agent(Policy(actor, critic, seen, acts), environments, config, seed=seed)
+    observations, actions = environments.observation_space, environments.action_space
+    actor, critic = make_networks(NetworkModel(hidden=(32,)), observations, actions)
+    policy = NetworkPolicy(actor, critic, observations, actions)
+    return PpoAgent(policy, environments, config, seed=seed)
 
 
-def run_of(folder: Path, **ppo: Any) -> NetworkRun:
-    """A short run on CartPole."""
+def make_run(folder: Path, **ppo: Any) -> NetworkRun:
+    """Return a short run on CartPole."""
     return run_config_from(
         {
             "name": "short",
@@ -87,51 +87,27 @@ def run_of(folder: Path, **ppo: Any) -> NetworkRun:
     )
 
 
-def test_advantages_of_streams_are_those_of_their_episodes() -> None:
+def test_stream_advantages_equal_those_of_each_episode() -> None:
     generator = torch.Generator().manual_seed(0)
-    steps, cuts = 40, (0, 7, 8, 23, 40)
-    rewards, values = torch.randn(2, steps, generator=generator)
-    for_cut = torch.randn(len(cuts), generator=generator)
-    ended, following = torch.zeros(steps, dtype=torch.bool), torch.cat([values[1:], values[:1]])
+    num_steps, bounds = 40, (0, 7, 8, 23, 40)
+    rewards, values = torch.randn(2, num_steps, generator=generator)
+    bootstraps = torch.randn(len(bounds), generator=generator)
+    finished = torch.zeros(num_steps, dtype=torch.bool)
+    next_values = torch.cat([values[1:], values[:1]])
     parts = []
-    for index, (begin, end) in enumerate(pairwise(cuts)):
+    for index, (begin, end) in enumerate(pairwise(bounds)):
         terminated = torch.tensor([index % 2 == 0])
-        ended[end - 1] = True
-        following[end - 1] = 0.0 if terminated else for_cut[index]
+        finished[end - 1] = True
+        next_values[end - 1] = 0.0 if terminated else bootstraps[index]
         row = slice(begin, end)
         mask = torch.ones(1, end - begin, dtype=torch.bool)
-        bootstrap = for_cut[index : index + 1]
+        bootstrap = bootstraps[index : index + 1]
         parts.append(
             gae(rewards[None, row], values[None, row], mask, terminated, bootstrap, 0.97, 0.9)[0]
         )
-    columns = [one[:, None] for one in (rewards, values, following, ended)]
-    found = stream_gae(*columns, gamma=0.97, lam=0.9)
-    torch.testing.assert_close(found[:, 0], torch.cat(parts), atol=1e-6, rtol=0)
-
-
-def test_flat_adam_steps_as_torchs_does() -> None:
-    torch.manual_seed(1)
-    mine, theirs = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)) for _ in range(2))
-    theirs.load_state_dict(mine.state_dict())
-    flat = Adam([mine[0].parameters(), mine[1].parameters()])
-    groups = [
-        {"params": part.parameters(), "lr": lr}
-        for part, lr in zip(theirs, (1e-2, 3e-3), strict=True)
-    ]
-    reference = torch.optim.Adam(groups, eps=1e-5)
-    for _ in range(5):
-        inputs = torch.randn(8, 3)
-        for network in (mine, theirs):
-            for parameter in network.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-            network(inputs).square().mean().backward()
-        norm = flat.clip(0.5)
-        assert torch.isclose(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
-        flat.step((1e-2, 3e-3))
-        reference.step()
-    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    columns = [column[:, None] for column in (rewards, values, next_values, finished)]
+    advantages = stream_gae(*columns, gamma=0.97, lam=0.9)
+    torch.testing.assert_close(advantages[:, 0], torch.cat(parts), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -143,20 +119,20 @@ def test_flat_adam_steps_as_torchs_does() -> None:
         spaces.Box(-2.0, 2.0, (2,)),
     ],
 )
-def test_heads_draw_actions_of_the_space_as_often_as_they_say(space: spaces.Space[Any]) -> None:
-    head = head_of(space)
+def test_heads_sample_actions_with_the_reported_log_probs(space: spaces.Space[Any]) -> None:
+    head = make_head(space)
     torch.manual_seed(0)
     width = head.num_outputs * (2 if isinstance(space, spaces.Box) else 1)
     output = torch.randn(1, width).expand(4000, width)
-    actions = head.choose(output, head.noise(1, 4000)[0])
-    assert all(space.contains(one) for one in head.to_environment(actions.numpy())[:50])
-    logprobs, entropies = head.judge(output, actions)
-    # What is drawn is as surprising on average as the entropy says.
+    actions = head.choose(output, head.sample_noise(1, 4000)[0])
+    assert all(space.contains(action) for action in head.to_environment(actions.numpy())[:50])
+    logprobs, entropies = head.score(output, actions)
+    # The entropy is the mean negative log-prob.
     assert torch.isclose(-logprobs.mean(), entropies[0], atol=0.06)
 
 
 @pytest.mark.slow
-def test_a_value_goes_on_where_a_limit_cuts_an_episode_off() -> None:
+def test_value_of_a_truncated_episode_is_bootstrapped() -> None:
     config = NetworkPpoConfig(
         num_environments=4,
         steps_per_environment=500,
@@ -168,16 +144,16 @@ def test_a_value_goes_on_where_a_limit_cuts_an_episode_off() -> None:
         lam=1.0,
         max_grad_norm=1e6,
     )
-    agent = agent_of("ConstantReward-v0", config)
+    agent = make_agent("ConstantReward-v0", config)
     for _ in range(30):
         trained = agent.train()
-    assert len(trained.batch.cut_off) == 4
+    assert len(trained.batch.truncations) == 4
     value = agent.policy.values(torch.zeros(1, 1)).item()
     assert value == pytest.approx(100, abs=2)
 
 
 @pytest.mark.slow
-def test_a_frozen_lake_is_crossed_each_time() -> None:
+def test_agent_learns_to_cross_the_frozen_lake() -> None:
     config = NetworkPpoConfig(
         num_environments=16,
         steps_per_environment=64,
@@ -187,17 +163,17 @@ def test_a_frozen_lake_is_crossed_each_time() -> None:
         schedule="constant",
         entropy_coef=0.02,
     )
-    agent = agent_of("FrozenLake-v1", config, **LAKE)
+    agent = make_agent("FrozenLake-v1", config, **LAKE)
     for _ in range(20):
         agent.train()
-    judged = GymnasiumEnvironments("FrozenLake-v1", 4, LAKE)
-    outcomes = judge(agent.policy, judged, range(8), is_greedy=True)
+    eval_environments = GymnasiumEnvironments("FrozenLake-v1", 4, LAKE)
+    outcomes = evaluate_policy(agent.policy, eval_environments, range(8), is_greedy=True)
     assert [outcome.episode_return for outcome in outcomes] == [1.0] * 8
     assert all(outcome.success for outcome in outcomes)
 
 
 @pytest.mark.slow
-def test_the_example_balances_a_pole(tmp_path: Path) -> None:
+def test_cartpole_example_reaches_its_target(tmp_path: Path) -> None:
     settings = [f"output_dir={tmp_path}", "seed=100", "environment.baselines=[]"]
     run = load_run_config(EXAMPLES / "cartpole" / "ppo.toml", settings)
     folder = train(run, resume=Resume.NEVER, overwrite=False)
@@ -207,12 +183,12 @@ def test_the_example_balances_a_pole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["frozen_lake", "lunar_lander", "pendulum"])
-def test_an_example_can_start(example: str) -> None:
+def test_example_can_start(example: str) -> None:
     check(load_run_config(EXAMPLES / example / "ppo.toml"), Resume.NEVER)
 
 
-def test_a_run_leaves_what_every_run_leaves(tmp_path: Path) -> None:
-    folder = train(run_of(tmp_path), resume=Resume.NEVER, overwrite=False)
+def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
+    folder = train(make_run(tmp_path), resume=Resume.NEVER, overwrite=False)
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
     assert summary.finished and summary.num_steps == 6
     assert summary.baselines["random"].num_games == 5
@@ -227,42 +203,42 @@ def test_a_run_leaves_what_every_run_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"scale_rewards": True}])
-def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    whole, parts = run_of(tmp_path / "whole", **options), run_of(tmp_path / "parts", **options)
-    folder = train(whole, resume=Resume.NEVER, overwrite=False)
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[str, Any]) -> None:
+    uninterrupted = make_run(tmp_path / "uninterrupted", **options)
+    interrupted = make_run(tmp_path / "interrupted", **options)
+    folders = [train(uninterrupted, resume=Resume.NEVER, overwrite=False)]
     with (
         pytest.raises(RunStopped),
-        opened(parts, resume=Resume.NEVER, overwrite=False) as run,
+        open_network_run(interrupted, resume=Resume.NEVER, overwrite=False) as run,
     ):
-        run.stop()
+        run.stop_request.set()
         run.train()
-    again = train(parts, resume=Resume.ALWAYS, overwrite=False)
-    kept = [
-        torch.load(one / "checkpoints/step-00000006/learner/agent.pt") for one in (folder, again)
-    ]
-    for name, values in kept[0]["policy"].items():
-        assert torch.equal(values, kept[1]["policy"][name]), name
+    folders.append(train(interrupted, resume=Resume.ALWAYS, overwrite=False))
+    expected, resumed = (
+        torch.load(folder / "checkpoints/step-00000006/learner/agent.pt")["policy"]
+        for folder in folders
+    )
+    for name, values in expected.items():
+        assert torch.equal(values, resumed[name]), name
 
 
-def test_a_target_that_few_games_reach_by_chance_does_not_end_training(
+def test_target_must_be_confirmed_by_other_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_of(tmp_path, target_return=1.0)
-    with opened(config, resume=Resume.NEVER, overwrite=False) as run:
-        confirming: list[Sequence[int]] = []
+    config = make_run(tmp_path, target_return=1.0)
+    with open_network_run(config, resume=Resume.NEVER, overwrite=False) as run:
+        confirmation_seeds: list[Sequence[int]] = []
 
         def play(seeds: Sequence[int]) -> list[EpisodeOutcome]:
-            # The games of an evaluation always reach it, those that confirm the second time.
+            # Evaluations always reach the target; the second confirmation reaches it too.
             if seeds[0] != config.eval.seed:
-                confirming.append(seeds)
-            reaches = seeds[0] == config.eval.seed or len(confirming) == 2
+                confirmation_seeds.append(seeds)
+            reaches = seeds[0] == config.eval.seed or len(confirmation_seeds) == 2
             return [EpisodeOutcome(seed, 2.0 * reaches, 1, None) for seed in seeds]
 
-        monkeypatch.setattr(run, "_play", play)
+        monkeypatch.setattr(run, "play_eval_episodes", play)
         assert run.train().num_steps == 4
-    assert [list(seeds) for seeds in confirming] == [
+    assert [list(seeds) for seeds in confirmation_seeds] == [
         list(range(config.eval.seed + 5, config.eval.seed + 10))
     ] * 2
 
@@ -284,12 +260,12 @@ def test_sections_of_language_models_are_refused(tree: dict[str, Any], message: 
         run_config_from({**base, **tree})
 
 
-def test_a_configuration_that_was_written_is_read_again(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
+def test_configuration_can_be_read_from_its_json(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
     assert run_config_from(json.loads(run.model_dump_json())) == run
 
 
-def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+def test_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
     run = run_config_from(
         {
             "output_dir": str(tmp_path),
@@ -302,23 +278,23 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_batches_without_a_finite_gradient_end_the_training() -> None:
+def test_batches_without_a_finite_gradient_stop_the_training() -> None:
     class Blind(ConstantReward):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
             return np.full(1, np.nan, dtype=np.float32), 1.0, False, False, {}
 
     gymnasium.register("Blind-v0", lambda **options: Blind(), max_episode_steps=500)
-    agent = agent_of("Blind-v0", NetworkPpoConfig(**SMALL))
+    agent = make_agent("Blind-v0", NetworkPpoConfig(**SMALL))
     for _ in range(9):
         assert agent.train().metrics.num_skipped > 0
-    with pytest.raises(LudusError, match="gradients of 10 batches in a row are not finite"):
+    with pytest.raises(LudusError, match="10 updates in a row were skipped"):
         agent.train()
 
 
-def test_an_actor_that_does_not_fit_is_told_by_its_shape() -> None:
+def test_actor_with_a_wrong_output_shape_is_refused() -> None:
     environments = GymnasiumEnvironments("CartPole-v1", 1, {})
-    seen, acts = environments.observation_space, environments.action_space
+    observations, actions = environments.observation_space, environments.action_space
     with pytest.raises(ConfigError, match=r"logits of shape \[2, 2\].*\[2, 3\]"):
-        Policy(nn.Linear(4, 3), nn.Linear(4, 1), seen, acts)
-    with pytest.raises(ConfigError, match="cannot take observations of shape"):
-        Policy(nn.Linear(5, 2), nn.Linear(4, 1), seen, acts)
+        NetworkPolicy(nn.Linear(4, 3), nn.Linear(4, 1), observations, actions)
+    with pytest.raises(ConfigError, match="failed with observations of shape"):
+        NetworkPolicy(nn.Linear(5, 2), nn.Linear(4, 1), observations, actions)

@@ -1,4 +1,4 @@
-"""Gymformer's `train_agent` on networks: its counting, its files, its returns."""
+"""Gymformer's `train_agent` with networks: episode counts, files and returns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
 from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
 
 
-def networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
-    """The networks of Gymformer's README, for an environment of numbers."""
+def make_networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
+    """Return the networks of Gymformer's README for an environment."""
     env = gymnasium.make(env_name)
     width = env.observation_space.shape[0]
     space = env.action_space
@@ -30,9 +30,9 @@ def networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
     return MLPActorNetwork(width, 64, num), MLPCriticNetwork(width, 64)
 
 
-def test_the_script_of_the_readme_runs_to_its_end(tmp_path: Path) -> None:
-    actor, critic = networks("CartPole-v1")
-    told = []
+def test_readme_script_runs(tmp_path: Path) -> None:
+    actor, critic = make_networks("CartPole-v1")
+    calls = []
     rewards = train_agent(
         env_name="CartPole-v1",
         actor=actor,
@@ -42,25 +42,27 @@ def test_the_script_of_the_readme_runs_to_its_end(tmp_path: Path) -> None:
         update_interval=10,
         save_interval=15,
         save_path=tmp_path,
-        callback=lambda *said: told.append(said),
+        callback=lambda *arguments: calls.append(arguments),
     )
     assert len(rewards) == 30 and all(value >= 8 for value in rewards)
     assert rewards.running[0] == pytest.approx(0.05 * rewards[0])
-    assert [said[5] for said in told] == [10, 20, 30]
-    assert told[-1][6] == pytest.approx(rewards.running[-1])
+    assert [call[5] for call in calls] == [10, 20, 30]
+    assert calls[-1][6] == pytest.approx(rewards.running[-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "CartPole-v1",
         "ppo_CartPole-v1_episode_15.pth",
         "ppo_CartPole-v1_episode_30.pth",
     ]
-    agent = load_ppo_agent(tmp_path / "ppo_CartPole-v1_episode_30.pth", *networks("CartPole-v1"))
+    agent = load_ppo_agent(
+        tmp_path / "ppo_CartPole-v1_episode_30.pth", *make_networks("CartPole-v1")
+    )
     assert agent.select_action([0.0, 0.0, 0.0, 0.0]) in (0, 1)
 
 
-def test_continuous_actions_need_no_other_network(tmp_path: Path) -> None:
+def test_same_networks_support_continuous_actions(tmp_path: Path) -> None:
     rewards = train_agent(
         "Pendulum-v1",
-        *networks("Pendulum-v1"),
+        *make_networks("Pendulum-v1"),
         PPOConfig(minibatch_size=-1),
         max_episodes=4,
         max_timesteps=20,
@@ -69,13 +71,13 @@ def test_continuous_actions_need_no_other_network(tmp_path: Path) -> None:
         save_path=tmp_path,
     )
     assert len(rewards) == 4
-    agent = load_ppo_agent(next(tmp_path.glob("*.pth")), *networks("Pendulum-v1"))
+    agent = load_ppo_agent(next(tmp_path.glob("*.pth")), *make_networks("Pendulum-v1"))
     assert agent.select_action([1.0, 0.0, 0.0]).shape == (1,)
 
 
 def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
     def returns() -> list[float]:
-        actor, critic = networks("CartPole-v1")
+        actor, critic = make_networks("CartPole-v1")
         for module in (actor, critic):
             for parameter in module.parameters():
                 parameter.data.fill_(0.05)
@@ -93,9 +95,9 @@ def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
     assert returns() == returns()
 
 
-def test_a_call_leaves_a_run_which_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
     def returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
-        actor, critic = networks("CartPole-v1")
+        actor, critic = make_networks("CartPole-v1")
         if not resume:
             for module in (actor, critic):
                 for parameter in module.parameters():
@@ -114,11 +116,11 @@ def test_a_call_leaves_a_run_which_goes_on_to_the_bit(tmp_path: Path) -> None:
             metrics={"tensorboard": True},
         )
 
-    whole = returns("whole", 24, resume=False)
-    half = returns("parts", 12, resume=False)
-    assert returns("parts", 24, resume=True) == whole
-    assert half == whole[:12]
-    folder = tmp_path / "parts" / "cart"
+    uninterrupted = returns("uninterrupted", 24, resume=False)
+    first_half = returns("resumed", 12, resume=False)
+    assert returns("resumed", 24, resume=True) == uninterrupted
+    assert first_half == uninterrupted[:12]
+    folder = tmp_path / "resumed" / "cart"
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
     assert summary.finished and summary.games_trained >= 24
     assert list((folder / "checkpoints").iterdir())
@@ -129,8 +131,8 @@ def test_a_call_leaves_a_run_which_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert "cart" in write_report(folder).read_text()
 
 
-async def test_a_call_in_a_notebook_whose_event_loop_runs_trains_and_saves(tmp_path: Path) -> None:
-    actor, critic = networks("CartPole-v1")
+async def test_call_works_in_a_running_event_loop(tmp_path: Path) -> None:
+    actor, critic = make_networks("CartPole-v1")
     config = PPOConfig(minibatch_size=64)
     returns = train_agent(
         "CartPole-v1", actor, critic, config, 6, update_interval=6, save_path=tmp_path, name="cart"
@@ -139,16 +141,16 @@ async def test_a_call_in_a_notebook_whose_event_loop_runs_trains_and_saves(tmp_p
     assert list((tmp_path / "cart" / "checkpoints").iterdir())
 
 
-def test_networks_of_a_program_are_not_made_from_its_runs_file(tmp_path: Path) -> None:
-    actor, critic = networks("CartPole-v1")
+def test_run_file_cannot_make_the_networks_of_a_program(tmp_path: Path) -> None:
+    actor, critic = make_networks("CartPole-v1")
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)
     run = run_config_from(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
     with pytest.raises(ConfigError, match=r"train_agent\(..., resume=True\)"):
         check(run, Resume.NEVER)
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
-    actor, critic = networks("CartPole-v1")
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    actor, critic = make_networks("CartPole-v1")
     with pytest.raises(NotFoundError, match="CartPole"):
         train_agent("CartPool-v1", actor, critic, PPOConfig(), save_path=tmp_path)
     with pytest.raises(ConfigError, match="num_envs expected at least 1"):
@@ -161,7 +163,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         (
             {"ppo_config": PPOConfig(lr_actor=-1)},
@@ -192,16 +194,14 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         ({"device": "abacus"}, "device = 'abacus' cannot be used"),
     ],
 )
-def test_an_argument_that_cannot_be_is_told_by_its_name(
-    tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
-    actor, critic = networks("CartPole-v1")
-    sound = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
+def test_invalid_argument_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    actor, critic = make_networks("CartPole-v1")
+    valid = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
     with pytest.raises(ConfigError, match=message):
-        train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **sound, **given})
+        train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **valid, **changes})
 
 
-def test_a_reward_that_is_no_number_ends_the_training(tmp_path: Path) -> None:
+def test_reward_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     class Broken(gymnasium.Env[np.ndarray, int]):
         observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 
@@ -213,5 +213,5 @@ def test_a_reward_that_is_no_number_ends_the_training(tmp_path: Path) -> None:
             return np.zeros(4, dtype=np.float32), float("nan"), False, False, {}
 
     gymnasium.register("Broken-v0", lambda **options: Broken())
-    with pytest.raises(ExecutionError, match="paid nan in step 1 of an episode"):
-        train_agent("Broken-v0", *networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path)
+    with pytest.raises(ExecutionError, match="returned the reward nan in step 1"):
+        train_agent("Broken-v0", *make_networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path)

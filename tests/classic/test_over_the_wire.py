@@ -1,4 +1,4 @@
-"""What is learned on a server, stepped in one call, is what is learned in this process."""
+"""Training on a server learns the same weights as training in process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ludus.proto.runs import Resume
 from ludus.trainer.classic.run import train
 
 
-def run_of(folder: Path, environment: dict[str, str]) -> NetworkRun:
-    """A short run in the environment."""
+def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
+    """Return a short run in the environment."""
     return run_config_from(
         {
             "name": "short",
@@ -31,17 +31,21 @@ def run_of(folder: Path, environment: dict[str, str]) -> NetworkRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
-def test_a_server_teaches_the_same_to_the_bit(tmp_path: Path, env_id: str) -> None:
+def test_server_and_process_learn_identical_weights(tmp_path: Path, env_id: str) -> None:
     package = f"gymnasium:{env_id}"
-    here = train(
-        run_of(tmp_path / "here", {"package": package}), resume=Resume.NEVER, overwrite=False
+    local_folder = train(
+        make_run(tmp_path / "local", {"package": package}), resume=Resume.NEVER, overwrite=False
     )
     with LocalServer(package) as server:
         assert server.addresses is not None
         remote = {"kind": "remote", "address": server.addresses.grpc}
-        there = train(run_of(tmp_path / "there", remote), resume=Resume.NEVER, overwrite=False)
+        remote_folder = train(
+            make_run(tmp_path / "remote", remote), resume=Resume.NEVER, overwrite=False
+        )
     file = "checkpoints/step-00000004/learner/agent.pt"
-    one, other = (torch.load(folder / file)["policy"] for folder in (here, there))
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        assert torch.equal(values, other[name]), name
+    local_policy, remote_policy = (
+        torch.load(folder / file)["policy"] for folder in (local_folder, remote_folder)
+    )
+    assert local_policy.keys() == remote_policy.keys()
+    for name, values in local_policy.items():
+        assert torch.equal(values, remote_policy[name]), name

@@ -1,3 +1,5 @@
+"""Combination and names of metrics."""
+
 from __future__ import annotations
 
 import random
@@ -19,8 +21,8 @@ from ludus.proto.metrics import (
 ALL = [*TrainMetric, *EvalMetric]
 
 
-def described(rewards: list[float]) -> dict[str, float]:
-    """What a part says of its episodes' rewards."""
+def reward_metrics(rewards: list[float]) -> dict[str, float]:
+    """Return the metrics of the rewards of a part."""
     return {
         TrainMetric.NUM_EPISODES_SCORED: len(rewards),
         TrainMetric.REWARD_MEAN: statistics.fmean(rewards),
@@ -28,21 +30,21 @@ def described(rewards: list[float]) -> dict[str, float]:
     }
 
 
-def test_mean_and_deviation_of_parts_are_those_of_all_their_episodes() -> None:
+def test_combined_deviation_equals_that_of_all_episodes() -> None:
     noise = random.Random(0)
     parts = [[noise.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
-    whole = combine_metrics(described(part) for part in parts)
-    assert whole == pytest.approx(described(parts[0] + parts[1]))
+    combined = combine_metrics(reward_metrics(part) for part in parts)
+    assert combined == pytest.approx(reward_metrics(parts[0] + parts[1]))
 
 
-def test_combining_in_steps_is_combining_at_once() -> None:
+def test_combination_is_associative() -> None:
     noise = random.Random(1)
-    parts = [described([noise.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
+    parts = [reward_metrics([noise.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
     stepwise = combine_metrics([combine_metrics(parts[:2]), combine_metrics(parts[2:])])
     assert stepwise == pytest.approx(combine_metrics(parts))
 
 
-def test_each_metric_is_combined_as_it_says() -> None:
+def test_each_metric_uses_its_reduction() -> None:
     early = {
         TrainMetric.NUM_WINS: 3,
         TrainMetric.STALENESS_MAX: 2,
@@ -69,13 +71,13 @@ def test_each_metric_is_combined_as_it_says() -> None:
     }
 
 
-def test_what_a_part_lacks_is_combined_over_the_others_and_what_all_lack_is_left_out() -> None:
-    nothing = {TrainMetric.NUM_EPISODES_SCORED: 0}
-    something = described([1.0, 0.0])
-    assert combine_metrics([nothing, something]) == pytest.approx(something)
-    assert combine_metrics([nothing, nothing]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
+def test_parts_without_a_metric_are_skipped() -> None:
+    empty = {TrainMetric.NUM_EPISODES_SCORED: 0}
+    filled = reward_metrics([1.0, 0.0])
+    assert combine_metrics([empty, filled]) == pytest.approx(filled)
+    assert combine_metrics([empty, empty]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
     assert combine_metrics([]) == {}
-    assert combine_metric(TrainMetric.LOSS, [nothing]) is None
+    assert combine_metric(TrainMetric.LOSS, [empty]) is None
 
 
 def test_means_of_evaluations_are_weighted_by_games() -> None:
@@ -90,7 +92,7 @@ def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | E
     assert (spec.center is not None) == (spec.reduction is Reduction.DEVIATION)
     for other in (spec.weight, spec.center):
         if other is not None:
-            # An environment's own is weighted by its own.
+            # A metric per environment needs a weight per environment.
             assert kind(other).spec.is_per_environment or not spec.is_per_environment  # type: ignore[call-arg]
     if spec.weight is not None:
         assert kind(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]

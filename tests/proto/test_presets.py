@@ -1,4 +1,4 @@
-"""A preset stands wherever the run itself says nothing, and nowhere else."""
+"""Presets set the fields that the run does not set, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(preset: str, *overrides: str) -> LanguageModelRun:
     return load_run_config(None, [f"preset={preset}", *overrides])
 
 
-def test_torchforge_is_grpo_by_the_group_with_a_constant_pull_and_no_correction() -> None:
+def test_torchforge_preset() -> None:
     run = load("torchforge")
     assert run.algorithm == GrpoConfig(
         baseline="mean",
@@ -47,7 +47,7 @@ def test_torchforge_is_grpo_by_the_group_with_a_constant_pull_and_no_correction(
     assert training.checkpoint_every_steps == 500
 
 
-def test_trl_is_the_token_mean_of_one_group_with_long_shots_masked() -> None:
+def test_trl_preset() -> None:
     run = load("trl")
     assert run.algorithm == GrpoConfig(
         scale="group",
@@ -65,7 +65,7 @@ def test_trl_is_the_token_mean_of_one_group_with_long_shots_masked() -> None:
     assert (run.training.groups_per_step, run.training.max_staleness) == (1, 0)
 
 
-def test_dapo_clips_higher_and_replaces_zero_variance_groups() -> None:
+def test_dapo_preset() -> None:
     run = load("dapo")
     assert run.algorithm == GrpoConfig(
         scale="group",
@@ -85,7 +85,7 @@ def test_dapo_clips_higher_and_replaces_zero_variance_groups() -> None:
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_what_the_run_says_wins_over_the_preset(tmp_path: Path, preset: str) -> None:
+def test_fields_of_the_run_override_the_preset(tmp_path: Path, preset: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
         f"""
@@ -101,25 +101,25 @@ def test_what_the_run_says_wins_over_the_preset(tmp_path: Path, preset: str) -> 
         """
     )
     run = load_run_config(path, ["training.max_staleness=3"])
-    alone = load(preset)
+    preset_run = load(preset)
     assert (run.rollout.group_size, run.training.max_staleness) == (6, 3)
     assert (run.learner.learning_rate, run.algorithm.kl_coef) == (3e-4, 0.03)
     assert run.algorithm.loss == ClipLoss(clip_low=0.2, clip_high=0.5, dual_clip=None)
-    assert run.learner.betas == alone.learner.betas
-    assert run.algorithm.aggregation == alone.algorithm.aggregation
+    assert run.learner.betas == preset_run.learner.betas
+    assert run.algorithm.aggregation == preset_run.algorithm.aggregation
 
 
-def test_a_section_of_another_kind_replaces_that_of_the_preset() -> None:
+def test_section_of_another_kind_replaces_that_of_the_preset() -> None:
     run = load("trl", "algorithm.correction.kind=token_tis")
     assert run.algorithm.correction.model_dump() == {"kind": "token_tis", "cap": 2.0}
     assert run.algorithm.aggregation == "token_mean"
     assert load("torchforge", "algorithm.kind=ppo").algorithm == PpoConfig()
     cap = load("trl", "algorithm.correction.cap=5")
-    assert cap.algorithm.correction == SequenceMask(cap=5.0), "no kind: that of the preset"
+    assert cap.algorithm.correction == SequenceMask(cap=5.0), "the preset's kind is used"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_a_resolved_configuration_is_read_again_as_it_is(tmp_path: Path, preset: str) -> None:
+def test_resolved_configuration_can_be_read_again(tmp_path: Path, preset: str) -> None:
     changes = ["algorithm.loss.kind=cispo", "learner.warmup_steps=7", "algorithm.kl_coef=0"]
     for overrides in ([], changes):
         run = load(preset, *overrides)
@@ -130,18 +130,18 @@ def test_a_resolved_configuration_is_read_again_as_it_is(tmp_path: Path, preset:
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_every_field_of_a_preset_arrives_in_the_run(preset: str) -> None:
+def test_every_field_of_a_preset_is_in_the_run(preset: str) -> None:
     dumped = json.loads(load(preset).model_dump_json())
     for section, fields in PRESETS[preset].items():
         assert dumped[section] == {**dumped[section], **fields}
 
 
-def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+def test_unknown_preset_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match=r"preset: .*'torchforge', 'trl' or 'dapo'.*'verl'"):
         load("verl")
 
 
-def test_reading_with_a_preset_leaves_the_preset_as_it_was() -> None:
-    before = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
+def test_reading_does_not_change_the_preset() -> None:
+    original = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
     load("dapo", "algorithm.loss.clip_high=0.9", "rollout.group_size=2")
-    assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == before
+    assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == original

@@ -192,9 +192,9 @@ def test_single_environment_is_named_after_its_game_package_or_address(
     kind = "remote" if "address" in environment else "local"
     run = LanguageModelRun.model_validate({"environment": {**environment, "kind": kind}})
     assert list(run.environments) == [name]
-    assert run.section_of(name) == "environment"
+    assert run.environment_section(name) == "environment"
     both = {name: run.environment, "other": run.environment}
-    assert LanguageModelRun(environments=both).section_of(name) == f"environments.{name}"
+    assert LanguageModelRun(environments=both).environment_section(name) == f"environments.{name}"
 
 
 def test_configuration_can_be_read_from_its_json() -> None:

@@ -1,4 +1,4 @@
-"""One process writes into a run's folder; who dies lets go of it."""
+"""The lock of a run folder: exclusive, and released when its process dies."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ import pytest
 from ludus.proto.errors import ConfigError
 from ludus.proto.run_lock import LOCK_FILE, RunLock, is_in_use
 
-_HOLDER = """
+_OWNER_PROGRAM = """
 import sys
 from pathlib import Path
 from ludus.proto.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]))
-print("taken", flush=True)
+print("locked", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which has the lock."""
-    command = [sys.executable, "-c", _HOLDER, str(folder)]
+def lock_owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run another process that owns the lock."""
+    command = [sys.executable, "-c", _OWNER_PROGRAM, str(folder)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
+        assert process.stdout.readline() == "locked\n"
         yield process
         process.kill()
 
 
-def test_a_folder_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
+def test_locked_folder_is_refused_with_the_name_of_its_owner(tmp_path: Path) -> None:
+    with lock_owner(tmp_path) as process:
         assert is_in_use(tmp_path)
         with pytest.raises(ConfigError, match=rf"is in use: process {process.pid} on .* trains"):
             RunLock.take(tmp_path)
 
 
-def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
+def test_lock_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
+    with lock_owner(tmp_path) as process:
         process.kill()
         process.wait()
         assert (tmp_path / LOCK_FILE).exists()
@@ -55,7 +55,7 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_that_is_released_leaves_no_file_and_may_be_released_twice(tmp_path: Path) -> None:
+def test_release_removes_the_file_and_can_be_repeated(tmp_path: Path) -> None:
     lock = RunLock.take(tmp_path)
     assert is_in_use(tmp_path)
     lock.release()
@@ -64,7 +64,7 @@ def test_a_lock_that_is_released_leaves_no_file_and_may_be_released_twice(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_release_after_the_next_has_taken_it_takes_nothing_away(tmp_path: Path) -> None:
+def test_second_release_does_not_affect_the_next_owner(tmp_path: Path) -> None:
     first = RunLock.take(tmp_path)
     first.release()
     second = RunLock.take(tmp_path)

@@ -23,9 +23,9 @@ from ludus.proto.runs import (
     PolicyChart,
     PolicyResult,
     RowKind,
-    Said,
     Summary,
     Transcript,
+    TranscriptMessage,
     TranscriptTurn,
 )
 
@@ -62,7 +62,7 @@ def build_run(
 def transcript(step: int, *, environment: str = "blackjack", answer: str = "STAND") -> Transcript:
     """An episode of one turn."""
     turn = TranscriptTurn(
-        shown=(Said(role="user", text="hard 15 vs 10"),),
+        shown=(TranscriptMessage(role="user", text="hard 15 vs 10"),),
         answer=answer,
         action={"text": answer},
         reward=1.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
-from ludus.proto.runs import HeldWeights, MetricsRow, Phase
+from ludus.proto.runs import MetricsRow, Phase, WorkerWeightsRow
 
 GAMES_PER_STEP = 100
 
@@ -62,7 +62,7 @@ def event(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
 
 def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
     held = tuple(
-        HeldWeights(worker=worker, version=version, content_hash=text, canary_error=1e-7)
+        WorkerWeightsRow(worker=worker, version=version, content_hash=text, canary_error=1e-7)
         for worker, text in hashes.items()
     )
     return MetricsRow(

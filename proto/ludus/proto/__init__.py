@@ -1,1 +1,1 @@
-"""What two processes must agree on: wire, configuration, errors, metric names."""
+"""Definitions that processes share: wire, configuration, errors, metric names and run files."""

@@ -47,7 +47,7 @@ class MetricSpec:
     center: str | None = None
     """Metric with the mean that a deviation refers to."""
     is_per_environment: bool = False
-    """Whether each environment of a run has its own value."""
+    """True if each environment of a run has its own value."""
 
 
 def _environment_spec(

@@ -1,10 +1,10 @@
-"""What the training of a reward model leaves behind, and what it tells on the way.
+"""Files of a reward model's training.
 
-<output>/            a Hugging Face folder: a sequence classifier of one label, its tokenizer
+<output>/            Hugging Face folder: a sequence classifier with one label, and its tokenizer
     metrics.json     RewardModelMetrics
-<output>.training/   while it is trained
-    progress.jsonl   RewardModelProgress, one a line
-    checkpoint.pt    what a resume continues from
+<output>.training/   during training
+    progress.jsonl   one RewardModelProgress per line
+    checkpoint.pt    state for resuming
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Judgement(_Record):
-    """How a reward model does on comparisons."""
+class PreferenceScores(_Record):
+    """Results of a reward model on comparisons."""
 
     accuracy: float
-    """Share of the comparisons in which it prefers what people prefer; a tie is wrong."""
+    """Share of the comparisons in which the preferred answer has the highest score; a tie is an
+    error."""
     mrr: float
-    """Mean of 1 / the rank that it gives to what people prefer; a tie counts as worse."""
+    """Mean reciprocal rank of the preferred answer; a tie counts as the worse rank."""
     loss: float
-    """Mean of -log softmax of the scores at the preferred answer: Bradley-Terry's for two."""
+    """Mean of -log softmax of the scores at the preferred answer; the Bradley-Terry loss for two
+    answers."""
     score_mean: float
-    """Of all scores."""
     score_std: float
 
 
@@ -41,14 +42,14 @@ class RewardModelEpoch(_Record):
     """One pass over the comparisons."""
 
     epoch: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     train_loss: float
-    """Mean over the pass, while the weights moved."""
+    """Mean of the losses during the pass."""
     train_accuracy: float
-    test: Judgement | None
-    """On the comparisons held out; null where there are none."""
+    test: PreferenceScores | None
+    """Results on the held-out comparisons; null if there are none."""
     elapsed_s: float
-    """Since training began, without what lay between a stop and a resume."""
+    """Training time so far, without the time between a stop and a resume."""
 
 
 class RewardModelProgress(_Record):
@@ -56,42 +57,42 @@ class RewardModelProgress(_Record):
 
     phase: Literal["read", "train", "judge", "save"]
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps so far."""
     num_steps: int
-    """Of the whole training; 0 while the data are read."""
+    """Number of optimizer steps of the whole training; 0 while the data are read."""
     epoch: int
-    """The pass under way, from 1."""
+    """Number of the current epoch, from 1."""
     num_epochs: int
     loss: float | None
-    """Of the newest steps."""
+    """Loss of the newest step."""
     elapsed_s: float
     finished: RewardModelEpoch | None = None
-    """The epoch that has just ended."""
+    """The epoch that just ended."""
 
 
 class RewardModelMetrics(_Record):
-    """metrics.json."""
+    """Contents of metrics.json."""
 
     model: str
-    """What it began as."""
+    """Initial model."""
     data: str
     num_train: int
-    """Comparisons."""
+    """Number of training comparisons."""
     num_test: int
-    """Comparisons held out."""
+    """Number of held-out comparisons."""
     num_answers: int
-    """In a comparison: a guess is right once in so many."""
+    """Number of answers per comparison. A random guess is right once in num_answers times."""
     num_left_out: int
-    """Comparisons whose answers are all equal."""
+    """Number of skipped comparisons, whose answers are all equal."""
     num_texts_cut: int
-    """Texts that were longer than max_tokens."""
+    """Number of texts that were longer than max_tokens."""
     num_steps: int
     num_steps_skipped: int
-    """Whose gradient was not finite."""
+    """Number of updates that were skipped because their gradient was not finite."""
     kept_epoch: int
-    """The one whose weights the folder has."""
+    """Number of the epoch whose weights are in the folder."""
     accuracy: float | None
-    """Of those weights, on the comparisons held out; null where there are none."""
+    """Accuracy of these weights on the held-out comparisons; null if there are none."""
     mrr: float | None
     loss: float | None
     epochs: tuple[RewardModelEpoch, ...]

@@ -1,21 +1,21 @@
-"""What a run leaves in its folder, and the types of these files.
+"""The files in a run folder, and their types.
 
 runs/<name>/
     config.json      the resolved run configuration
-    metrics.jsonl    MetricsRow, one a line, in the order of time
-    transcripts.jsonl  Transcript, one a line: episodes that were trained on, word for word
+    metrics.jsonl    one MetricsRow per line, in chronological order
+    transcripts.jsonl  one Transcript per line: episodes that were trained on
     summary.json     Summary
-    eval.json        Evaluation, made by `ludus eval`
-    chart.json       PolicyChart, when the environment offers a policy chart
-    report.html      made from the files above
-    tensorboard/     event files, when metrics.tensorboard is set
-    wandb/           what `wandb sync` sends, when metrics.wandb is set
-    control.json     RunControl: what the user wants changed while the run continues
-    run-id           tells its weights from those of another run of the same name
-    trainer.log      what the trainer's driver logged
-    environment.log  what the environment server that the run started logged; with several
-                     environments each has its own, environment-<name>.log
-    checkpoints/     step-<n>/, newest last
+    eval.json        Evaluation, written by `ludus eval`
+    chart.json       PolicyChart, if an environment has a policy chart
+    report.html      report about the files above
+    tensorboard/     event files, if metrics.tensorboard is set
+    wandb/           files for `wandb sync`, if metrics.wandb is set
+    control.json     RunControl: requests to the running driver
+    run-id           distinguishes runs with the same name in weight stores
+    trainer.log      log of the driver
+    environment.log  log of the environment server that the run started; with several
+                     environments, environment-<name>.log
+    checkpoints/     step-<n>/
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
 NETWORK = "network"
-"""Stands for the generator of a run that trains a network: none samples text."""
+"""Value of Summary.generator for network runs, which have no generator."""
 LOG_ROW_PREFIX = "row: "
-"""Begins the lines of a job's log that hold a MetricsRow: of a run in a cluster, that log may be
-all that is seen while it continues."""
+"""Prefix of log lines with a MetricsRow. In a cluster, the log may be the only readable file of a
+running job."""
 CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
-"""Environment variable with a second control file, one that is mounted into a pod."""
+"""Environment variable with the path of a second control file, which is mounted into a pod."""
 
 
 class Resume(StrEnum):
-    """Whether a run continues from its newest checkpoint."""
+    """Use of the newest checkpoint when a run starts."""
 
     NEVER = "never"
     AUTO = "auto"
-    """Where there is one; where there is none, it begins anew."""
+    """Resume if there is a checkpoint, otherwise start from the beginning."""
     ALWAYS = "always"
-    """A run without one is refused."""
+    """Resume; fail if there is no checkpoint."""
 
 
 class Phase(StrEnum):
-    """What a run is doing; shown live."""
+    """Current activity of a run."""
 
     START_ENVIRONMENT = "start_environment"
     PREPARE_MODEL = "prepare_model"
@@ -80,61 +80,60 @@ RecordT = TypeVar("RecordT", bound=_Record)
 RowKind = Literal["phase", "train", "environment", "eval", "baseline", "weights", "event"]
 
 
-class HeldWeights(_Record):
-    """What one rollout worker samples from."""
+class WorkerWeightsRow(_Record):
+    """Weights of one rollout worker."""
 
     worker: int
     version: int
     content_hash: str
     canary_error: float
-    """Difference of its canary log-probs from the learner's, in nats, as `weights.canary` says."""
+    """Difference of its canary log-probs from the learner's, in nats; see `weights.canary`."""
 
 
 class RunControl(_Record):
-    """What the user wants changed while a run continues; the driver reads it each second."""
+    """Requests of the user to a running driver, which reads them every second."""
 
     num_workers: Annotated[int, Field(ge=1)] | None = None
-    """Rollout workers; null leaves their number as it is."""
+    """Number of rollout workers. null does not change it."""
     stop: bool = False
-    """Whether the run shall end after its step, with a checkpoint and exit code 0."""
+    """Stop the run after its current step, with a checkpoint and exit code 0."""
 
 
 class MetricsRow(_Record):
     """One line of metrics.jsonl.
 
     kind         environment  values
-    phase        -            none: `phase` says what the run turns to
-    train        -            TrainMetric of a step, the whole run
-    environment  its name     TrainMetric of a step, as far as one environment has its own
-    eval         its name     EvalMetric of the trained policy
-    baseline     its name     EvalMetric of the fixed policy `policy`, on the same seeds
-    weights      -            TrainMetric of a delivery; `weights` says what every worker holds
-    event        its name, -  TrainMetric that counts what happened just now, in an environment
-                              or to the run
+    phase        -            none: `phase` is the new phase of the run
+    train        -            TrainMetric of a step, for the whole run
+    environment  name         TrainMetric of a step, for one environment
+    eval         name         EvalMetric of the trained policy
+    baseline     name         EvalMetric of the fixed policy `policy`, on the same seeds
+    weights      -            TrainMetric of a delivery; `weights` lists the workers' weights
+    event        name or -    TrainMetric that counts an event of an environment or of the run
     """
 
     kind: RowKind
     step: int
-    """Optimizer batches done; 0 before the first."""
+    """Number of training steps so far."""
     environment: str | None = None
-    """Its name in the run."""
+    """Name of the environment in the run."""
     policy: str | None = None
     """Name of the fixed policy."""
     phase: Phase | None = None
-    """What the run turns to now."""
+    """New phase of the run."""
     num_steps: int | None = None
-    """Of the whole run; in rows of a phase, once it is known."""
-    weights: tuple[HeldWeights, ...] = ()
+    """Number of steps of the whole run, in phase rows, if it is known."""
+    weights: tuple[WorkerWeightsRow, ...] = ()
     elapsed_s: float
-    """Seconds of training so far; evaluations do not count."""
+    """Training time so far in seconds, without evaluations."""
     num_games_trained: int
-    """Episodes whose gradients were taken so far; 0 in rows that do not say it."""
+    """Number of episodes that were trained on so far; 0 in rows without this value."""
     values: dict[str, float] = {}
-    """By TrainMetric or EvalMetric, and by reward term (`REWARD_TERM_PREFIX`); a value that
-    could not be had is left out."""
+    """Values by TrainMetric, EvalMetric or reward term (`REWARD_TERM_PREFIX`). Values that were not
+    measured are missing."""
 
 
-class Said(_Record):
+class TranscriptMessage(_Record):
     """One message of a conversation."""
 
     role: str
@@ -142,109 +141,110 @@ class Said(_Record):
 
 
 class TranscriptTurn(_Record):
-    """What the policy was shown, what it answered, and what came of it."""
+    """One turn: new messages, completion, action and reward."""
 
-    shown: tuple[Said, ...]
-    """Since the turn before."""
+    shown: tuple[TranscriptMessage, ...]
+    """Messages since the previous turn."""
     answer: str
-    """What it sampled, thoughts and all."""
+    """Text of the completion, including its reasoning."""
     action: JsonValue = None
-    """What the environment was asked to do: an action, a text that it parses itself, or calls of
-    tools; null where the answer was none of these."""
+    """Input of the step: an action, a text that the environment parses, or tool calls. null if the
+    completion is not a valid action."""
     reward: float
-    """What the environment paid for it."""
+    """Reward of the step."""
 
 
 class Transcript(_Record):
     """One line of transcripts.jsonl: an episode that was trained on.
 
-    Long texts are cut, and say so; turns past a limit are counted alone.
+    Long texts are cut and marked. Turns beyond a limit are only counted.
     """
 
     step: int
-    """The training step that learned from it."""
+    """Training step that used the episode."""
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     group: int
-    """Counts the groups of a run; episodes of one group compare with each other."""
+    """Index of the group in the run."""
     episode: int
-    """Its place in the group."""
+    """Index of the episode in the group."""
     seed: int
     policy_version: int
-    """Oldest version of the weights that said any of it."""
+    """Oldest policy version that sampled a part of the episode."""
     status: str
-    """How it ended: terminated, truncated, invalid_action, lost or failed."""
+    """Final status: terminated, truncated, invalid_action, lost or failed."""
     reward: float | None
-    """What was learned from: the weighted sum of the terms; null = it could not be scored."""
+    """Weighted sum of the terms; null if the episode has no reward."""
     episode_return: float | None
-    """What the environment paid in all."""
+    """Sum of the rewards of all steps."""
     terms: dict[str, float | None]
-    """The terms of the reward by name, before their weights."""
+    """Reward terms by name, without their weights."""
     failure: str = ""
-    """What made it void, or a term of its reward unknown; empty where nothing failed."""
+    """Reason why the episode is void or a reward term is missing; empty without a failure."""
     turns: tuple[TranscriptTurn, ...]
-    """None where it failed before it began, or was still played when its time was up."""
+    """Turns of the episode. Empty if it failed before its first turn or exceeded its time."""
     num_turns_left_out: int = 0
-    """Turns that followed."""
+    """Number of further turns, which are not recorded."""
 
 
 class PolicyResult(_Record):
-    """How one policy did on the evaluation's seeds."""
+    """Results of one policy on the seeds of an evaluation."""
 
     num_games: int
     win_rate: float | None
-    """Share of games that succeeded, or were won; None where the environment never said so."""
+    """Share of episodes with success; None if the environment never reported it."""
     win_rate_ci95: tuple[float, float] | None
     """Wilson interval."""
     draw_rate: float | None
-    """Share of games without success and with a return of 0; None as for the win rate."""
+    """Share of episodes without success and with a return of 0; None if win_rate is None."""
     expected_return: float
     expected_return_ci95: tuple[float, float]
     """Normal interval of the mean."""
     invalid_rate: float = 0.0
-    """Share of episodes that ended because the text was no action."""
+    """Share of episodes that ended with text that is not an action."""
     num_void: int = 0
-    """Games that failed, beside those that count."""
+    """Number of void episodes, which are not in num_games."""
 
 
 class EvalReport(_Record):
-    """A policy and the fixed policies, judged on the same seeds."""
+    """Results of a policy and of the baselines, on the same seeds."""
 
     policy: PolicyResult
     baselines: dict[str, PolicyResult]
     temperature: float
     gap_closed: float | None
-    """Share of the gap from the random to the optimal policy; None where those are not named."""
+    """Share of the gap between the random and the optimal policy that is closed; None if the run
+    does not name these policies."""
     gap_closed_ci95: tuple[float, float] | None
-    """Interval from the paired differences on these seeds."""
+    """Interval of the paired differences on these seeds."""
 
 
 class Evaluation(_Record):
-    """A policy, judged in every environment of its run."""
+    """Results of a policy in every environment of its run."""
 
     environments: dict[str, EvalReport]
-    """By the environment's name in the run."""
+    """Reports by the name of the environment in the run."""
 
 
 class EnvironmentResult(_Record):
-    """What a run came to in one of its environments."""
+    """Results of a run in one of its environments."""
 
     environment: str
-    """Name of the environment and what it was built with."""
+    """Name and options of the environment."""
     start: PolicyResult | None
-    """The policy before training."""
+    """Results of the policy before training."""
     report: EvalReport
-    """The policy after training."""
+    """Results of the policy after training."""
 
 
 class Summary(_Record):
-    """What a run came to; the figures of one policy are those of the first environment."""
+    """Final results of a run. Single numbers are those of the first environment."""
 
     name: str
     environment: str
-    """Name of the first environment and what it was built with."""
+    """Name and options of the first environment."""
     results: dict[str, EnvironmentResult]
-    """Every environment, by its name in the run."""
+    """Results by the name of the environment in the run."""
     finished: bool
     """False when the run was stopped before its last step."""
     seed: int
@@ -253,71 +253,71 @@ class Summary(_Record):
     num_learner_ranks: int
     num_rollout_workers: int
     win_rate: float | None
-    """None where the environment never said whether a game succeeded."""
+    """Share of episodes with success; None if the environment never reported it."""
     win_rate_ci95: tuple[float, float] | None
     draw_rate: float | None
     expected_return: float
     expected_return_ci95: tuple[float, float]
     invalid_rate: float
     gap_closed: float | None
-    """Share of the gap from the random to the optimal policy, on the same seeds."""
+    """Share of the gap between the random and the optimal policy that is closed."""
     gap_closed_ci95: tuple[float, float] | None
-    """Interval from the paired differences on these seeds."""
+    """Interval of the paired differences on these seeds."""
     eval_num_games: int
     eval_temperature: float
     start: PolicyResult | None
-    """The policy before training."""
+    """Results of the policy before training."""
     baselines: dict[str, PolicyResult]
     games_trained: int
     games_played: int
-    episodes_lost: int
-    """Episodes that infrastructure voided: counted, never trained on."""
+    episodes_lost: int = 0
+    """Number of episodes that the infrastructure ended. They are not trained on."""
     episodes_failed: int = 0
-    """Episodes that code voided, the environment's, the engine's or the run's own: the same."""
+    """Number of episodes in which code raised an error. They are not trained on."""
     wall_seconds_training: float
     wall_seconds_total: float
-    weight_syncs: int
-    canary_failures: int
-    canary_max_error: float
-    """Largest difference of a worker's canary log-probs from the learner's that passed."""
-    environment_restarts: int
-    learner_restarts: int
-    """Times the learner's ranks were restarted, since one of them died."""
-    groups_rolled_back: int
-    """Groups that were lost with a learner: trained on, waiting or played, and then void."""
-    max_staleness_seen: int
+    weight_syncs: int = 0
+    canary_failures: int = 0
+    canary_max_error: float = 0.0
+    """Largest difference of a worker's canary log-probs from the learner's that was accepted."""
+    environment_restarts: int = 0
+    learner_restarts: int = 0
+    """Number of restarts of the learner's ranks after one died."""
+    groups_rolled_back: int = 0
+    """Number of groups that were lost when the learner died."""
+    max_staleness_seen: int = 0
     versions: dict[str, str]
-    """Packages that decide the result."""
+    """Versions of the packages that influence the result."""
 
 
 class ChartCell(_Record):
-    """What the policy does in one situation."""
+    """Action probabilities of the policy in one situation."""
 
     panel: str
     row: str
     column: str
     probabilities: tuple[float, ...]
-    """In the order of PolicyChart.answers."""
+    """Probabilities in the order of PolicyChart.answers."""
     reference: str
-    """The best answer known."""
+    """Best known answer."""
 
 
 class PolicyChart(_Record):
-    """The policy in every situation that an environment's policy chart names."""
+    """Action probabilities of the policy in every situation of an environment's policy chart."""
 
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     answers: tuple[str, ...]
     cells: tuple[ChartCell, ...]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
-    """The rows of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    """Return the rows of a run's metrics.jsonl, without an incomplete last line."""
     return _read_lines(run_dir / METRICS_FILE, MetricsRow)
 
 
 def read_transcripts(run_dir: Path) -> list[Transcript]:
-    """The lines of a run's transcripts.jsonl; a last one cut off by a crash is left out."""
+    """Return the records of a run's transcripts.jsonl, without an incomplete last line."""
     return _read_lines(run_dir / TRANSCRIPTS_FILE, Transcript)
 
 

@@ -1,4 +1,4 @@
-"""Values as they are typed on a command line; for programs that load no configuration, too."""
+"""Values on a command line. This module does not import the configuration, so it loads fast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ludus.proto.errors import ConfigError
 
 
 def parse_value(raw: str, field: str) -> Any:
-    """What the command line gives a field: JSON, else a TOML value, else text.
+    """Return the value of a field: parsed as JSON if possible, then as TOML, otherwise the text.
 
     Raises:
-        ConfigError: it begins as a list or a section does, but is neither in JSON nor in TOML.
+        ConfigError: the text starts like a list or a section, but is neither JSON nor TOML.
     """
     try:
         return json.loads(raw)
@@ -27,6 +27,6 @@ def parse_value(raw: str, field: str) -> Any:
         if raw.lstrip().startswith(("'", '"')):
             return raw
         raise ConfigError(
-            f"{field} expected a value in JSON or TOML, got '{raw}': {error}; for example"
+            f"{field} must be a value in JSON or TOML, got '{raw}': {error}; for example"
             """ '[{"weight": 1.0}]', '[{weight = 1.0}]', or '"[a text]"' in quotes"""
         ) from None

@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ludus.trainer.core.stopping import RunStopped
     from ludus.trainer.driver.loops.steps import Step
     from ludus.trainer.driver.policy import Policy
     from ludus.trainer.driver.trainer import Trainer
-    from ludus.trainer.run.lifecycle import RunStopped
 
 __all__ = ["Policy", "RunStopped", "Step", "Trainer"]
 _MODULES = {
     "Policy": "driver.policy",
-    "RunStopped": "run.lifecycle",
+    "RunStopped": "core.stopping",
     "Step": "driver.loops.steps",
     "Trainer": "driver.trainer",
 }

@@ -14,6 +14,7 @@ from ludus.proto.config import NetworkRun, RunConfig, load_reward_model_config, 
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
 from ludus.trainer.core.disk import describe_write_error, write_atomically
+from ludus.trainer.core.stopping import RunStopped
 
 _INTERRUPTED_EXIT_CODE = 130
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         return _COMMANDS[args.command](args)
+    except RunStopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        # A RayJob that fails would be restarted, so an intended stop is a success.
+        return 0 if stopped.is_intended else _INTERRUPTED_EXIT_CODE
     except UserError as error:
         return _fail(error, UserError.exit_code)
     except (LudusError, OSError) as error:
@@ -36,23 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ludus.trainer.run.lifecycle import RunStopped
-
     run = _load_run(args)
-    try:
-        if isinstance(run, NetworkRun):
-            # Networks need neither Ray nor transformers, which are slow to import.
-            from ludus.trainer.classic.run import train as train_network
+    if isinstance(run, NetworkRun):
+        # Networks need neither Ray nor transformers, which are slow to import.
+        from ludus.trainer.classic.run import train as train_network
 
-            train_network(run, resume=Resume(args.resume), overwrite=args.overwrite)
-        else:
-            from ludus.trainer.driver.commands import train
+        train_network(run, resume=Resume(args.resume), overwrite=args.overwrite)
+    else:
+        from ludus.trainer.driver.commands import train
 
-            asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
-    except RunStopped as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        # A RayJob that fails would be restarted, so an intended stop is a success.
-        return 0 if stopped.is_intended else _INTERRUPTED_EXIT_CODE
+        asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     return 0
 
 
@@ -100,14 +98,9 @@ def _evaluate_run(run: RunConfig, args: argparse.Namespace) -> Evaluation:
 
 def _train_reward_model(args: argparse.Namespace) -> int:
     from ludus.trainer.reward_model.main import train
-    from ludus.trainer.reward_model.training import Stopped
 
     config = load_reward_model_config(args.config, args.set)
-    try:
-        result = train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)
-    except Stopped as stopped:
-        sys.stderr.write(f"{stopped}\n")
-        return _INTERRUPTED_EXIT_CODE
+    result = train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)
     sys.stdout.write(f"{result}\n")
     return 0
 

@@ -194,7 +194,7 @@ class _Environment(Section):
 
     @property
     def plays_in_batches(self) -> bool:
-        """Whether a TRL rollout function plays many episodes in one call."""
+        """True if a TRL rollout function plays many episodes in one call."""
         return self.rollout is not None and self.rollout.startswith(TRL_PREFIX)
 
     @property

@@ -50,8 +50,8 @@ class TrainingConfig(TrainingSection):
     max_staleness: NonNegativeInt = 1
     """Largest staleness of a sample, in policy versions."""
     window_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """How far a finished group may overtake an older group that is still being played, as a share
-    of all groups in flight."""
+    """Lead that a finished group may have over an older group that is still being played, as a
+    share of all groups in flight."""
     max_learner_restarts: NonNegativeInt = 3
     """Number of times that the learner's ranks are restarted from the newest checkpoint when a
     rank dies."""
@@ -148,19 +148,19 @@ class LanguageModelRun(TrainingRun):
                 f"{self.model.max_tokens}; lower the first or raise the second"
             )
         for name, environment in self.environments.items():
+            section = self.environment_section(name)
             num_tokens = environment.max_tokens or self.rollout.max_tokens
             completion = environment.max_completion_tokens or self.rollout.max_completion_tokens
             if num_tokens > self.rollout.max_tokens:
                 raise ValueError(
-                    f"{self.section_of(name)}.max_tokens = {num_tokens} is more than "
+                    f"{section}.max_tokens = {num_tokens} is more than "
                     f"rollout.max_tokens = {self.rollout.max_tokens}, the length that the model "
                     "is loaded for; lower the first or raise the second"
                 )
             if completion >= num_tokens:
                 raise ValueError(
-                    f"{self.section_of(name)}: max_completion_tokens = {completion} leaves no room "
-                    f"for a prompt in max_tokens = {num_tokens}; lower the first or raise the "
-                    "second"
+                    f"{section}: max_completion_tokens = {completion} leaves no room for a prompt "
+                    f"in max_tokens = {num_tokens}; lower the first or raise the second"
                 )
 
     def _check_engine(self) -> None:
@@ -242,8 +242,8 @@ class LanguageModelRun(TrainingRun):
         for name, environment in self.environments.items():
             if environment.plays_in_batches and self.rollout.group_seed != "shared":
                 raise ValueError(
-                    f"{self.section_of(name)}.rollout = '{environment.rollout}' samples each "
-                    "prompt group_size times, but rollout.group_seed = "
+                    f"{self.environment_section(name)}.rollout = '{environment.rollout}' samples "
+                    "each prompt group_size times, but rollout.group_seed = "
                     f"'{self.rollout.group_seed}' gives every episode a different prompt; set "
                     "rollout.group_seed = 'shared'"
                 )
@@ -273,7 +273,7 @@ class LanguageModelRun(TrainingRun):
         """The first environment, for views that show only one."""
         return next(iter(self.environments.values()))
 
-    def section_of(self, name: str) -> str:
+    def environment_section(self, name: str) -> str:
         """Return the section of an environment as users write it.
 
         A single environment with its default name is written as section `environment`.

@@ -104,7 +104,7 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
                 )
             node = child
         is_section_kind = keys[-1] == "kind" and len(keys) > 1
-        if is_section_kind and value != node.get("kind", _default_kind(keys[:-1])):
+        if is_section_kind and value != node.get("kind", _find_default_kind(keys[:-1])):
             node.clear()
         node[keys[-1]] = value
 
@@ -204,7 +204,7 @@ def _follow(
     return ".".join(names), sections
 
 
-def _default_kind(path: Sequence[str]) -> str | None:
+def _find_default_kind(path: Sequence[str]) -> str | None:
     """Return the kind of a section that does not set `kind`."""
     section: Any = LanguageModelRun()
     for key in path:

@@ -53,7 +53,7 @@ def _check_worker_count(run: LanguageModelRun, workers: int) -> None:
     num_sessions = workers * rollout.num_groups_in_flight * rollout.group_size
     for name, environment in run.environments.items():
         if isinstance(environment, LocalEnvironment) and num_sessions > environment.max_sessions:
-            field = f"{run.section_of(name)}.max_sessions"
+            field = f"{run.environment_section(name)}.max_sessions"
             raise ConfigError(
                 f"{workers} workers need num_groups_in_flight * group_size = {num_sessions} "
                 f"concurrent sessions, but {field} = {environment.max_sessions}; start the run "

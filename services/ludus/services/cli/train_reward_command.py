@@ -18,7 +18,7 @@ from ludus.proto.reward_models import (
     METRICS_FILE,
     PROGRESS_FILE,
     TRAINING_SUFFIX,
-    Judgement,
+    PreferenceScores,
     RewardModelEpoch,
     RewardModelMetrics,
     RewardModelProgress,
@@ -165,7 +165,7 @@ def _epoch_line(epoch: RewardModelEpoch, num_epochs: int) -> str:
     return head if epoch.test is None else f"{head}  held out: {_format_scores(epoch.test)}"
 
 
-def _format_scores(test: Judgement) -> str:
+def _format_scores(test: PreferenceScores) -> str:
     return (
         f"accuracy {format_percent(test.accuracy)}  MRR {format_fixed(test.mrr, 4)}"
         f"  loss {format_fixed(test.loss, 4)}"

@@ -54,7 +54,7 @@ async def check_remote_addresses(run: LanguageModelRun) -> None:
     }
     reasons = await asyncio.gather(*map(_explain_unreachable, addresses.values()))
     unreachable = [
-        f"{run.section_of(name)}.address = '{parse_address(address)}': {reason}"
+        f"{run.environment_section(name)}.address = '{parse_address(address)}': {reason}"
         for (name, address), reason in zip(addresses.items(), reasons, strict=True)
         if reason is not None
     ]

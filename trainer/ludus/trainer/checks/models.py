@@ -55,7 +55,7 @@ def check_reward_models(run: LanguageModelRun) -> None:
         ConfigError: the model is not a reward model.
     """
     for name, environment in run.environments.items():
-        field = f"{run.section_of(name)}.rewards.path"
+        field = f"{run.environment_section(name)}.rewards.path"
         terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
         for path in {term.path for term in terms}:
             remedy = (

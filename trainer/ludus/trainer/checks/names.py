@@ -52,7 +52,7 @@ def check_reward_columns(run: LanguageModelRun, name: str, tasks: TaskSet | None
     config = run.environments[name]
     # Rollout functions and agents may report other columns than the environment.
     if tasks is not None and config.rollout is None and config.agent is None:
-        check_columns(list_reward_functions(config), tasks.columns, run.section_of(name))
+        check_columns(list_reward_functions(config), tasks.columns, run.environment_section(name))
 
 
 def list_reward_functions(config: EnvironmentConfig) -> list[str]:

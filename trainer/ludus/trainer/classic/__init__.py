@@ -1,9 +1,10 @@
-"""Classic PPO: torch modules that act on numbers, in Gymnasium's environments or a server's.
+"""Classic PPO: torch modules with numeric observations, trained in one process.
 
-    VectorEnvironment --Playing--> episodes side by side --Collector--> Batch --PpoUpdate--> policy
-      Gymnasium, or step_many                                             ^                    |
-                                                                          +------ Agent <------+
+    VectorEnvironment --ParallelEpisodes--> Collector --> NetworkBatch --> PpoUpdate --> policy
+      Gymnasium, or a server                                                   |
+                                    ^                                          |
+                                    +-------------- PpoAgent <-----------------+
 
-An `Agent` is all of it without files: a program may use it alone, as `train_agent` does. A run of
-`ludus train` (`run.py`) is an agent with a folder: rows, evaluations, checkpoints, a summary.
+A `PpoAgent` trains without files, for use in programs. A run of `ludus train` (`run.py`) adds the
+run folder: metrics, evaluations, checkpoints and the summary.
 """

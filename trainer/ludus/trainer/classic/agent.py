@@ -1,4 +1,4 @@
-"""A policy in its environments, trained update by update; nothing is written."""
+"""An agent: a policy with its environments, trained update by update, without files."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ import torch
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import NetworkPpoConfig
-from ludus.trainer.classic.collector import Batch, Collector, OnStep
+from ludus.trainer.classic.collector import Collector, NetworkBatch, OnStep
 from ludus.trainer.classic.environments import VectorEnvironment
-from ludus.trainer.classic.playing import Playing
-from ludus.trainer.classic.policy import Policy
+from ludus.trainer.classic.episodes import ParallelEpisodes
+from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.classic.update import PpoUpdate, UpdateMetrics
 from ludus.trainer.core.streams import Stream, training_seed, use_torch_stream
 
-_MAX_JUDGED = 32
-"""Environments that an evaluation plays side by side."""
+_MAX_EVAL_ENVIRONMENTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """One update: what it learned from, and what it came to."""
+class TrainedBatch:
+    """A batch after its update."""
 
-    batch: Batch
+    batch: NetworkBatch
     metrics: UpdateMetrics
 
 
-class Agent:
+class PpoAgent:
     """Trains a policy by PPO.
 
     Args:
-        seed: decides the episodes, the actions and the order of the minibatches.
-        max_steps: longest episode; None leaves that to the environment.
-        num_episodes: of an update, in place of config.steps_per_environment.
-        is_shuffled: the negative control: rewards of a batch are shuffled.
+        seed: seed of the episodes, the actions and the order of the minibatches.
+        max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
+        num_episodes: number of episodes per update, instead of config.steps_per_environment.
+        on_step: called after each step of the environments.
+        keeps_actions: whether `state` will be called.
+        shuffles_rewards: whether to shuffle the rewards of each batch: a negative control.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: NetworkPolicy,
         environments: VectorEnvironment,
         config: NetworkPpoConfig,
         *,
@@ -53,78 +54,78 @@ class Agent:
         num_episodes: int | None = None,
         on_step: OnStep | None = None,
         keeps_actions: bool = False,
-        is_shuffled: bool = False,
+        shuffles_rewards: bool = False,
     ) -> None:
         self.policy = policy
         self.num_updates = 0
         self._seed = seed
-        self._is_shuffled = is_shuffled
+        self._shuffles_rewards = shuffles_rewards
         self._update = PpoUpdate(policy, config, seed)
-        self._playing = Playing(
+        self._episodes = ParallelEpisodes(
             environments,
-            lambda place, number: training_seed(seed, place, number),
+            lambda index, number: training_seed(seed, index, number),
             max_steps=max_steps,
             keeps_actions=keeps_actions,
         )
         self._collector = Collector(
-            self._playing,
+            self._episodes,
             policy,
             seed,
             num_steps=config.steps_per_environment if num_episodes is None else None,
             num_episodes=num_episodes or 0,
             on_step=on_step,
         )
-        self._has_begun = False
+        self._is_started = False
 
-    def train(self, fraction_left: float = 1.0) -> Trained:
-        """Play, update, and say what came of it.
+    def train(self, rate_factor: float = 1.0) -> TrainedBatch:
+        """Play a batch, update the policy with it, and return both.
 
         Args:
-            fraction_left: of the learning rates.
+            rate_factor: factor of the learning rates.
         """
-        if not self._has_begun:
-            self._playing.begin()
-            self._has_begun = True
+        if not self._is_started:
+            self._episodes.start()
+            self._is_started = True
         batch = self._collector.collect(self.num_updates)
-        learned_from = self._shuffled(batch) if self._is_shuffled else batch
-        metrics = self._update.train(learned_from, self.num_updates, fraction_left)
+        training_batch = self._shuffle_rewards(batch) if self._shuffles_rewards else batch
+        metrics = self._update.train(training_batch, self.num_updates, rate_factor)
         self.num_updates += 1
-        return Trained(batch, metrics)
+        return TrainedBatch(batch, metrics)
 
     def state(self) -> dict[str, Any]:
-        """All that it takes to go on as if nothing had happened, in tensors and plain values."""
-        scale = self._update.reward_scale
+        """Return the complete state, in tensors and plain values."""
+        scaler = self._update.reward_scaler
         return {
             "num_updates": self.num_updates,
             "policy": self.policy.state_dict(),
-            "optimizer": self._update.optimizer.state(),
-            "episodes": self._playing.state(),
-            "reward_scale": None if scale is None else scale.state(),
+            "optimizer": self._update.optimizer.state_dict(),
+            "episodes": self._episodes.state(),
+            "reward_scale": None if scaler is None else scaler.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`: the episodes that were under way are played up to there."""
+        """Continue from the result of `state`, and replay the unfinished episodes."""
         self.num_updates = state["num_updates"]
         self.policy.load_state_dict(state["policy"])
-        self._update.optimizer.restore(state["optimizer"])
-        if self._update.reward_scale is not None:
-            self._update.reward_scale.restore(state["reward_scale"])
-        self._playing.restore(state["episodes"])
-        self._has_begun = True
+        self._update.optimizer.load_state_dict(state["optimizer"])
+        if self._update.reward_scaler is not None:
+            self._update.reward_scaler.restore(state["reward_scale"])
+        self._episodes.restore(state["episodes"])
+        self._is_started = True
 
-    def _shuffled(self, batch: Batch) -> Batch:
-        """The batch with its rewards in another order: nothing is to be learned from it."""
+    def _shuffle_rewards(self, batch: NetworkBatch) -> NetworkBatch:
         with use_torch_stream(self._seed, Stream.REWARD_SHUFFLE, self.num_updates):
             order = torch.randperm(batch.num_steps).to(batch.rewards.device)
         rewards = batch.rewards.flatten()[order].view_as(batch.rewards)
         return replace(batch, rewards=rewards)
 
 
-Chooser = Callable[[np.ndarray, int], np.ndarray]
+ChooseActions = Callable[[np.ndarray, int], np.ndarray]
+"""Function (observations [N, ...], step) -> actions [N, ...] of the action space."""
 
 
-def judge(
-    policy: Policy,
+def evaluate_policy(
+    policy: NetworkPolicy,
     environments: VectorEnvironment,
     seeds: Sequence[int],
     *,
@@ -132,10 +133,10 @@ def judge(
     run_seed: int = 0,
     max_steps: int | None = None,
 ) -> list[EpisodeOutcome]:
-    """The outcome of one episode for each seed, in their order.
+    """Play one episode per seed with the policy, and return the outcomes in the same order.
 
     Args:
-        is_greedy: takes the likeliest actions; else they are drawn, as in training.
+        is_greedy: whether to take the most probable actions instead of sampling.
     """
     head = policy.head
 
@@ -143,54 +144,51 @@ def judge(
         noise = None
         if not is_greedy:
             with use_torch_stream(run_seed, Stream.NETWORK_EVALUATION, step):
-                noise = head.noise(1, environments.num)[0].to(policy.device)
+                noise = head.sample_noise(1, environments.num_environments)[0].to(policy.device)
         return head.to_environment(policy.act(observations, noise).cpu().numpy())
 
-    return play(environments, seeds, choose, max_steps)
+    return play_episodes(environments, seeds, choose, max_steps)
 
 
-def play(
+def play_episodes(
     environments: VectorEnvironment,
     seeds: Sequence[int],
-    choose: Chooser,
+    choose: ChooseActions,
     max_steps: int | None = None,
 ) -> list[EpisodeOutcome]:
-    """The outcome of one episode for each seed, in their order, by what `choose` does.
+    """Play one episode per seed, and return the outcomes in the same order."""
+    num_environments = environments.num_environments
 
-    Args:
-        choose: (observations, number of the step) -> actions as the space has them.
-    """
-    num = environments.num
+    def episode_seed(index: int, number: int) -> int | None:
+        position = number * num_environments + index
+        return seeds[position] if position < len(seeds) else None
 
-    def seed_of(place: int, number: int) -> int | None:
-        index = number * num + place
-        return seeds[index] if index < len(seeds) else None
-
-    playing = Playing(environments, seed_of, max_steps=max_steps)
-    playing.begin()
+    episodes = ParallelEpisodes(environments, episode_seed, max_steps=max_steps)
+    episodes.start()
     outcomes: dict[int, EpisodeOutcome] = {}
     step = 0
-    while playing.goes_on:
-        played = playing.step(choose(playing.observations, step))
+    while episodes.has_unfinished:
+        played = episodes.step(choose(episodes.observations, step))
         outcomes |= {episode.seed: episode.outcome for episode in played.episodes}
         step += 1
     return [outcomes[seed] for seed in seeds]
 
 
-def num_judged(num_games: int) -> int:
-    """How many environments an evaluation of so many games plays side by side.
+def num_eval_environments(num_episodes: int) -> int:
+    """Return the number of parallel environments for an evaluation.
 
-    As evenly as possible: in a last round of few games all others would step for nothing.
+    All environments play nearly the same number of episodes. Otherwise, most environments would
+    be idle in the last round.
     """
-    return math.ceil(num_games / math.ceil(num_games / _MAX_JUDGED))
+    return math.ceil(num_episodes / math.ceil(num_episodes / _MAX_EVAL_ENVIRONMENTS))
 
 
 @contextmanager
-def threads(num: int) -> Iterator[None]:
-    """Let torch compute with so many threads; with as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Set the number of torch threads within the block."""
+    previous_num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_num_threads)

@@ -1,7 +1,8 @@
-"""Actor and critic as one policy, with the statistics of what they have seen."""
+"""A policy of an actor and a critic, with the statistics of its observations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,24 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.classic.heads import check_output, head_of
-from ludus.trainer.classic.networks import completed_actor
+from ludus.trainer.classic.heads import check_output, make_head
+from ludus.trainer.classic.networks import complete_actor
 
 _EPS = 1e-8
-_FARTHEST = 10.0
-"""Normalised observations are held within so many deviations."""
+_MAX_DEVIATIONS = 10.0
+"""Limit of normalized observations, in standard deviations."""
 _NUM_EXAMPLES = 2
 
 
-class Policy(nn.Module):
-    """What is trained: an actor, a critic, and the normaliser of what both see."""
+class NetworkPolicy(nn.Module):
+    """An actor, a critic, and the normalization of their observations.
+
+    Args:
+        normalises: whether observations are normalized.
+
+    Raises:
+        ConfigError: the modules do not fit the spaces, or PPO does not support the spaces.
+    """
 
     def __init__(
         self,
@@ -32,63 +40,66 @@ class Policy(nn.Module):
         normalises: bool = False,
         device: str = "cpu",
     ) -> None:
-        """Put them together.
-
-        Raises:
-            ConfigError: the modules do not fit the spaces, or PPO cannot act or see there.
-        """
         super().__init__()
-        self.head = head_of(action_space)
-        self.device = _device_of(device)
-        self._is_whole = _is_whole(observation_space)
+        self.head = make_head(action_space)
+        self.device = _find_device(device)
+        self._is_discrete = _is_discrete(observation_space)
         example = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
         actor, critic = actor.to(self.device), critic.to(self.device)
-        self.actor = _tried(
-            lambda: completed_actor(actor, self.head, action_space, example), "actor", example
+        self.actor = _call_module(
+            lambda: complete_actor(actor, self.head, action_space, example), "actor", example
         ).to(self.device)
         self.critic = critic
         self.normaliser = (
-            Moments(observation_space.shape or ()).to(self.device) if normalises else None
+            RunningMoments(observation_space.shape or ()).to(self.device) if normalises else None
         )
         with torch.no_grad():
-            output = _tried(lambda: self.actor(example), "actor", example)
-            values = _tried(lambda: self.critic(example), "critic", example)
+            output = _call_module(lambda: self.actor(example), "actor", example)
+            values = _call_module(lambda: self.critic(example), "critic", example)
         check_output(output, self.head, _NUM_EXAMPLES)
         if values.numel() != _NUM_EXAMPLES:
             raise ConfigError(
-                f"the critic expected to return one value for each state, got shape "
-                f"{list(values.shape)} for {_NUM_EXAMPLES} states; give its last layer one output"
+                f"the critic must return one value per state, got shape {list(values.shape)} for "
+                f"{_NUM_EXAMPLES} states; give its last layer one output"
             )
 
     def to_tensor(self, observations: np.ndarray) -> Tensor:
-        """Observations as the modules see them: whole numbers as int64, all others as float32."""
-        kind = torch.int64 if self._is_whole else torch.float32
-        return torch.from_numpy(np.ascontiguousarray(observations)).to(self.device, kind)
+        """Convert observations to int64 if they are discrete, otherwise to float32."""
+        dtype = torch.int64 if self._is_discrete else torch.float32
+        return torch.from_numpy(np.ascontiguousarray(observations)).to(self.device, dtype)
 
-    def prepared(self, observations: Tensor) -> Tensor:
-        """The observations, normalised where the policy does that."""
+    def prepare(self, observations: Tensor) -> Tensor:
+        """Normalize the observations if the policy does so."""
         return observations if self.normaliser is None else self.normaliser(observations)
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, noise: Tensor | None) -> Tensor:
-        """Actions [N, ...] as they are trained on; the likeliest ones without noise."""
-        output = self.actor(self.prepared(self.to_tensor(observations)))
-        return self.head.likeliest(output) if noise is None else self.head.choose(output, noise)
+        """Return actions [N, ...] in the policy's form.
+
+        Args:
+            noise: noise of the head. None takes the most probable actions.
+        """
+        output = self.actor(self.prepare(self.to_tensor(observations)))
+        return (
+            self.head.choose_most_probable(output)
+            if noise is None
+            else self.head.choose(output, noise)
+        )
 
     @torch.no_grad()
     def values(self, observations: Tensor) -> Tensor:
-        """The critic's values [N] of prepared observations."""
+        """Return the critic's values [N] of prepared observations."""
         values: Tensor = self.critic(observations)
         return values.reshape(len(observations))
 
-    def see(self, observations: Tensor) -> None:
-        """Take raw observations [N, ...] into the normaliser's statistics."""
+    def update_statistics(self, observations: Tensor) -> None:
+        """Add observations [N, ...], not normalized, to the statistics."""
         if self.normaliser is not None:
-            self.normaliser.take(observations)
+            self.normaliser.update(observations)
 
 
-class Moments(nn.Module):
-    """Mean and variance of all that was taken in; they shift and scale what passes."""
+class RunningMoments(nn.Module):
+    """Mean and variance of all values so far; normalizes values with them."""
 
     count: Tensor
     mean: Tensor
@@ -101,60 +112,55 @@ class Moments(nn.Module):
         self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
 
     @torch.no_grad()
-    def take(self, values: Tensor) -> None:
-        """Take in the values [N, ...].
+    def update(self, values: Tensor) -> None:
+        """Add the values [N, ...].
 
-        Two parts make a whole as in Chan, Golub and LeVeque (1979), "Updating Formulae and a
-        Pairwise Algorithm for Computing Sample Variances".
+        The formula is from Chan, Golub and LeVeque (1979), "Updating Formulae and a Pairwise
+        Algorithm for Computing Sample Variances".
         """
         values = values.double()
-        num, mean = len(values), values.mean(0)
+        num_values, mean = len(values), values.mean(0)
         variance = values.var(0, correction=0)
-        whole = self.count + num
-        away = mean - self.mean
-        squares = self.variance * self.count + variance * num
-        squares = squares + away.square() * self.count * num / whole
-        self.mean += away * num / whole
-        self.variance.copy_(squares / whole)
-        self.count.copy_(whole)
+        count = self.count + num_values
+        delta = mean - self.mean
+        squares = self.variance * self.count + variance * num_values
+        squares = squares + delta.square() * self.count * num_values / count
+        self.mean += delta * num_values / count
+        self.variance.copy_(squares / count)
+        self.count.copy_(count)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Values with mean 0 and deviation 1, held within ten deviations."""
+        """Return values with mean 0 and deviation 1, clipped to ten deviations."""
         scaled = (values - self.mean) / (self.variance + _EPS).sqrt()
-        return scaled.clamp(-_FARTHEST, _FARTHEST).float()
+        return scaled.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS).float()
 
 
-def _tried(call: Any, what: str, example: Tensor) -> Any:
-    """What the user's module returns; what it cannot take is told by what it was given."""
+def _call_module(call: Callable[[], Any], name: str, example: Tensor) -> Any:
+    """Return the result of a user's module, or report its observations if it fails."""
     try:
         return call()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"the {what} cannot take observations of shape {list(example.shape)} and type "
+            f"the {name} failed with observations of shape {list(example.shape)} and type "
             f"{example.dtype}: {error}"
         ) from error
 
 
-def _device_of(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ConfigError: there is none here.
-    """
+def _find_device(name: str) -> torch.device:
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device = '{name}' cannot be used: {reason}; take 'cpu'") from error
+        raise ConfigError(f"device = '{name}' cannot be used: {reason}; use 'cpu'") from error
 
 
-def _is_whole(space: spaces.Space[Any]) -> bool:
+def _is_discrete(space: spaces.Space[Any]) -> bool:
     match space:
         case spaces.Discrete() | spaces.MultiDiscrete():
             return True
         case spaces.Box() | spaces.MultiBinary():
             return False
     raise ConfigError(
-        "expected observations of Box, Discrete, MultiDiscrete or MultiBinary, got "
+        "the observation space must be Box, Discrete, MultiDiscrete or MultiBinary, got "
         f"{space}; wrap the environment, for example with gymnasium.wrappers.FlattenObservation"
     )

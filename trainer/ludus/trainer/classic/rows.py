@@ -1,4 +1,4 @@
-"""What an update is said to have done: values for metrics.jsonl, and episodes for people."""
+"""Metrics and transcripts of a network's training step."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 
 from ludus.env.evaluation import OutcomeKind, classify_outcome
 from ludus.proto.metrics import TrainMetric
-from ludus.proto.runs import Said, Transcript, TranscriptTurn
-from ludus.trainer.classic.agent import Trained
-from ludus.trainer.classic.collector import Batch
-from ludus.trainer.classic.playing import EndedEpisode
+from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
+from ludus.trainer.classic.agent import TrainedBatch
+from ludus.trainer.classic.collector import NetworkBatch
+from ludus.trainer.classic.episodes import FinishedEpisode
 
 _MAX_TURNS = 8
-_DIGITS = 4
+_NUM_DIGITS = 4
 
 
-def values_of(
-    trained: Trained, environment: str, duration_s: float, learning_rate: float
+def step_values(
+    trained: TrainedBatch, environment: str, duration_s: float, learning_rate: float
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the values of a training step: of the whole run, and by environment."""
+    """Return the metrics of a training step: those of the run, and those by environment."""
     environment_values = _episode_values(trained.batch.episodes)
     metrics = trained.metrics
-    run: dict[str, float] = {
+    values: dict[str, float] = {
         **environment_values,
         TrainMetric.LOSS: metrics.loss,
         TrainMetric.VALUE_LOSS: metrics.value_loss,
@@ -39,14 +39,14 @@ def values_of(
         TrainMetric.TRAIN_S: duration_s,
     }
     if metrics.explained_variance is not None:
-        run[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
+        values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
     if duration_s > 0:
-        run[TrainMetric.EPISODES_PER_SECOND] = len(trained.batch.episodes) / duration_s
-    finite = {name: value for name, value in run.items() if math.isfinite(value)}
-    return finite, {environment: environment_values}
+        values[TrainMetric.EPISODES_PER_SECOND] = len(trained.batch.episodes) / duration_s
+    finite_values = {name: value for name, value in values.items() if math.isfinite(value)}
+    return finite_values, {environment: environment_values}
 
 
-def _episode_values(episodes: tuple[EndedEpisode, ...]) -> dict[str, float]:
+def _episode_values(episodes: tuple[FinishedEpisode, ...]) -> dict[str, float]:
     returns = np.array([episode.episode_return for episode in episodes])
     values: dict[str, float] = {
         TrainMetric.NUM_EPISODES: len(episodes),
@@ -58,33 +58,35 @@ def _episode_values(episodes: tuple[EndedEpisode, ...]) -> dict[str, float]:
         return values
     values[TrainMetric.REWARD_MEAN] = float(returns.mean())
     values[TrainMetric.REWARD_STD] = float(returns.std())
-    values[TrainMetric.NUM_TURNS_MEAN] = float(np.mean([one.length for one in episodes]))
+    values[TrainMetric.NUM_TURNS_MEAN] = float(np.mean([episode.length for episode in episodes]))
     if any(episode.success is not None for episode in episodes):
-        stood = [classify_outcome(one.episode_return, one.success) for one in episodes]
-        values[TrainMetric.NUM_WINS] = stood.count(OutcomeKind.WON)
-        values[TrainMetric.NUM_DRAWS] = stood.count(OutcomeKind.DRAWN)
-        values[TrainMetric.NUM_LOSSES] = stood.count(OutcomeKind.LOST)
-        values[TrainMetric.WIN_RATE] = stood.count(OutcomeKind.WON) / len(episodes)
+        outcomes = [
+            classify_outcome(episode.episode_return, episode.success) for episode in episodes
+        ]
+        values[TrainMetric.NUM_WINS] = outcomes.count(OutcomeKind.WON)
+        values[TrainMetric.NUM_DRAWS] = outcomes.count(OutcomeKind.DRAWN)
+        values[TrainMetric.NUM_LOSSES] = outcomes.count(OutcomeKind.LOST)
+        values[TrainMetric.WIN_RATE] = outcomes.count(OutcomeKind.WON) / len(episodes)
     return values
 
 
-def transcripts_of(
-    batch: Batch, environment: str, version: int, limit: int
+def make_transcripts(
+    batch: NetworkBatch, environment: str, version: int, limit: int
 ) -> Iterator[Transcript]:
-    """Of the first `limit` episodes that ended: what was seen and done in their first steps here.
+    """Yield transcripts of the first `limit` finished episodes of a batch.
 
-    An episode that began before this batch is shown from where the batch begins.
+    A transcript has the first steps of the episode that are in the batch.
     """
-    for episode, end in list(zip(batch.episodes, batch.ended_at, strict=True))[:limit]:
-        begin = max(0, end + 1 - episode.length)
+    for episode, last_step in list(zip(batch.episodes, batch.finish_steps, strict=True))[:limit]:
+        first_step = max(0, last_step + 1 - episode.length)
         turns = tuple(
-            _turn(batch, step, episode.place)
-            for step in range(begin, min(end + 1, begin + _MAX_TURNS))
+            _make_turn(batch, step, episode.environment_index)
+            for step in range(first_step, min(last_step + 1, first_step + _MAX_TURNS))
         )
         yield Transcript(
             step=0,
             environment=environment,
-            group=episode.place,
+            group=episode.environment_index,
             episode=episode.number,
             seed=episode.seed,
             policy_version=version,
@@ -97,19 +99,20 @@ def transcripts_of(
         )
 
 
-def _turn(batch: Batch, step: int, place: int) -> TranscriptTurn:
-    action = batch.actions[step, place].tolist()
+def _make_turn(batch: NetworkBatch, step: int, index: int) -> TranscriptTurn:
+    action = batch.actions[step, index].tolist()
+    observation = _format(batch.observations[step, index].tolist())
     return TranscriptTurn(
-        shown=(Said(role="observation", text=_short(batch.observations[step, place].tolist())),),
-        answer=_short(action),
+        shown=(TranscriptMessage(role="observation", text=observation),),
+        answer=_format(action),
         action=action,
-        reward=float(batch.rewards[step, place]),
+        reward=float(batch.rewards[step, index]),
     )
 
 
-def _short(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.{_DIGITS}g}"
+        return f"{value:.{_NUM_DIGITS}g}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_short, value))}]"
+        return f"[{', '.join(map(_format, value))}]"
     return str(value)

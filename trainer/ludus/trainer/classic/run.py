@@ -1,7 +1,8 @@
-"""A run of classic PPO: an agent with a folder, as `ludus train` leaves it of any run.
+"""A run that trains a network: an agent with a run folder.
 
-Agent.train --Trained--> rows --> metrics.jsonl, sinks
-                  every now and then --> judge --> rows; checkpoints; in the end summary.json
+PpoAgent.train --TrainedBatch--> metrics and transcripts --> run folder
+       |
+       +--> evaluations, checkpoints; at the end summary.json
 """
 
 from __future__ import annotations
@@ -29,153 +30,154 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.trainer.classic.agent import Agent, Trained, judge, num_judged, play, threads
+from ludus.trainer.classic.agent import (
+    PpoAgent,
+    evaluate_policy,
+    num_eval_environments,
+    play_episodes,
+    torch_threads,
+)
 from ludus.trainer.classic.collector import OnStep
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
-from ludus.trainer.classic.heads import uniform_actions
+from ludus.trainer.classic.episodes import PlayedStep
+from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.playing import Played
-from ludus.trainer.classic.policy import Policy
-from ludus.trainer.classic.rows import transcripts_of, values_of
+from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.rows import make_transcripts, step_values
 from ludus.trainer.classic.state import NetworkState, read_agent, write_agent
+from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
 from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.core.types import SavedFile
 from ludus.trainer.run.checkpoint import find_newest_checkpoint
 from ludus.trainer.run.folder import run_path
-from ludus.trainer.run.lifecycle import (
-    OpenRun,
-    RunStopped,
-    StopRequest,
-    find_start,
-    open_run,
-    stop_on_signals,
-)
+from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
 from ludus.trainer.run.summary import RunCounts, describe_environment, make_summary
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ByEpisodes:
-    """Has a run count episodes, in place of steps of its environments, and keep their returns."""
+class EpisodeBudget:
+    """Length of a run in episodes instead of training steps. The run records their returns."""
 
     per_update: int
-    in_all: int
-    """Training ends with the update that has so many."""
+    total: int
 
 
 class OpenNetworkRun:
-    """A run whose folder, environments and agent are open."""
+    """A network run with its open folder, environments and agent."""
 
     on_step: OnStep | None = None
-    """Called with each step that is trained on."""
+    """Called after each step of the training environments."""
 
     def __init__(
         self,
         run: NetworkRun,
-        opened: OpenRun[NetworkState],
+        files: OpenRun[NetworkState],
         stack: ExitStack,
-        by_episodes: ByEpisodes | None = None,
+        budget: EpisodeBudget | None = None,
     ) -> None:
-        self.run, self.folder, self.metrics = run, opened.folder, opened.metrics
-        self._by_episodes = by_episodes
-        self.state = opened.state
+        self.run, self.folder, self.metrics = run, files.folder, files.metrics
         self.stop_request = StopRequest()
-        self.ppo = run.ppo
-        self._begun_s = time.monotonic()
-        self._checkpoints = opened.checkpoints
+        self.state = files.state
+        self._budget = budget
+        self._start_s = time.monotonic()
+        self._checkpoints = files.checkpoints
         self._name = next(iter(run.environments))
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
-        environments = make_environments(run.environment, self.ppo.num_environments)
+        environments = make_environments(run.environment, run.ppo.num_environments)
         stack.callback(environments.close)
         self.metrics.set_environment_options({self._name: environments.options})
-        most = max(run.eval.num_games, run.eval.num_games_during)
-        self._judged = make_environments(run.environment, num_judged(most))
-        stack.callback(self._judged.close)
+        max_games = max(run.eval.num_games, run.eval.num_games_during)
+        self._eval_environments = make_environments(
+            run.environment, num_eval_environments(max_games)
+        )
+        stack.callback(self._eval_environments.close)
         self.metrics.log_phase(Phase.PREPARE_MODEL)
         self.policy = make_policy(run, environments)
-        self.agent = Agent(
+        self.agent = PpoAgent(
             self.policy,
             environments,
-            self.ppo,
+            run.ppo,
             seed=run.seed,
             max_steps=run.environment.max_turns,
-            num_episodes=by_episodes.per_update if by_episodes else None,
-            on_step=self._stepped,
+            num_episodes=budget.per_update if budget else None,
+            on_step=self._call_on_step,
             keeps_actions=True,
-            is_shuffled=run.training.shuffle_rewards,
+            shuffles_rewards=run.training.shuffle_rewards,
         )
         self._baselines = self._play_baselines()
 
-    def stop(self) -> None:
-        """End training after the step it is in."""
-        self.stop_request.set()
-
     def train(self) -> Summary:
-        """What the run came to, once it has trained its last step.
+        """Train to the last step, and return the summary.
 
         Raises:
-            RunStopped: `stop` was called.
+            RunStopped: `stop_request` was set.
         """
-        config, step = self.run.training, self.state.step
-        if step == 0 and self.run.eval.num_games_during:
-            self.state.start[self._name] = self._evaluate(self.run.eval.num_games_during).policy
+        run = self.run
+        if self.state.step == 0 and run.eval.num_games_during:
+            self.state.start[self._name] = self._evaluate(run.eval.num_games_during).policy
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
-        while not self._has_ended:
-            self._step()
-            step, is_last = self.state.step, self._has_ended
-            is_due = step % config.checkpoint_every_steps == 0
-            if is_due or is_last or self.stop_request.is_set:
+        while not self._is_finished:
+            self._train_step()
+            step, is_stopping = self.state.step, self.stop_request.is_set
+            is_due = step % run.training.checkpoint_every_steps == 0
+            if is_due or self._is_finished or is_stopping:
                 self._save()
-            if self.stop_request.is_set and not is_last:
+            if is_stopping and not self._is_finished:
                 self.metrics.clock.stop()
                 raise RunStopped(f"stopped after step {step}")
         self.metrics.clock.stop()
         return self._finish()
 
     @property
-    def _has_ended(self) -> bool:
-        state, by_episodes = self.state, self._by_episodes
+    def _is_finished(self) -> bool:
+        state, budget = self.state, self._budget
         if state.has_reached_target or state.step >= self.run.training.num_steps:
             return True
-        return by_episodes is not None and state.num_episodes >= by_episodes.in_all
+        return budget is not None and state.num_episodes >= budget.total
 
-    def _stepped(self, seen: np.ndarray, actions: np.ndarray, played: Played) -> None:
+    def _call_on_step(
+        self, observations: np.ndarray, actions: np.ndarray, step: PlayedStep
+    ) -> None:
         if self.on_step is not None:
-            self.on_step(seen, actions, played)
+            self.on_step(observations, actions, step)
 
-    def _step(self) -> None:
-        begun_s = time.monotonic()
-        left = 1.0
-        if self.ppo.schedule == "linear":
-            left = 1 - self.state.step / self.run.training.num_steps
-        trained = self.agent.train(max(left, 0.0))
-        state = self.state
+    def _train_step(self) -> None:
+        run, state = self.run, self.state
+        start_s = time.monotonic()
+        rate_factor = 1.0
+        if run.ppo.schedule == "linear":
+            rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
+        trained = self.agent.train(rate_factor)
+        episodes = trained.batch.episodes
         state.step += 1
-        state.num_episodes += len(trained.batch.episodes)
-        if self._by_episodes is not None:
-            returns = (episode.episode_return for episode in trained.batch.episodes)
-            state.returns = [*state.returns, *returns][: self._by_episodes.in_all]
+        state.num_episodes += len(episodes)
         state.num_env_steps += trained.batch.num_steps
-        self._tell(trained, time.monotonic() - begun_s, self.ppo.learning_rate * left)
-        every, num_games = self.run.eval.every_steps, self.run.eval.num_games_during
-        if num_games and state.step % every == 0 and state.step < self.run.training.num_steps:
-            report = self._evaluate(num_games)
-            target = self.ppo.target_return
-            if target is not None and report.policy.expected_return >= target:
-                state.has_reached_target = self._confirms(target)
+        if self._budget is not None:
+            returns = [episode.episode_return for episode in episodes]
+            state.returns = [*state.returns, *returns][: self._budget.total]
+        duration_s, rate = time.monotonic() - start_s, run.ppo.learning_rate * rate_factor
+        values, environments = step_values(trained, self._name, duration_s, rate)
+        self.metrics.log_step(state.step, state.num_episodes, values, environments)
+        limit = run.metrics.transcripts_per_step
+        transcripts = make_transcripts(trained.batch, self._name, state.step - 1, limit)
+        self.metrics.log_transcripts(state.step, transcripts)
+        self._evaluate_if_due()
 
-    def _tell(self, trained: Trained, duration_s: float, learning_rate: float) -> None:
-        values, environments = values_of(trained, self._name, duration_s, learning_rate)
-        self.metrics.log_step(self.state.step, self.state.num_episodes, values, environments)
-        limit = self.run.metrics.transcripts_per_step
-        version = self.state.step - 1
-        transcripts = transcripts_of(trained.batch, self._name, version, limit)
-        self.metrics.log_transcripts(self.state.step, transcripts)
+    def _evaluate_if_due(self) -> None:
+        run, step = self.run, self.state.step
+        num_games, target = run.eval.num_games_during, run.ppo.target_return
+        is_due = step % run.eval.every_steps == 0 and step < run.training.num_steps
+        if not num_games or not is_due:
+            return
+        report = self._evaluate(num_games)
+        if target is not None and report.policy.expected_return >= target:
+            self.state.has_reached_target = self._confirm_target(target)
 
     def _evaluate(self, num_games: int) -> EvalReport:
-        """The policy beside the fixed ones, which is told."""
+        """Evaluate the policy and record the report."""
         self.metrics.clock.stop()
         self.metrics.log_phase(Phase.EVALUATE, self.state.step)
         report = self.report(num_games)
@@ -184,162 +186,155 @@ class OpenNetworkRun:
         self.metrics.clock.start()
         return report
 
-    def _confirms(self, target: float) -> bool:
-        """Whether as many games as the final evaluation has reach the target, too.
+    def _confirm_target(self, target: float) -> bool:
+        """Return whether other episodes reach the target too.
 
-        The few games of an evaluation may all go well by chance, and there are many evaluations.
-        The seeds are those after the final evaluation's, which thereby stays unbiased.
+        A small evaluation may reach the target by chance, and a run has many evaluations. The
+        seeds follow those of the final evaluation, so that the final evaluation is unbiased.
         """
         run, num_games = self.run, self.run.eval.num_games
         self.metrics.clock.stop()
-        outcomes = self._play(_seeds(run, num_games, first=num_games))
-        found = summarize(outcomes).expected_return
-        reaches = found >= target
+        outcomes = self.play_eval_episodes(_eval_seeds(run, num_games, offset=num_games))
+        mean_return = summarize(outcomes).expected_return
+        is_confirmed = mean_return >= target
         _log.info(
-            "step %d reached ppo.target_return = %g; %d more games %s it: %g",
-            *(self.state.step, target, num_games, "confirm" if reaches else "deny", found),
+            "step %d reached ppo.target_return = %g; the mean return of %d further episodes is "
+            "%g: %s",
+            *(self.state.step, target, num_games, mean_return),
+            "confirmed" if is_confirmed else "not confirmed",
         )
         self.metrics.clock.start()
-        return reaches
+        return is_confirmed
 
-    def _play(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
-        run = self.run
-        return judge(
-            self.policy,
-            self._judged,
-            seeds,
-            is_greedy=run.eval.temperature == 0,
-            run_seed=run.seed,
-            max_steps=run.environment.max_turns,
-        )
+    def play_eval_episodes(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
+        """Play one episode per seed with the current policy, as in an evaluation."""
+        return _play_policy(self.run, self.policy, self._eval_environments, seeds)
 
     def report(self, num_games: int) -> EvalReport:
-        """The policy beside the fixed ones, on the same seeds."""
-        run = self.run
-        return EvalReport(
-            policy=summarize(self._play(_seeds(run, num_games))),
-            baselines={name: summarize(of[:num_games]) for name, of in self._baselines.items()},
-            temperature=run.eval.temperature,
-            gap_closed=None,
-            gap_closed_ci95=None,
+        """Return the results of the policy and of the baselines, on the same seeds."""
+        outcomes = self.play_eval_episodes(_eval_seeds(self.run, num_games))
+        return _make_report(
+            self.run,
+            outcomes,
+            {name: baseline[:num_games] for name, baseline in self._baselines.items()},
         )
 
     def _play_baselines(self) -> dict[str, list[EpisodeOutcome]]:
-        """The random policy, where it is asked for."""
-        if RANDOM_POLICY not in self.run.environment.baselines:
+        run = self.run
+        if RANDOM_POLICY not in run.environment.baselines:
             return {}
-        environments, head = self._judged, self.policy.head
+        environments, head = self._eval_environments, self.policy.head
 
         def choose(observations: np.ndarray, step: int) -> np.ndarray:
-            with use_torch_stream(self.run.seed, Stream.RANDOM_ACTIONS, step):
-                drawn = uniform_actions(environments.action_space, head, environments.num)
-            return head.to_environment(drawn.numpy())
+            with use_torch_stream(run.seed, Stream.RANDOM_ACTIONS, step):
+                actions = sample_uniform_actions(
+                    environments.action_space, head, environments.num_environments
+                )
+            return head.to_environment(actions.numpy())
 
-        most = max(self.run.eval.num_games, self.run.eval.num_games_during)
-        seeds = _seeds(self.run, most)
-        return {RANDOM_POLICY: play(environments, seeds, choose, self.run.environment.max_turns)}
+        seeds = _eval_seeds(run, max(run.eval.num_games, run.eval.num_games_during))
+        outcomes = play_episodes(environments, seeds, choose, run.environment.max_turns)
+        return {RANDOM_POLICY: outcomes}
 
     def _save(self) -> None:
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         with self._checkpoints.prepare(self.state.step) as folder:
             file = write_agent(folder, self.agent.state())
             self._checkpoints.commit_local(folder, self.state, [SavedFile.from_path(file)])
-        self.metrics.log_checkpoint(self.state.step, time.monotonic() - begun_s)
+        self.metrics.log_checkpoint(self.state.step, time.monotonic() - start_s)
 
     def _finish(self) -> Summary:
-        self.metrics.log_phase(Phase.EVALUATE, self.state.step)
-        report = self.report(self.run.eval.num_games)
-        self.metrics.log_evaluation(self.state.step, self.state.num_episodes, self._name, report)
-        summary = _summary(self, report, time.monotonic() - self._begun_s)
+        """Evaluate the trained policy, and write and return the summary."""
+        run, state, metrics = self.run, self.state, self.metrics
+        metrics.log_phase(Phase.EVALUATE, state.step)
+        report = self.report(run.eval.num_games)
+        metrics.log_evaluation(state.step, state.num_episodes, self._name, report)
+        result = EnvironmentResult(
+            environment=self.environment_description,
+            start=state.start.get(self._name),
+            report=report,
+        )
+        summary = make_summary(
+            run,
+            {self._name: result},
+            RunCounts(games_trained=state.num_episodes, games_played=state.num_episodes),
+            num_steps=state.step,
+            generator=NETWORK,
+            training_s=metrics.clock.elapsed_s,
+            total_s=time.monotonic() - self._start_s,
+        )
         self.folder.write(SUMMARY_FILE, summary)
-        self.metrics.log_phase(Phase.DONE, self.state.step)
+        metrics.log_phase(Phase.DONE, state.step)
         return summary
 
     @property
-    def described(self) -> str:
-        """Name of the environment and what it was built with."""
+    def environment_description(self) -> str:
+        """Name and options of the environment."""
         environment = self.run.environment
-        place = environment.address if environment.kind == "remote" else environment.package
-        return describe_environment(place, self._judged.options)
-
-    @property
-    def environment_name(self) -> str:
-        """What the run calls its environment."""
-        return self._name
+        target = environment.address if environment.kind == "remote" else environment.package
+        return describe_environment(target, self._eval_environments.options)
 
 
 def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
-    """The folder of the run, which has trained its last step.
+    """Train a run to its last step, and return its folder.
 
     Raises:
         UserError: the run cannot start as configured.
-        RunStopped: SIGINT or SIGTERM ended it.
+        RunStopped: SIGINT or SIGTERM stopped the run.
     """
-    opening = opened(run, resume=resume, overwrite=overwrite)
-    with opening as opened_run, stop_on_signals(opened_run.stop_request):
-        opened_run.train()
-    return opened_run.folder.path
+    opening = open_network_run(run, resume=resume, overwrite=overwrite)
+    with opening as network_run, stop_on_signals(network_run.stop_request):
+        network_run.train()
+    return network_run.folder.path
 
 
 @contextmanager
-def opened(
-    run: NetworkRun, *, resume: Resume, overwrite: bool, by_episodes: ByEpisodes | None = None
+def open_network_run(
+    run: NetworkRun, *, resume: Resume, overwrite: bool, budget: EpisodeBudget | None = None
 ) -> Iterator[OpenNetworkRun]:
-    """A run with its folder; one that could not start leaves none behind.
+    """Open a run with its folder. A run that cannot start leaves no folder.
 
     Raises:
         UserError: the run cannot start as configured.
     """
     with ExitStack() as stack:
         files = stack.enter_context(open_run(run, NetworkState, resume=resume, overwrite=overwrite))
-        stack.enter_context(threads(run.ppo.num_threads))
-        opened_run = OpenNetworkRun(run, files, stack, by_episodes)
+        stack.enter_context(torch_threads(run.ppo.num_threads))
+        network_run = OpenNetworkRun(run, files, stack, budget)
         if files.checkpoint is not None:
-            opened_run.agent.restore(read_agent(files.checkpoint))
+            network_run.agent.restore(read_agent(files.checkpoint))
             files.folder.write_config(run)
-        yield opened_run
+        yield network_run
 
 
 def evaluate(
     run: NetworkRun, checkpoint: Path | None, *, num_games: int, temperature: float | None
 ) -> Evaluation:
-    """How a checkpoint's policy does beside the fixed policies."""
-    chosen = (
-        run.eval
-        if temperature is None
-        else run.eval.model_copy(update={"temperature": temperature})
-    )
-    run = run.model_copy(update={"eval": chosen.model_copy(update={"num_games": num_games})})
+    """Return the results of a checkpoint's policy.
+
+    Args:
+        checkpoint: folder of the checkpoint. None takes the newest one.
+        temperature: replaces eval.temperature.
+    """
+    update = {} if temperature is None else {"temperature": temperature}
+    run = run.model_copy(update={"eval": run.eval.model_copy(update=update)})
     checkpoint = checkpoint or find_newest_checkpoint(run_path(run) / CHECKPOINTS_FOLDER)
-    environments = make_environments(run.environment, num_judged(num_games))
+    environments = make_environments(run.environment, num_eval_environments(num_games))
     try:
         policy = make_policy(run, environments)
         policy.load_state_dict(read_agent(checkpoint)["policy"])
-        outcomes = judge(
-            policy,
-            environments,
-            _seeds(run, num_games),
-            is_greedy=run.eval.temperature == 0,
-            run_seed=run.seed,
-            max_steps=run.environment.max_turns,
-        )
+        outcomes = _play_policy(run, policy, environments, _eval_seeds(run, num_games))
     finally:
         environments.close()
-    report = EvalReport(
-        policy=summarize(outcomes),
-        baselines={},
-        temperature=run.eval.temperature,
-        gap_closed=None,
-        gap_closed_ci95=None,
-    )
+    report = _make_report(run, outcomes, {})
     return Evaluation(environments={next(iter(run.environments)): report})
 
 
 def check(run: NetworkRun, resume: Resume) -> None:
-    """Build what a start builds, and write nothing.
+    """Check that a run can start, without writing anything.
 
     Raises:
-        UserError: it cannot start as configured.
+        UserError: the run cannot start as configured.
     """
     environments = make_environments(run.environment, 1)
     try:
@@ -349,42 +344,53 @@ def check(run: NetworkRun, resume: Resume) -> None:
     find_start(run, resume, NetworkState)
 
 
-def make_policy(run: NetworkRun, environments: VectorEnvironment) -> Policy:
-    """The policy as it begins.
+def make_policy(run: NetworkRun, environments: VectorEnvironment) -> NetworkPolicy:
+    """Return the initial policy.
 
     Raises:
-        ConfigError: it does not fit the environment.
+        ConfigError: the networks do not fit the environment.
     """
     model = run.model
-    seen, acts = environments.observation_space, environments.action_space
+    observations, actions = environments.observation_space, environments.action_space
     with use_torch_stream(run.seed, Stream.NETWORK_WEIGHTS):
-        actor, critic = make_networks(model, seen, acts)
-        return Policy(
+        actor, critic = make_networks(model, observations, actions)
+        return NetworkPolicy(
             actor,
             critic,
-            seen,
-            acts,
+            observations,
+            actions,
             normalises=model.normalise_observations,
             device=model.device,
         )
 
 
-def _seeds(run: NetworkRun, num_games: int, *, first: int = 0) -> Sequence[int]:
-    begin = run.eval.seed + first
-    return range(begin, begin + num_games)
+def _play_policy(
+    run: NetworkRun, policy: NetworkPolicy, environments: VectorEnvironment, seeds: Sequence[int]
+) -> list[EpisodeOutcome]:
+    return evaluate_policy(
+        policy,
+        environments,
+        seeds,
+        is_greedy=run.eval.temperature == 0,
+        run_seed=run.seed,
+        max_steps=run.environment.max_turns,
+    )
 
 
-def _summary(opened_run: OpenNetworkRun, report: EvalReport, total_s: float) -> Summary:
-    state, name = opened_run.state, opened_run.environment_name
-    result = EnvironmentResult(
-        environment=opened_run.described, start=state.start.get(name), report=report
+def _make_report(
+    run: NetworkRun,
+    outcomes: Sequence[EpisodeOutcome],
+    baselines: dict[str, list[EpisodeOutcome]],
+) -> EvalReport:
+    return EvalReport(
+        policy=summarize(outcomes),
+        baselines={name: summarize(baseline) for name, baseline in baselines.items()},
+        temperature=run.eval.temperature,
+        gap_closed=None,
+        gap_closed_ci95=None,
     )
-    return make_summary(
-        opened_run.run,
-        {name: result},
-        RunCounts(games_trained=state.num_episodes, games_played=state.num_episodes),
-        num_steps=state.step,
-        generator=NETWORK,
-        training_s=opened_run.metrics.clock.elapsed_s,
-        total_s=total_s,
-    )
+
+
+def _eval_seeds(run: NetworkRun, num_games: int, *, offset: int = 0) -> Sequence[int]:
+    start = run.eval.seed + offset
+    return range(start, start + num_games)

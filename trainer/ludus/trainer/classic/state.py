@@ -1,9 +1,9 @@
-"""What a checkpoint of classic PPO holds: where the run stands, and the agent.
+"""The checkpoint of a network run: its state, and the state of the agent.
 
 step-00000050/
-    learner/agent.pt   policy, optimizer, statistics, and the episodes under way
+    learner/agent.pt   policy, optimizer, statistics, and the unfinished episodes
     state.json         NetworkState
-    files.json         the sizes of both
+    files.json         the sizes of both files
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _AGENT_FILE = "agent.pt"
 
 
 class NetworkState(SavedState):
-    """The state of a network's run between two steps."""
+    """State of a network run between two training steps."""
 
     num_episodes: int = 0
     """Number of finished episodes."""
     num_env_steps: int = 0
     returns: list[float] = Field(default_factory=list)
-    """Return of each episode, if the run counts episodes."""
+    """Return of each episode, if the run has an episode budget."""
     has_reached_target: bool = False
-    """True after an evaluation reached ppo.target_return, which ends training."""
+    """True after an evaluation reached ppo.target_return, which stops training."""
 
 
 def write_agent(checkpoint: Path, state: dict[str, Any]) -> Path:
-    """The file that now holds an agent's state."""
+    """Write an agent's state, and return the file."""
     folder = learner_folder(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / _AGENT_FILE
@@ -42,10 +42,10 @@ def write_agent(checkpoint: Path, state: dict[str, Any]) -> Path:
 
 
 def read_agent(checkpoint: Path) -> dict[str, Any]:
-    """An agent's state; nothing but tensors and plain values is read.
+    """Return an agent's state.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     file = learner_folder(checkpoint) / _AGENT_FILE
     try:
@@ -53,6 +53,6 @@ def read_agent(checkpoint: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(
             f"checkpoint '{checkpoint}' cannot be read: {file.name}: {error}; remove its folder to "
-            "continue from the one before, or start again with --overwrite"
+            "continue from the previous checkpoint, or start again with --overwrite"
         ) from error
     return state

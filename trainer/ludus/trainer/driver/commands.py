@@ -12,6 +12,7 @@ from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.core.stopping import stop_on_signals
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.build import make_worker_spec, play_all_baselines, start_infrastructure
 from ludus.trainer.driver.evaluation import Evaluator
@@ -23,7 +24,6 @@ from ludus.trainer.run.checkpoint import (
     read_state,
 )
 from ludus.trainer.run.folder import log_to_folder, run_path
-from ludus.trainer.run.lifecycle import stop_on_signals
 from ludus.trainer.setup.resolve import resolve_config
 
 

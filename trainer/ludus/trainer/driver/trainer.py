@@ -41,6 +41,7 @@ from ludus.proto.runs import (
 from ludus.trainer.checks.models import check_models
 from ludus.trainer.checks.names import check_names
 from ludus.trainer.core.functions import function_path
+from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.driver.build import start_components, start_infrastructure
 from ludus.trainer.driver.loops.controller import Controller
@@ -48,7 +49,7 @@ from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.control import follow_control
-from ludus.trainer.run.lifecycle import OpenRun, RunStopped, StopRequest, open_run
+from ludus.trainer.run.lifecycle import OpenRun, open_run
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.run.summary import (
     RunCounts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ludus.proto.reward_models import Judgement
+from ludus.proto.reward_models import PreferenceScores
 from ludus.trainer.algorithms.preference import listwise_loss
 from ludus.trainer.reward_model.comparison_set import ComparisonSet
 from ludus.trainer.reward_model.model import RewardModel
@@ -23,7 +23,7 @@ def ranks(scores: Tensor, best: Tensor) -> Tensor:
 
 def judge(
     model: RewardModel, comparisons: ComparisonSet, rows: Sequence[int], max_tokens: int
-) -> Judgement | None:
+) -> PreferenceScores | None:
     """The judgement over these comparisons; None where there are none.
 
     Args:
@@ -38,7 +38,7 @@ def judge(
     scores = torch.tensor(found, dtype=torch.float64).view(len(rows), -1)
     best = torch.from_numpy(comparisons.best[list(rows)])
     place = ranks(scores, best)
-    return Judgement(
+    return PreferenceScores(
         accuracy=float((place == 1).double().mean()),
         mrr=float((1 / place).double().mean()),
         loss=float(listwise_loss(scores, best)),

@@ -28,7 +28,7 @@ from ludus.proto.config.reward_model import MAX_DEFAULT_WARMUP_STEPS
 from ludus.proto.errors import LudusError
 from ludus.proto.reward_models import (
     METRICS_FILE,
-    Judgement,
+    PreferenceScores,
     RewardModelEpoch,
     RewardModelMetrics,
     RewardModelProgress,
@@ -267,7 +267,7 @@ class _Training:
             )
         return wanted
 
-    def _judge(self) -> Judgement | None:
+    def _judge(self) -> PreferenceScores | None:
         with self._precision():
             max_tokens = self._config.max_tokens_per_micro_batch
             return judge(self._model, self._comparisons, self._test, max_tokens)

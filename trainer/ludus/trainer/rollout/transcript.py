@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
-from ludus.proto.runs import Said, Transcript, TranscriptTurn
+from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.rollout.conversation import Readable
@@ -70,8 +70,8 @@ def _turns(record: Readable) -> Iterator[TranscriptTurn]:
         )
 
 
-def _said(messages: Sequence[Message]) -> tuple[Said, ...]:
-    return tuple(Said(role=one["role"], text=_cut(one["content"])) for one in messages)
+def _said(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
+    return tuple(TranscriptMessage(role=one["role"], text=_cut(one["content"])) for one in messages)
 
 
 def _bounded(action: Any) -> Any:

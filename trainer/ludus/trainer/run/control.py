@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
-from ludus.trainer.run.lifecycle import StopRequest
+from ludus.trainer.core.stopping import StopRequest
 
 _log = logging.getLogger(__name__)
 

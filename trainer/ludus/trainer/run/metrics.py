@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metrics
-from ludus.proto.runs import HeldWeights, PolicyResult
+from ludus.proto.runs import PolicyResult, WorkerWeightsRow
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.learner import StepMetrics
@@ -110,9 +110,9 @@ def compute_eval_values(
     return values
 
 
-def make_held_weights(worker: int, weights: WorkerWeights) -> HeldWeights:
+def make_held_weights(worker: int, weights: WorkerWeights) -> WorkerWeightsRow:
     """Convert the weights of a worker to their form in a row."""
-    return HeldWeights(
+    return WorkerWeightsRow(
         worker=worker,
         version=weights.version,
         content_hash=weights.content_hash,

@@ -19,11 +19,11 @@ from ludus.proto.runs import (
     METRICS_FILE,
     TRANSCRIPTS_FILE,
     EvalReport,
-    HeldWeights,
     MetricsRow,
     Phase,
     RowKind,
     Transcript,
+    WorkerWeightsRow,
     read_metrics,
     read_transcripts,
 )
@@ -206,7 +206,7 @@ class MetricsWriter:
         policy: str | None = None,
         phase: Phase | None = None,
         num_steps: int | None = None,
-        weights: tuple[HeldWeights, ...] = (),
+        weights: tuple[WorkerWeightsRow, ...] = (),
     ) -> None:
         row = MetricsRow(
             kind=kind,

@@ -86,7 +86,7 @@ def load_fixed_policies(
         ConfigError: a baseline is neither among them nor the random policy.
     """
     policies: dict[str, FixedPolicy] = {}
-    config, section = run.environments[name], run.section_of(name)
+    config, section = run.environments[name], run.environment_section(name)
     if config.policies is not None:
         policies = import_object(config.policies, f"{section}.policies")(options)
     unknown = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
@@ -147,7 +147,7 @@ async def connect_environments(
         for name, config in run.environments.items():
             address = _find_address(config, servers.get(name))
             client = await stack.enter_async_context(
-                await _connect(run.section_of(name), config, address)
+                await _connect(run.environment_section(name), config, address)
             )
             description = await client.describe()
             if config.resume:

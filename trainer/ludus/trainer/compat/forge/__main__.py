@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from ludus.trainer.run.lifecycle import RunStopped
+    from ludus.trainer.core.stopping import RunStopped
 
     try:
         asyncio.run(_train(args))

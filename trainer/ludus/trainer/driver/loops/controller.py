@@ -56,6 +56,7 @@ from dataclasses import dataclass, replace
 from ludus.proto.errors import BufferLostError, CheckpointError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
+from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
@@ -75,7 +76,6 @@ from ludus.trainer.run.checkpoint import (
     model_folder,
     read_state,
 )
-from ludus.trainer.run.lifecycle import StopRequest, check_skipped_updates
 from ludus.trainer.run.metrics import StepTimes, compute_step_values
 from ludus.trainer.run.schedule import compute_coefficients
 

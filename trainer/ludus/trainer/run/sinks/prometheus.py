@@ -39,7 +39,7 @@ from ludus.proto.metrics import (
     TrainSeries,
     prometheus_name,
 )
-from ludus.proto.runs import HeldWeights, MetricsRow, Phase
+from ludus.proto.runs import MetricsRow, Phase, WorkerWeightsRow
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class RunSeries:
             self._series[TrainSeries.PHASE].take(phase is current, phase)
         self._series[TrainSeries.PHASE_START].take(self._now())
 
-    def _show_weights(self, held: tuple[HeldWeights, ...]) -> None:
+    def _show_weights(self, held: tuple[WorkerWeightsRow, ...]) -> None:
         by_worker = {
             TrainSeries.WORKER_VERSION: lambda worker: worker.version,
             TrainSeries.WORKER_HASH: lambda worker: int(worker.content_hash[:_HASH_DIGITS], 16),

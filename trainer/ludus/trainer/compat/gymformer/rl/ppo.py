@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.classic.networks import WithDeviation
-from ludus.trainer.classic.policy import Policy
+from ludus.trainer.classic.networks import GaussianActor
+from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.compat.gymformer.arguments import device_in, path_in
 
 
@@ -68,15 +68,15 @@ class PPOAgent:
         return (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
 
 
-def saved_agent(policy: Policy) -> dict[str, Any]:
+def saved_agent(policy: NetworkPolicy) -> dict[str, Any]:
     """What a file of an agent holds: Gymformer's keys, and the deviation beside means."""
     actor = policy.actor
-    saved: dict[str, Any] = {"critic": _copied(policy.critic)}
-    if isinstance(actor, WithDeviation):
+    saved: dict[str, Any] = {"critic": policy.critic.state_dict()}
+    if isinstance(actor, GaussianActor):
         saved["log_std"] = actor.log_std.detach().clone()
         assert isinstance(actor.mean, nn.Module)
         actor = actor.mean
-    return saved | {"actor": _copied(actor)}
+    return saved | {"actor": actor.state_dict()}
 
 
 def load_ppo_agent(
@@ -113,8 +113,3 @@ def _said_of(error: Exception) -> str:
     if isinstance(error, (KeyError, UnpicklingError)):
         return "torch.save did not write it"
     return str(error) or "it is empty"
-
-
-def _copied(module: nn.Module) -> dict[str, Tensor]:
-    # In training all parameters lie in one tensor, which a file would hold as a whole.
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}

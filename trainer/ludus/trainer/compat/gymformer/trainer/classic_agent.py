@@ -14,8 +14,8 @@ from ludus.proto.config import NetworkPpoConfig, NetworkRun, run_config_from
 from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.classic.playing import Played
-from ludus.trainer.classic.run import ByEpisodes, OpenNetworkRun, opened
+from ludus.trainer.classic.episodes import PlayedStep
+from ludus.trainer.classic.run import EpisodeBudget, OpenNetworkRun, open_network_run
 from ludus.trainer.compat.gymformer.arguments import told_as
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, saved_agent
 from ludus.trainer.compat.gymformer.trainer.given import given_networks, make_given
@@ -44,13 +44,13 @@ _NUM_JUDGED = 10
 class _Following:
     """Counts episodes as they end: returns, calls of the user's function, saved agents."""
 
-    def __init__(self, request: AgentRequest, opened_run: OpenNetworkRun) -> None:
-        self.returns = EpisodeReturns(opened_run.state.returns)
+    def __init__(self, request: AgentRequest, network_run: OpenNetworkRun) -> None:
+        self.returns = EpisodeReturns(network_run.state.returns)
         self._running = (self.returns.running or [0.0])[-1]
         self._request = request
-        self._policy = opened_run.policy
+        self._policy = network_run.policy
 
-    def __call__(self, seen: np.ndarray, actions: np.ndarray, played: Played) -> None:
+    def __call__(self, seen: np.ndarray, actions: np.ndarray, played: PlayedStep) -> None:
         for episode in played.episodes:
             if len(self.returns) >= self._request.max_episodes:
                 return
@@ -58,15 +58,17 @@ class _Following:
             self._running += 0.05 * (episode.episode_return - self._running)
             number = len(self.returns)
             if number % self._request.log_interval == 0:
-                self._tell(played, actions[episode.place], episode.place, number)
+                self._tell(
+                    played, actions[episode.environment_index], episode.environment_index, number
+                )
             if number % self._request.save_interval == 0:
                 self._save(number)
 
-    def _tell(self, played: Played, action: Any, place: int, number: int) -> None:
+    def _tell(self, played: PlayedStep, action: Any, place: int, number: int) -> None:
         _log.info("episode %d, running reward %.2f", number, self._running)
         if self._request.callback is None:
             return
-        stepped = played.stepped
+        stepped = played.vector_step
         self._request.callback(
             stepped.observations[place],
             action.item() if np.ndim(action) == 0 else action,
@@ -91,18 +93,16 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
         UserError: the environment cannot be had, or the modules do not fit it.
     """
     run = make_run(request)
-    by_episodes = ByEpisodes(
-        min(request.update_interval, request.max_episodes), request.max_episodes
-    )
+    budget = EpisodeBudget(min(request.update_interval, request.max_episodes), request.max_episodes)
     resume = Resume.AUTO if request.resume else Resume.NEVER
     with (
         told_as({"environment.address": "env_name"}),
         given_networks(request.actor, request.critic),
-        opened(run, resume=resume, overwrite=True, by_episodes=by_episodes) as opened_run,
+        open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
-        following = _Following(request, opened_run)
-        opened_run.on_step = following
-        opened_run.train()
+        following = _Following(request, network_run)
+        network_run.on_step = following
+        network_run.train()
     return following.returns
 
 

@@ -1,0 +1,229 @@
+"""Parallel episodes: their seeds, returns and lengths.
+
+    seeds --> VectorEnvironment --step--> returns, lengths --> FinishedEpisode
+
+An episode is determined by its seed and its actions. Both are kept while it is played, so that a
+resumed run can replay it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.errors import ExecutionError
+from ludus.trainer.classic.environments import VectorEnvironment, VectorStep
+
+_log = logging.getLogger(__name__)
+
+EpisodeSeed = Callable[[int, int], int | None]
+"""Function (environment index, episode number) -> seed. None means no further episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEpisode:
+    """The result of an episode."""
+
+    environment_index: int
+    """Index of its environment among the parallel environments."""
+    number: int
+    """Number of the episode in this environment, from 0."""
+    seed: int
+    episode_return: float
+    length: int
+    terminated: bool
+    success: bool | None
+
+    @property
+    def outcome(self) -> EpisodeOutcome:
+        """The outcome for evaluations."""
+        return EpisodeOutcome(self.seed, self.episode_return, self.length, self.success)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """One step of all N episodes."""
+
+    vector_step: VectorStep
+    """Step of the environments. `truncated` includes truncations by the run's own limit."""
+    finished: np.ndarray
+    """[N] bool: terminated or truncated."""
+    episodes: tuple[FinishedEpisode, ...]
+
+
+@dataclass(slots=True)
+class _RunningEpisode:
+    number: int
+    seed: int | None
+    """None if the environment only steps along with the others."""
+    actions: list[np.ndarray] = field(default_factory=list)
+    """Actions so far, in the action space."""
+    episode_return: float = 0.0
+
+
+class ParallelEpisodes:
+    """N environments, each with the episode that it plays.
+
+    Args:
+        max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
+        keeps_actions: whether `state` will be called.
+    """
+
+    def __init__(
+        self,
+        environments: VectorEnvironment,
+        episode_seed: EpisodeSeed,
+        *,
+        max_steps: int | None = None,
+        keeps_actions: bool = False,
+    ) -> None:
+        self._environments = environments
+        self._episode_seed = episode_seed
+        self._max_steps = max_steps
+        self._keeps_actions = keeps_actions
+        self._lengths = np.zeros(environments.num_environments, dtype=np.int64)
+        self._returns = np.zeros(environments.num_environments)
+        self._episodes: list[_RunningEpisode] = []
+        self.observations = np.zeros(0)
+        """[N, ...]: observations for the next actions."""
+
+    def start(self) -> None:
+        """Start the first episode of each environment."""
+        num_environments = self._environments.num_environments
+        self._episodes = [_RunningEpisode(-1, None) for _ in range(num_environments)]
+        self._start_next(range(num_environments))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True if an environment still plays an episode with a seed."""
+        return any(episode.seed is not None for episode in self._episodes)
+
+    def step(self, actions: np.ndarray) -> PlayedStep:
+        """Step all environments, and replace finished episodes by new ones.
+
+        Args:
+            actions: actions [N, ...] in the action space.
+
+        Raises:
+            ExecutionError: a reward is not a finite number.
+        """
+        step = self._environments.step(actions)
+        self._lengths += 1
+        if not np.isfinite(step.rewards).all():
+            index = int(np.flatnonzero(~np.isfinite(step.rewards))[0])
+            raise ExecutionError(
+                f"the environment returned the reward {step.rewards[index]} in step "
+                f"{self._lengths[index]} of an episode; rewards must be finite numbers"
+            )
+        self._returns += step.rewards
+        if self._keeps_actions:
+            for episode, action in zip(self._episodes, actions, strict=True):
+                episode.actions.append(action)
+        if self._max_steps is not None:
+            is_truncated = (self._lengths >= self._max_steps) & ~step.terminated
+            step = VectorStep(
+                step.observations, step.rewards, step.terminated, step.truncated | is_truncated
+            )
+        finished = step.terminated | step.truncated
+        self.observations = step.observations
+        if not finished.any():
+            return PlayedStep(step, finished, ())
+        indices = [int(index) for index in np.flatnonzero(finished)]
+        episodes = tuple(
+            self._finish_episode(index, step)
+            for index in indices
+            if self._episodes[index].seed is not None
+        )
+        self._start_next(indices)
+        return PlayedStep(step, finished, episodes)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return seed, number, actions and current observation of each unfinished episode."""
+        return [
+            {
+                "number": episode.number,
+                "seed": episode.seed,
+                "actions": torch.as_tensor(np.array(episode.actions)),
+                "observation": torch.as_tensor(np.array(observation)),
+            }
+            for episode, observation in zip(self._episodes, self.observations, strict=True)
+        ]
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Replay the episodes in `state` up to their current observations.
+
+        All environments step together. Environments with fewer actions start later, and repeat
+        another action until then. If a replayed episode has a different observation, all
+        environments start a new episode.
+        """
+        episodes = [
+            _RunningEpisode(saved["number"], saved["seed"], list(saved["actions"].numpy()))
+            for saved in state
+        ]
+        num_steps = max(len(episode.actions) for episode in episodes)
+        start_steps = [num_steps - len(episode.actions) for episode in episodes]
+        filler = next((episode.actions[0] for episode in episodes if episode.actions), None)
+        self._episodes = episodes
+        for step in range(num_steps + 1):
+            starting = [
+                index for index, start in enumerate(start_steps) if start == step or step == 0
+            ]
+            self._reset({index: episodes[index].seed or 0 for index in starting})
+            if step == num_steps:
+                break
+            actions = [
+                filler if step < start else episode.actions[step - start]
+                for start, episode in zip(start_steps, episodes, strict=True)
+            ]
+            self._replay_step(self._environments.step(np.array(actions)), start_steps, step)
+        observations = np.stack([saved["observation"].numpy() for saved in state])
+        if not np.array_equal(observations, self.observations):
+            _log.warning(
+                "the environment is not deterministic: unfinished episodes are played from the "
+                "start"
+            )
+            self._start_next(range(self._environments.num_environments))
+
+    def _replay_step(self, played: VectorStep, start_steps: Sequence[int], step: int) -> None:
+        """Record a replayed step. Waiting environments are reset when they finish."""
+        self._lengths += 1
+        self._returns += played.rewards
+        self.observations = played.observations
+        finished = np.flatnonzero(played.terminated | played.truncated)
+        waiting = [int(index) for index in finished if step < start_steps[index]]
+        self._reset({index: self._episodes[index].seed or 0 for index in waiting})
+
+    def _reset(self, seeds: Mapping[int, int]) -> None:
+        if not seeds:
+            return
+        self.observations = self._environments.reset(seeds)
+        indices = list(seeds)
+        self._lengths[indices], self._returns[indices] = 0, 0.0
+
+    def _start_next(self, indices: Iterable[int]) -> None:
+        seeds: dict[int, int] = {}
+        for index in indices:
+            number = self._episodes[index].number + 1
+            seed = self._episode_seed(index, number)
+            self._episodes[index] = _RunningEpisode(number, seed)
+            seeds[index] = 0 if seed is None else seed
+        self._reset(seeds)
+
+    def _finish_episode(self, index: int, step: VectorStep) -> FinishedEpisode:
+        episode, episode_return = self._episodes[index], float(self._returns[index])
+        assert episode.seed is not None
+        return FinishedEpisode(
+            environment_index=index,
+            number=episode.number,
+            seed=episode.seed,
+            episode_return=episode_return,
+            length=int(self._lengths[index]),
+            terminated=bool(step.terminated[index]),
+            success=self._environments.success(index, episode_return),
+        )
