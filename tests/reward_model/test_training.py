@@ -14,9 +14,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ludus.proto.config import RewardModelConfig
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.reward_models import RewardModelMetrics, RewardModelProgress
+from ludus.trainer.core.stopping import RunStopped
 from ludus.trainer.reward_model import RewardModel, load_reward_model, train_reward_model
 from ludus.trainer.reward_model.folder import training_folder
-from ludus.trainer.reward_model.training import Stopped, check_training
+from ludus.trainer.reward_model.training import check_training
 
 
 def configured(model: str, data: Path, output: Path, **fields: Any) -> RewardModelConfig:
@@ -74,7 +75,7 @@ def test_a_training_that_is_stopped_and_continued_equals_one_that_is_not_to_the_
         return steps == stop_after
 
     config = configured(path, preferences, tmp_path / "parts")
-    with pytest.raises(Stopped, match=f"after step {stop_after} of 8"):
+    with pytest.raises(RunStopped, match=f"after step {stop_after} of 8"):
         train_reward_model(config, should_stop=stop)
     assert not (tmp_path / "parts").exists()
     torch.manual_seed(5)  # what else the program draws is of no account
@@ -91,7 +92,7 @@ def test_a_training_continues_as_it_was_begun_or_not_at_all(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     config = configured(model_path, preferences, tmp_path / "rm")
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         train_reward_model(config, should_stop=lambda: True)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.003 and is 0\.001"):
         other = config.model_copy(update={"learning_rate": 1e-3})

@@ -35,6 +35,7 @@ from ludus.proto.reward_models import (
 )
 from ludus.trainer.algorithms.preference import listwise_loss
 from ludus.trainer.core.disk import write_atomically
+from ludus.trainer.core.stopping import RunStopped
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.reward_model.batches import pad, within_budget
 from ludus.trainer.reward_model.comparison_set import ComparisonSet, encode, epoch_batches, split
@@ -58,10 +59,6 @@ _TELL_EVERY_S = 1.0
 _CHECKPOINT_EVERY_S = 600.0
 
 
-class Stopped(LudusError):
-    """The training was asked to stop; a checkpoint holds all of it."""
-
-
 def train_reward_model(
     config: RewardModelConfig,
     *,
@@ -80,7 +77,7 @@ def train_reward_model(
 
     Raises:
         UserError: it cannot begin as configured; nothing is written then.
-        Stopped: `should_stop` said so; the checkpoint is written.
+        RunStopped: `should_stop` said so; the checkpoint is written.
     """
     check_output(config.output, overwrite=overwrite)
     with _own_random_numbers(config), TrainingFolder.opened(config, resume) as folder:
@@ -165,7 +162,7 @@ class _Training:
             self._say("train")
             if should_stop():
                 self._save_checkpoint()
-                raise Stopped(
+                raise RunStopped(
                     f"stopped after step {place.step} of {self._num_steps}; continue with "
                     f"--resume, or resume_checkpoint = '{self._folder.path}'"
                 )
