@@ -77,7 +77,10 @@ PAST_PARTICIPLE = re.compile(
     r"[a-z]+(ed|ilt|ound|oken|osen|riven|awn|itten)$"
 )
 MIN_WORDS_OF_MESSAGE = 3
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "envs/math_env/models.py: name: left": "a field of the observation that clients read",
+    "envs/uno_env/models.py: name: others": "a field of the observation that clients read",
+}
 """Findings that stay, as "path: rule: text", each with its reason."""
 
 
