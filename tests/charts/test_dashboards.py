@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dashboards import DASHBOARDS, TARGET, stale
+from dashboards import DASHBOARDS, TARGET, find_stale_files
 from grafana.model import Dashboard
 
 from ludus.proto.metrics import EnvServerMetric
@@ -49,7 +49,7 @@ def panels(board: Json) -> Iterator[Json]:
 
 
 def test_the_files_are_what_the_program_writes() -> None:
-    assert stale() == [], "run .venv/bin/python dev/dashboards.py"
+    assert find_stale_files() == [], "run .venv/bin/python dev/dashboards.py"
     assert len(FILES) == len(DASHBOARDS) >= 4
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from dashboard_pictures import TARGET, draw
 from dashboards import DASHBOARDS
-from grafana.drawing import Series, Span, shown_value
+from grafana.drawing import Series, Span, format_value
 from grafana.model import Dashboard, Query
 
 SPAN = Span(0.0, 420.0)
@@ -48,7 +48,7 @@ def test_every_panel_is_in_the_picture(dashboard: Dashboard) -> None:
     ],
 )
 def test_values_have_their_unit(value: float, unit: str, text: str) -> None:
-    assert shown_value(value, unit) == text
+    assert format_value(value, unit) == text
 
 
 def test_the_page_has_a_picture_of_every_dashboard() -> None:
