@@ -127,15 +127,15 @@ def test_a_group_that_was_lost_has_its_task_again_three_times_and_one_that_taugh
     specs = [mixture.next_group() for _ in range(4)]
     assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
     first = next(spec for spec in specs if spec.environment == "rows")
-    assert mixture.replacement(first).seeds == (2, 2)
+    assert mixture.replace_group(first).seeds == (2, 2)
     again = first
     for _ in range(3):
-        before, again = again, mixture.replacement(again, is_lost=True)
+        before, again = again, mixture.replace_group(again, is_lost=True)
         assert again.seeds == first.seeds and again.index > before.index
-    assert mixture.replacement(again, is_lost=True).seeds == (3, 3)
-    assert mixture.renewed(first).seeds == first.seeds
+    assert mixture.replace_group(again, is_lost=True).seeds == (3, 3)
+    assert mixture.reissue_group(first).seeds == first.seeds
     coins = next(spec for spec in specs if spec.environment == "coins")
-    assert mixture.replacement(coins, is_lost=True).seeds != coins.seeds
+    assert mixture.replace_group(coins, is_lost=True).seeds != coins.seeds
 
 
 def test_places_go_on_where_other_environments_join() -> None:
@@ -158,13 +158,13 @@ def vars_of(state: MixtureState) -> dict[str, Any]:
 
 def test_episodes_with_a_task_each_take_as_many_places_as_they_are() -> None:
     seeds = GroupSeeds(0, 3, shared=False, num_tasks={"rows": 10})
-    assert [seeds.of("rows", index, index) for index in range(2)] == [(0, 1, 2), (3, 4, 5)]
+    assert [seeds.select("rows", index, index) for index in range(2)] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_places_begin_anew_after_whole_passes_below_the_seeds_of_the_warm_start() -> None:
     seeds = GroupSeeds(0, 1, shared=True, num_tasks={"rows": 10})
     last = 2**30 // 10 * 10 - 1
-    assert (seeds.of("rows", 0, last), seeds.of("rows", 0, last + 1)) == ((last,), (0,))
+    assert (seeds.select("rows", 0, last), seeds.select("rows", 0, last + 1)) == ((last,), (0,))
 
 
 # -- steps -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Small rollouts and groups for the tests of the data path."""
+"""Small rollouts and groups for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.trainer.core.types import (
 def make_rollout(
     reward: float | None, *, token_ids: Sequence[int] = (5, 6, 7, 8), version: int = 0
 ) -> Rollout:
-    """A rollout of one turn whose last two tokens were sampled; reward None = lost."""
+    """Return a rollout of one turn whose last two tokens were sampled; reward None = lost."""
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
     num_prompt = len(token_ids) - 2
     sequence = TokenSequence(
@@ -41,7 +41,7 @@ def make_rollout(
 
 
 def make_group(*rewards: float | None, index: int = 0, version: int = 0) -> RolloutGroup:
-    """A group of such rollouts, each with tokens of its own."""
+    """Return a group of such rollouts, each with different tokens."""
     rollouts = [
         make_rollout(reward, token_ids=(5, 6, 7 + number, 8), version=version)
         for number, reward in enumerate(rewards)

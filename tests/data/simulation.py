@@ -1,7 +1,7 @@
-"""A run, event by event in virtual time, with the real buffer and the real admission.
+"""A simulated run in virtual time, with the real buffer and the real admission.
 
-Groups take as long as planned and end as planned, steps train and deliveries travel as long as
-planned: the tests of the window and the benchmark of the two loops play the same game.
+A plan fixes the durations of groups, training steps and deliveries, and how each group ends. The
+tests of the window and the benchmark of the two loops use the same simulation.
 """
 
 from __future__ import annotations
@@ -11,60 +11,60 @@ import math
 from dataclasses import dataclass, field
 
 from ludus.trainer.core.types import RolloutGroup
-from ludus.trainer.data.admission import Admission
+from ludus.trainer.data.admission import GroupAdmission
 from ludus.trainer.data.buffer import GroupBuffer
 from tests.data.rollouts import make_group
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One simulated run."""
+    """The settings of a simulated run."""
 
     groups_per_step: int
     max_staleness: int
     window_fraction: float
-    num_places: int
+    num_slots: int
     durations: list[float]
-    """Of group n, over and over."""
-    fates: list[str]
+    """Durations of the groups in seconds, repeated."""
+    outcomes: list[str]
     train_s: float
     deliver_s: float
     num_steps: int = 6
 
     @property
     def window(self) -> int:
-        """W."""
-        most = (self.max_staleness + 1) * self.groups_per_step
-        return max(1, math.floor(self.window_fraction * most))
+        """The window W of the buffer."""
+        max_groups = (self.max_staleness + 1) * self.groups_per_step
+        return max(1, math.floor(self.window_fraction * max_groups))
 
     def duration_s(self, index: int) -> float:
-        """How long group `index` is played."""
+        """Return the duration of group `index` in seconds."""
         return self.durations[index % len(self.durations)]
 
 
 @dataclass
 class Simulation:
-    """Plays a plan to its last step."""
+    """A simulation of a plan."""
 
     plan: Plan
     now_s: float = 0.0
     step: int = 0
-    held: int = 0
-    num_begun: int = 0
+    worker_version: int = 0
+    num_started: int = 0
     num_playing: int = 0
     trained: list[list[RolloutGroup]] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     events: list[tuple[float, int, str, int]] = field(default_factory=list)
-    begun_under: dict[int, int] = field(default_factory=dict)
+    start_version: dict[int, int] = field(default_factory=dict)
     learner_is_free: bool = True
     deliveries: list[int] = field(default_factory=list)
     learner_waited_s: float = 0.0
     played_s: float = 0.0
-    """Of all groups together, which have ended."""
-    _free_since_s: float = 0.0
+    """Total duration of all finished groups in seconds."""
+    learner_free_since_s: float = 0.0
 
     def run(self) -> None:
-        """Train all steps; fail when nothing is left that could happen."""
+        """Train all steps; fail if no event is left."""
         plan = self.plan
         self.buffer = GroupBuffer(
             groups_per_step=plan.groups_per_step,
@@ -72,7 +72,7 @@ class Simulation:
             window_fraction=plan.window_fraction,
             keep_zero_variance_groups=False,
         )
-        self.admission = Admission(plan.groups_per_step, plan.max_staleness)
+        self.admission = GroupAdmission(plan.groups_per_step, plan.max_staleness)
         while len(self.trained) < self.plan.num_steps:
             self.admit()
             self.train()
@@ -81,54 +81,56 @@ class Simulation:
                 self.now_s, _, kind, number = heapq.heappop(self.events)
                 getattr(self, kind)(number)
 
-    def later(self, delay_s: float, kind: str, number: int) -> None:
+    def schedule(self, delay_s: float, kind: str, number: int) -> None:
         heapq.heappush(self.events, (self.now_s + delay_s, len(self.events), kind, number))
 
     def admit(self) -> None:
-        while self.num_playing < self.plan.num_places and self.admission.capacity(self.held):
-            index = self.num_begun
+        while self.num_playing < self.plan.num_slots and self.admission.capacity(
+            self.worker_version
+        ):
+            index = self.num_started
             self.admission.admit(1)
-            self.buffer.begin([index], self.held)
-            self.begun_under[index] = self.held
-            self.num_begun += 1
+            self.buffer.begin([index], self.worker_version)
+            self.start_version[index] = self.worker_version
+            self.num_started += 1
             self.num_playing += 1
-            self.later(self.plan.duration_s(index), "end_group", index)
+            self.schedule(self.plan.duration_s(index), "end_group", index)
 
     def train(self) -> None:
         if self.learner_is_free and (groups := self.buffer.take(self.step)):
             self.trained.append(groups)
             self.learner_is_free = False
-            self.learner_waited_s += self.now_s - self._free_since_s
-            self.later(self.plan.train_s, "end_step", self.step + 1)
+            self.learner_waited_s += self.now_s - self.learner_free_since_s
+            self.schedule(self.plan.train_s, "end_step", self.step + 1)
 
     def end_group(self, index: int) -> None:
         self.num_playing -= 1
         self.played_s += self.plan.duration_s(index)
-        fate = self.plan.fates[index % len(self.plan.fates)]
-        self.ended[index] = fate
-        rewards = {"lives": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
-        group = make_group(*rewards[fate], index=index, version=self.begun_under[index])
-        refused = self.buffer.put([group])
-        assert [one.index for one in refused] == ([] if fate == "lives" else [index])
-        self.admission.give_back(len(refused))
+        outcome = self.plan.outcomes[index % len(self.plan.outcomes)]
+        self.ended[index] = outcome
+        rewards = {"trained": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
+        group = make_group(*rewards[outcome], index=index, version=self.start_version[index])
+        refusals = self.buffer.put([group])
+        assert [refusal.index for refusal in refusals] == ([] if outcome == "trained" else [index])
+        self.admission.release(len(refusals))
 
     def end_step(self, version: int) -> None:
         self.step = version
         self.deliveries.append(version)
         if len(self.deliveries) == 1:
-            self.later(self.plan.deliver_s, "end_delivery", version)
+            self.schedule(self.plan.deliver_s, "end_delivery", version)
 
     def end_delivery(self, version: int) -> None:
-        # At most one is under way, and the learner waits for it before the next.
-        self.held = version
+        # At most one delivery runs at a time, and the learner waits for it before the next.
+        self.worker_version = version
         self.deliveries.remove(version)
-        for waiting in self.deliveries[:1]:
-            self.later(self.plan.deliver_s, "end_delivery", waiting)
+        for next_version in self.deliveries[:1]:
+            self.schedule(self.plan.deliver_s, "end_delivery", next_version)
         self.learner_is_free = True
-        self._free_since_s = self.now_s
+        self.learner_free_since_s = self.now_s
 
     def overtakers(self, index: int) -> int:
-        """Groups that began after `index` and were trained on in a batch before it."""
+        """Return the number of groups that started after `index` and were trained on before it."""
         order = [{group.index for group in batch} for batch in self.trained]
-        own = next((n for n, batch in enumerate(order) if index in batch), len(order))
-        return sum(other > index for batch in order[:own] for other in batch)
+        own_batch = next((n for n, batch in enumerate(order) if index in batch), len(order))
+        return sum(later > index for batch in order[:own_batch] for later in batch)

@@ -1,4 +1,4 @@
-"""The buffer trains on what teaches, in the order in which it began."""
+"""The buffer returns useful groups in their starting order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_buffer(
     window_fraction: float = 1.0,
     keep_zero_variance_groups: bool = False,
 ) -> GroupBuffer:
-    """An empty buffer."""
+    """Return an empty buffer."""
     return GroupBuffer(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
@@ -26,7 +26,7 @@ def make_buffer(
     )
 
 
-def test_a_batch_takes_the_groups_that_began_first_and_has_them_by_index() -> None:
+def test_batch_has_the_oldest_groups_sorted_by_index() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([4, 2, 9], version=0)
     buffer.put([make_group(1, -1, index=index) for index in (9, 2, 4)])
@@ -34,7 +34,7 @@ def test_a_batch_takes_the_groups_that_began_first_and_has_them_by_index() -> No
     assert [group.index for group in buffer.groups] == [9]
 
 
-def test_a_batch_is_taken_whole_or_not_at_all() -> None:
+def test_incomplete_batch_is_not_taken() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([0, 1], version=0)
     buffer.put([make_group(1, -1, index=0)])
@@ -42,32 +42,32 @@ def test_a_batch_is_taken_whole_or_not_at_all() -> None:
     assert len(buffer) == 1
 
 
-def test_no_group_overtakes_one_that_would_be_too_old_afterwards() -> None:
+def test_group_does_not_overtake_a_group_with_an_earlier_deadline() -> None:
     buffer = make_buffer(groups_per_step=1, max_staleness=0)
     buffer.begin([0], version=0)
     buffer.begin([1], version=1)
     buffer.put([make_group(1, -1, index=1, version=1)])
-    assert buffer.take(0) == [], "group 0 may be trained on in batch 0 only"
+    assert buffer.take(0) == [], "group 0 must be in batch 0"
 
 
 @pytest.mark.parametrize("rewards", [(1, 1), (0.1 + 0.2, 0.1 + 0.2), (1, None), (None, None)])
-def test_a_group_that_teaches_nothing_is_refused_for_replacement(
+def test_useless_group_is_refused(
     rewards: tuple[float | None, ...],
 ) -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
-    assert [one.index for one in buffer.put([make_group(*rewards)])] == [0]
+    assert [refusal.index for refusal in buffer.put([make_group(*rewards)])] == [0]
     assert len(buffer) == 0
-    assert buffer.put([make_group(*rewards)]) == [], "it is replaced once"
+    assert buffer.put([make_group(*rewards)]) == [], "a group is replaced only once"
 
 
-def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
+def test_rewards_with_different_rounding_are_not_equal() -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
     assert buffer.put([make_group(0.1 + 0.2, 0.3)]) == []
 
 
-def test_zero_variance_groups_are_kept_on_request_but_never_void_ones() -> None:
+def test_zero_variance_groups_may_be_kept_but_not_void_groups() -> None:
     buffer = make_buffer(keep_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
     assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [
@@ -76,13 +76,13 @@ def test_zero_variance_groups_are_kept_on_request_but_never_void_ones() -> None:
     assert [group.index for group in buffer.groups] == [0]
 
 
-def test_a_lost_episode_does_not_spoil_its_group() -> None:
+def test_group_with_one_lost_episode_is_kept() -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
     assert buffer.put([make_group(1, -1, None)]) == []
 
 
-def test_groups_that_died_with_their_worker_are_to_be_replaced() -> None:
+def test_lost_group_is_refused() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
     lost = make_lost_group(GroupSpec(0, "coins", (1, 1)))
@@ -90,14 +90,14 @@ def test_groups_that_died_with_their_worker_are_to_be_replaced() -> None:
     assert buffer.counts["coins"].num_lost == 2
 
 
-def test_a_group_sampled_by_older_weights_than_it_should_be_is_refused_and_counted() -> None:
+def test_stale_group_is_refused() -> None:
     buffer = make_buffer(max_staleness=1)
     buffer.begin([0], version=5)
     assert buffer.put([make_group(1, -1, version=4)]) == [Refusal(0, is_lost=True)]
     assert buffer.counts["coins"].num_stale_groups == 1
 
 
-def test_counts_add_up_and_start_again_once_taken() -> None:
+def test_taking_counts_resets_them() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
     buffer.put([make_group(1, -1, None, index=0), make_group(0, 0, index=1)])
@@ -107,29 +107,29 @@ def test_counts_add_up_and_start_again_once_taken() -> None:
     assert buffer.take_counts() == {}
 
 
-def test_what_is_restored_is_all_there_is_and_late_comers_are_refused_and_counted() -> None:
+def test_restore_replaces_the_contents() -> None:
     buffer = make_buffer(groups_per_step=2)
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0)])
-    kept = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
-    assert buffer.restore(kept, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
+    restored = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
+    assert buffer.restore(restored, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
-    assert buffer.put([make_group(1, 1, index=1)]) == [], "nothing takes its place"
+    assert buffer.put([make_group(1, 1, index=1)]) == [], "the group is not replaced"
     assert buffer.state().refused == []
     counts = buffer.counts["coins"]
-    assert counts.num_rolled_back_groups == 2, "one that waited, one that came late"
+    assert counts.num_rolled_back_groups == 2, "a waiting group and a late group"
     assert counts.num_groups == 6
 
 
-def test_what_a_lower_bound_makes_too_old_is_dropped_when_restored() -> None:
+def test_restore_drops_stale_groups() -> None:
     buffer = make_buffer(groups_per_step=2, max_staleness=0)
-    waited = [make_group(1, -1, index=index, version=min(5, 4 + index // 2)) for index in range(6)]
-    assert buffer.restore(waited, {}, version=5) == 2
+    groups = [make_group(1, -1, index=index, version=min(5, 4 + index // 2)) for index in range(6)]
+    assert buffer.restore(groups, {}, version=5) == 2
     assert [group.index for group in buffer.take(5)] == [2, 3]
     assert buffer.counts["coins"].num_stale_groups == 4
 
 
-def test_all_that_is_held_is_told_at_once() -> None:
+def test_state_contains_everything_once() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0), make_group(1, 1, index=1)])

@@ -1,4 +1,4 @@
-"""Reasons are short, kinds are few, and the commonest of them can be named."""
+"""Reasons are short and grouped into few kinds."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from ludus.trainer.data.failures import (
     MAX_KINDS,
     MAX_REASON_CHARACTERS,
     add_failures,
-    commonest,
     count_failures,
     describe,
-    kind_of,
-    unwrapped,
+    failure_kind,
+    first_error,
+    most_common_reason,
 )
 
 
-def caught(error: Exception) -> Exception:
-    """The error, raised here."""
+def raise_and_catch(error: Exception) -> Exception:
+    """Return the error with a traceback of this function."""
     try:
         raise error
-    except Exception as raised:  # noqa: BLE001 - handed back
+    except Exception as raised:  # noqa: BLE001 - returned
         return raised
 
 
-def test_a_reason_is_one_line_that_says_where_foreign_code_raised() -> None:
-    assert describe(caught(KeyError("answer"))).startswith(
-        "KeyError: 'answer' (in caught, test_failures.py:"
+def test_reason_is_one_line_with_a_location() -> None:
+    assert describe(raise_and_catch(KeyError("answer"))).startswith(
+        "KeyError: 'answer' (in raise_and_catch, test_failures.py:"
     )
-    assert describe(caught(ExecutionError("step failed:\n  no luck"))) == (
+    assert describe(raise_and_catch(ExecutionError("step failed:\n  no luck"))) == (
         "ExecutionError: step failed: no luck"
     )
 
 
-def test_a_reason_is_bounded_whatever_the_message() -> None:
-    assert len(describe(caught(ValueError("x" * 100_000)))) == MAX_REASON_CHARACTERS
+def test_reason_has_a_maximum_length() -> None:
+    assert len(describe(raise_and_catch(ValueError("x" * 100_000)))) == MAX_REASON_CHARACTERS
 
 
-def test_an_error_that_cannot_be_printed_is_a_reason_all_the_same() -> None:
+def test_error_without_a_message_has_a_reason() -> None:
     class Broken(Exception):
         def __str__(self) -> str:
-            raise RuntimeError("no words")
+            raise RuntimeError("cannot be printed")
 
-    assert describe(caught(Broken())).startswith("Broken: no message")
+    assert describe(raise_and_catch(Broken())).startswith("Broken: no message")
 
 
-def test_of_a_group_of_errors_the_first_is_the_reason() -> None:
+def test_first_error_of_a_group_is_the_reason() -> None:
     lost = SessionLostError("the server died")
     group = ExceptionGroup("two", [ExceptionGroup("one", [lost]), ValueError("later")])
-    assert unwrapped(group) is lost
+    assert first_error(group) is lost
     assert describe(group) == "SessionLostError: the server died"
 
 
-def test_reasons_that_differ_by_numbers_and_ids_are_one_kind() -> None:
-    one = kind_of("ExecutionError: session 3f9a2b-17 failed at step 12")
-    assert one == kind_of("ExecutionError: session 77aa01-18 failed at step 3")
-    assert one != kind_of("ExecutionError: session 3f9a2b-17 was refused at step 12")
+def test_reasons_that_differ_in_numbers_are_one_kind() -> None:
+    kind = failure_kind("ExecutionError: session 3f9a2b-17 failed at step 12")
+    assert kind == failure_kind("ExecutionError: session 77aa01-18 failed at step 3")
+    assert kind != failure_kind("ExecutionError: session 3f9a2b-17 was refused at step 12")
 
 
-def test_the_commonest_kind_is_named_by_its_first_example() -> None:
-    counted = count_failures(["away", "bad at 1", "bad at 2"])
-    both = add_failures(counted, count_failures(["away", "bad at 3", "bad at 4"]))
-    assert {count.num_episodes for count in both.values()} == {2, 4}
-    assert commonest(both) == "bad at 1"
-    assert commonest({}) == ""
+def test_most_common_reason_is_the_first_example_of_its_kind() -> None:
+    counts = count_failures(["away", "bad at 1", "bad at 2"])
+    sums = add_failures(counts, count_failures(["away", "bad at 3", "bad at 4"]))
+    assert {count.num_episodes for count in sums.values()} == {2, 4}
+    assert most_common_reason(sums) == "bad at 1"
+    assert most_common_reason({}) == ""
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_however_many_reasons_there_are_their_kinds_are_few_and_no_episode_uncounted(
-    at_once: bool,
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_number_of_kinds_is_bounded_and_all_episodes_are_counted(
+    in_one_call: bool,
 ) -> None:
     words = ["".join(chr(97 + int(digit)) for digit in str(number)) for number in range(300)]
     reasons = ["often"] * 9 + words
-    if at_once:
+    if in_one_call:
         counts = count_failures(reasons)
     else:
         counts = {}

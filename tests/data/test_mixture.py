@@ -1,4 +1,4 @@
-"""Environments get their share of the groups, and new ones when the old are mastered."""
+"""Environments get their share of the groups; a curriculum opens them one by one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ludus.trainer.run.checkpoint import RunState
 
 
 def make_run(weights: dict[str, float], **rest: object) -> LanguageModelRun:
-    """A run that mixes environments of these weights."""
+    """Return a run with environments of these weights."""
     environments = {name: {"weight": weight} for name, weight in weights.items()}
     return LanguageModelRun.model_validate({"environments": environments, **rest})
 
 
 def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mixture:
-    """The mixture of a run, at its beginning unless it stands at `state`."""
+    """Return the mixture of a run, in its initial state or in `state`."""
     return Mixture(run, state or MixtureState(), GroupSeeds(run.seed, 2, shared=True))
 
 
 def play(mixture: Mixture, num_groups: int) -> Counter[str]:
-    """How many of the next groups each environment gets."""
+    """Return the number of groups of each environment among the next groups."""
     return Counter(mixture.next_group().environment for _ in range(num_groups))
 
 
 def won(num_wins: int, num_games: int, num_groups: int = 8) -> RolloutCounts:
-    """Counts of groups with so many games won."""
+    """Return the counts of groups with this number of wins."""
     return RolloutCounts(
         num_groups=num_groups,
         num_scored=num_games,
@@ -61,85 +61,85 @@ def test_proportions_are_exact_over_whole_rounds() -> None:
         assert play(mixture, 6) == {"a": 3, "b": 1, "c": 2}
 
 
-def test_two_runs_of_the_same_configuration_deal_the_same_groups() -> None:
+def test_equal_configurations_have_equal_groups() -> None:
     run = make_run({"a": 3, "b": 1})
-    one, other = make_mixture(run), make_mixture(run)
-    assert [one.next_group() for _ in range(50)] == [other.next_group() for _ in range(50)]
+    first, second = make_mixture(run), make_mixture(run)
+    assert [first.next_group() for _ in range(50)] == [second.next_group() for _ in range(50)]
 
 
-def test_one_environment_alone_counts_its_groups_from_zero() -> None:
+def test_indices_of_a_single_environment_start_at_zero() -> None:
     mixture = make_mixture(make_run({"a": 1}))
     assert [mixture.next_group().index for _ in range(4)] == [0, 1, 2, 3]
 
 
-def test_what_an_environment_plays_does_not_depend_on_the_others_replacements() -> None:
+def test_replacements_do_not_affect_other_environments() -> None:
     run = make_run({"a": 1, "b": 1})
-    calm, troubled = make_mixture(run), make_mixture(run)
-    of_b: dict[str, list[int]] = {"calm": [], "troubled": []}
+    plain, replacing = make_mixture(run), make_mixture(run)
+    indices_of_b: dict[str, list[int]] = {"plain": [], "replacing": []}
     for _ in range(20):
-        spec = calm.next_group()
-        of_b["calm"] += [spec.index] * (spec.environment == "b")
-        spec = troubled.next_group()
+        spec = plain.next_group()
+        indices_of_b["plain"] += [spec.index] * (spec.environment == "b")
+        spec = replacing.next_group()
         if spec.environment == "a":
-            assert troubled.replacement(spec).environment == "a"
-        of_b["troubled"] += [spec.index] * (spec.environment == "b")
-    assert of_b["calm"] == of_b["troubled"]
+            assert replacing.replace_group(spec).environment == "a"
+        indices_of_b["replacing"] += [spec.index] * (spec.environment == "b")
+    assert indices_of_b["plain"] == indices_of_b["replacing"]
 
 
-def test_no_index_is_ever_given_twice() -> None:
+def test_indices_are_unique() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
     specs = [mixture.next_group() for _ in range(30)]
-    specs += [mixture.replacement(spec) for spec in specs]
+    specs += [mixture.replace_group(spec) for spec in specs]
     earlier = MixtureState(names=["a", "b"], num_begun={"a": 3, "b": 1}, credits={"a": 0, "b": 0})
-    mixture.go_back_to(earlier)
+    mixture.roll_back(earlier)
     specs += [mixture.next_group() for _ in range(30)]
     assert len({spec.index for spec in specs}) == len(specs)
 
 
-def test_a_place_whose_groups_keep_teaching_nothing_goes_to_any_environment() -> None:
+def test_slot_with_many_replacements_goes_to_any_environment() -> None:
     mixture = make_mixture(make_run({"mastered": 1, "open": 1}))
     spec = mixture.next_group()
-    played = []
-    while len(played) < 20:
-        played.append(spec.environment)
-        spec = mixture.replacement(spec)
-    assert played[:9] == ["mastered"] * 9
-    assert "open" in played
+    environments = []
+    while len(environments) < 20:
+        environments.append(spec.environment)
+        spec = mixture.replace_group(spec)
+    assert environments[:9] == ["mastered"] * 9
+    assert "open" in environments
 
 
-def test_it_continues_exactly_where_a_checkpoint_says() -> None:
+def test_mixture_resumes_from_a_checkpoint() -> None:
     run = make_run({"a": 3, "b": 2, "c": 1}, curriculum={"window_groups": 4})
     mixture = make_mixture(run)
     for number in range(7):
         mixture.next_group()
         mixture.observe({"a": won(number, 8, num_groups=1)})
-    saved = RunState(mixture=mixture.state).model_dump_json()
-    resumed = make_mixture(run, RunState.model_validate_json(saved).mixture)
+    text = RunState(mixture=mixture.state).model_dump_json()
+    resumed = make_mixture(run, RunState.model_validate_json(text).mixture)
     for number in range(30):
         assert resumed.next_group() == mixture.next_group()
-        for one in (resumed, mixture):
-            one.observe({"a": won(8, 8, num_groups=1), "b": won(number % 8, 8)})
+        for each in (resumed, mixture):
+            each.observe({"a": won(8, 8, num_groups=1), "b": won(number % 8, 8)})
     assert resumed.weights == mixture.weights
 
 
-def test_a_run_resumed_with_another_environment_gives_no_index_again() -> None:
+def test_run_resumed_with_another_environment_uses_new_indices() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1}))
-    before = {mixture.next_group().index for _ in range(9)}
-    more = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
-    after = [more.next_group() for _ in range(30)]
-    assert before.isdisjoint(spec.index for spec in after)
-    assert Counter(spec.environment for spec in after) == {"a": 10, "b": 10, "c": 10}
+    used_indices = {mixture.next_group().index for _ in range(9)}
+    extended = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
+    specs = [extended.next_group() for _ in range(30)]
+    assert used_indices.isdisjoint(spec.index for spec in specs)
+    assert Counter(spec.environment for spec in specs) == {"a": 10, "b": 10, "c": 10}
 
 
 CURRICULUM = {"unlock_at": 0.75, "window_groups": 16, "mastered_weight": 0.25}
 
 
-def test_a_curriculum_begins_with_its_first_environment_alone() -> None:
+def test_curriculum_starts_with_the_first_environment_only() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     assert play(mixture, 10) == {"easy": 10}
 
 
-def test_the_next_environment_opens_at_the_win_rate_over_a_whole_window() -> None:
+def test_next_environment_opens_at_the_win_rate_over_a_window() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": won(64, 64)})
     assert play(mixture, 10) == {"easy": 10}, "half a window"
@@ -151,14 +151,14 @@ def test_the_next_environment_opens_at_the_win_rate_over_a_whole_window() -> Non
     assert play(mixture, 50) == {"easy": 10, "hard": 40}, "mastered: a quarter of its weight"
 
 
-def test_zero_variance_groups_count_for_the_win_rate_since_what_is_always_won_is_dead() -> None:
+def test_zero_variance_groups_count_for_the_win_rate() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    dead = RolloutCounts(num_groups=16, num_zero_variance_groups=16, num_scored=64, num_wins=64)
-    mixture.observe({"easy": dead})
+    counts = RolloutCounts(num_groups=16, num_zero_variance_groups=16, num_scored=64, num_wins=64)
+    mixture.observe({"easy": counts})
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 
 
-def test_it_says_which_environment_it_has_opened_and_how_many_are_open() -> None:
+def test_observe_returns_the_opened_environment() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}, curriculum=CURRICULUM))
     assert (mixture.observe({"a": won(0, 64, num_groups=16)}), mixture.num_open) == (None, 1)
     assert (mixture.observe({"a": won(64, 64, num_groups=16)}), mixture.num_open) == ("b", 2)
@@ -168,50 +168,50 @@ def test_it_says_which_environment_it_has_opened_and_how_many_are_open() -> None
 
 
 @pytest.mark.parametrize("num_scored", [0, 64])
-def test_an_environment_without_wins_opens_nothing(num_scored: int) -> None:
+def test_environment_without_wins_opens_no_other(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": won(0, num_scored, num_groups=32), "hard": won(64, 64)})
     assert list(mixture.weights) == ["easy"]
 
 
-def test_an_environment_that_never_says_what_succeeded_is_refused_at_once() -> None:
+def test_environment_without_reported_success_is_refused() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    silent = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
-    with pytest.raises(ConfigError) as refused:
-        mixture.observe({"easy": silent})
-    assert str(refused.value) == (
-        "curriculum.unlock_at expected environment 'easy' to say whether its episodes succeed, got "
-        "4 that ended without a word; set success in its last transition (a rollout function "
-        "passes it on in Ended), or take section curriculum out"
+    unreported = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
+    with pytest.raises(ConfigError) as caught:
+        mixture.observe({"easy": unreported})
+    assert str(caught.value) == (
+        "environment 'easy' does not report success (4 episodes ended without it), which "
+        "curriculum.unlock_at needs; set success in its last transition (a rollout function "
+        "passes it on in Ended), or remove section curriculum"
     )
 
 
-def test_an_environment_that_opens_nothing_need_not_say_what_succeeded() -> None:
-    silent = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
-    alone = make_mixture(make_run({"easy": 1, "hard": 1}))
-    alone.observe({"easy": silent})
+def test_last_environment_need_not_report_success() -> None:
+    unreported = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
+    without_curriculum = make_mixture(make_run({"easy": 1, "hard": 1}))
+    without_curriculum.observe({"easy": unreported})
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": won(64, 64, num_groups=16)})
-    mixture.observe({"easy": silent, "hard": silent})
+    mixture.observe({"easy": unreported, "hard": unreported})
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 
 
-def test_episodes_that_did_not_come_to_their_end_say_nothing_about_their_environment() -> None:
+def test_truncated_episodes_need_not_report_success() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    cut_off = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
-    mixture.observe({"easy": cut_off})
+    truncated = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
+    mixture.observe({"easy": truncated})
     assert list(mixture.weights) == ["easy"]
 
 
-def test_an_evaluation_without_a_single_verdict_is_told_before_training(caplog) -> None:
-    silent = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+def test_evaluation_without_reported_success_is_logged(caplog) -> None:
+    unreported = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
     judged = summarize([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
-    played = {"easy": judged, "middle": silent, "hard": silent}
-    weights = dict.fromkeys(played, 1.0)
-    make_mixture(make_run(weights)).expect_success(played)
+    results = {"easy": judged, "middle": unreported, "hard": unreported}
+    weights = dict.fromkeys(results, 1.0)
+    make_mixture(make_run(weights)).warn_without_success(results)
     assert not caplog.messages
-    make_mixture(make_run(weights, curriculum=CURRICULUM)).expect_success(played)
+    make_mixture(make_run(weights, curriculum=CURRICULUM)).warn_without_success(results)
     assert caplog.messages == [
-        "environment 'middle' said of none of 4 evaluated games whether it succeeded; "
+        "environment 'middle' did not report success in any of 4 evaluated episodes; "
         "curriculum.unlock_at counts successes to open the next environment"
     ]

@@ -1,4 +1,4 @@
-"""Rows of different lengths are read like a list of arrays, and travel as two."""
+"""Ragged arrays behave like a list of arrays, and are sent as two buffers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ludus.trainer.core.ragged import Ragged
 ROWS = [[1, 2, 3], [], [4]]
 
 
-def test_rows_are_read_like_a_list() -> None:
+def test_rows_behave_like_a_list() -> None:
     ragged = Ragged.from_rows(ROWS, np.int64)
     assert [row.tolist() for row in ragged] == ROWS
     assert [row.tolist() for row in ragged[1:]] == ROWS[1:]
     assert ragged[-1].tolist() == [4]
     assert ragged.lengths.tolist() == [3, 0, 1]
     assert ragged.values.dtype == np.int64
-    for beyond in (3, -4):
+    for index in (3, -4):
         with pytest.raises(IndexError):
-            ragged[beyond]
+            ragged[index]
 
 
 def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
@@ -30,17 +30,17 @@ def test_rows_are_taken_in_any_order_and_more_than_once() -> None:
     assert ragged.take([]).dtype == np.float32
 
 
-def test_no_rows_are_a_sequence_too() -> None:
+def test_ragged_may_be_empty() -> None:
     empty = Ragged.from_rows([], np.bool_)
     assert len(empty) == 0
     assert list(empty) == []
     assert empty.lengths.tolist() == []
 
 
-def test_a_thousand_rows_travel_as_two_buffers() -> None:
+def test_thousand_rows_are_sent_as_two_buffers() -> None:
     buffers: list[pickle.PickleBuffer] = []
     ragged = Ragged.from_rows([[1]] * 1000, np.int64)
-    sent = pickle.dumps(ragged, protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(ragged, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2
-    received = pickle.loads(sent, buffers=buffers)
+    received = pickle.loads(data, buffers=buffers)
     assert [row.tolist() for row in received] == [[1]] * 1000

@@ -1,6 +1,6 @@
-"""Whatever the durations: no sample is too old, nothing is lost, nobody waits for ever.
+"""For any durations, no sample is too old, no group is lost, and no group waits forever.
 
-Runs are simulated (simulation.py) with durations and ends of all kinds.
+The tests simulate runs (simulation.py) with random durations and outcomes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PLANS = st.builds(
     groups_per_step=st.integers(1, 6),
     max_staleness=st.integers(0, 3),
     window_fraction=st.floats(0.05, 1.0),
-    num_places=st.integers(1, 20),
+    num_slots=st.integers(1, 20),
     durations=st.lists(st.floats(0.0, 30.0), min_size=1, max_size=40),
-    fates=st.lists(
-        st.sampled_from(["lives", "lives", "lives", "equal", "void", "lost"]), max_size=9
+    outcomes=st.lists(
+        st.sampled_from(["trained", "trained", "trained", "equal", "void", "lost"]), max_size=9
     )
-    # A run in which nothing ever lives has no end, and no use.
-    .map(lambda fates: [*fates, "lives"]),
+    # Without a trained group, a run would never end.
+    .map(lambda outcomes: [*outcomes, "trained"]),
     train_s=st.floats(0.01, 20.0),
     deliver_s=st.floats(0.0, 20.0),
 )
@@ -32,7 +32,7 @@ PLANS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(PLANS)
-def test_no_sample_is_older_than_the_bound_and_none_is_lost(plan: Plan) -> None:
+def test_no_sample_is_too_old_or_lost(plan: Plan) -> None:
     run = Simulation(plan)
     run.run()
     for step, batch in enumerate(run.trained):
@@ -40,9 +40,9 @@ def test_no_sample_is_older_than_the_bound_and_none_is_lost(plan: Plan) -> None:
         assert [group.index for group in batch] == sorted(group.index for group in batch)
         assert all(step - group.policy_version <= plan.max_staleness for group in batch)
     trained = [group.index for batch in run.trained for group in batch]
-    waiting = [group.index for group in run.buffer.groups]
-    alive = sorted(index for index, fate in run.ended.items() if fate == "lives")
-    assert sorted(trained + waiting) == alive, "each is there once"
+    waiting_groups = [group.index for group in run.buffer.groups]
+    expected = sorted(index for index, outcome in run.ended.items() if outcome == "trained")
+    assert sorted(trained + waiting_groups) == expected, "each group occurs once"
 
 
 @settings(max_examples=300, deadline=None)
@@ -50,23 +50,25 @@ def test_no_sample_is_older_than_the_bound_and_none_is_lost(plan: Plan) -> None:
 def test_fewer_groups_than_the_window_overtake_a_straggler(plan: Plan) -> None:
     run = Simulation(plan)
     run.run()
-    # What was refused holds up nobody any more, and cannot be overtaken.
-    live = [index for index in range(run.num_begun) if run.ended.get(index, "lives") == "lives"]
-    assert all(run.overtakers(index) <= plan.window - 1 for index in live)
+    # A refused group does not block others, and cannot be overtaken.
+    trained = [
+        index for index in range(run.num_started) if run.ended.get(index, "trained") == "trained"
+    ]
+    assert all(run.overtakers(index) <= plan.window - 1 for index in trained)
 
 
 def straggler(window_fraction: float) -> Simulation:
-    """A run in which one early group takes as long as ten steps; workers are the slower side."""
+    """Return a run limited by sampling, in which one early group takes as long as ten steps."""
     durations = [1.0] * 400
     durations[5] = 20.0
     run = Simulation(
-        Plan(4, 3, window_fraction, 4, durations, ["lives"], train_s=0.5, deliver_s=0.1)
+        Plan(4, 3, window_fraction, 4, durations, ["trained"], train_s=0.5, deliver_s=0.1)
     )
     run.run()
     return run
 
 
-def test_a_straggler_is_overtaken_within_the_window_and_holds_up_a_strict_queue() -> None:
+def test_straggler_blocks_only_a_strict_queue() -> None:
     assert straggler(window_fraction=1.0).overtakers(5) > 0
     assert straggler(window_fraction=0.01).overtakers(5) == 0
     assert straggler(window_fraction=1.0).now_s < straggler(window_fraction=0.01).now_s

@@ -1,1 +1,1 @@
-"""From groups to batches: admission, buffer, advantages, sharing of equal sequences."""
+"""Groups between rollout and training: tasks, admission, buffer, batches, counts."""

@@ -1,17 +1,17 @@
-"""Groups to a batch: what each token is credited with, equal token sequences shared.
+"""Conversion of groups to a batch: an advantage for each token, with equal sequences shared.
 
     groups --+-- grpo        advantages against the group        --> samples --> Batch
-             +-- reinforce   token returns, whitened over all        one per sequence
+             +-- reinforce   token returns, whitened                  one per sequence
              +-- ppo         rewards only; the learner's critic       of an episode
-                             makes advantages of them
+                             computes the advantages
 
-Groups of several environments may stand beside each other: baselines are of a group, and a
-scale "batch" is of the environment's own groups. An episode without a reward (None) is in no
-mean and in no sample.
+A batch may mix groups of several environments. Baselines belong to a group, and scale = "batch"
+to all groups of an environment. An episode without a reward (None) does not count in any mean and
+has no sample.
 
-What is learned from is `Rollout.reward`. Each turn's reward stands on its last token, unless the
-environment has paid for each token; what the reward has beyond the turns' own (other terms,
-weights) stands on the last turn.
+The learned reward is `Rollout.reward`. Each turn's reward is placed on its last token, unless the
+environment gave a reward to each token. The rest of the learned reward (other terms, weights) is
+placed on the last turn.
 """
 
 from __future__ import annotations
@@ -42,52 +42,54 @@ from ludus.trainer.core.types import (
     TrainingSample,
     TurnSpan,
 )
-from ludus.trainer.data.own_advantages import GroupAdvantages
+from ludus.trainer.data.advantage_function import AdvantageFunction
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Batch:
-    """The batch of all scored episodes of `groups`.
+    """Return the batch of all scored episodes of `groups`.
 
-    Advantages are final for GRPO and REINFORCE++, unless their divergence is in the reward:
-    then the learner adds what it costs (`kl_penalty`), and whitens for REINFORCE++. For PPO
-    they are 0.
+    Advantages of GRPO and REINFORCE++ are final, unless the divergence is part of the reward. In
+    that case the learner adds the divergence (`kl_penalty`), and whitens for REINFORCE++. For PPO
+    the advantages are 0.
 
     Raises:
-        ValueError: turns overlap, or do not lie in their sequence.
+        ValueError: turns overlap, or are outside their sequence.
     """
     if isinstance(algorithm, GrpoConfig):
-        samples = list(_samples(groups, _group_credits(groups, algorithm), gamma=1.0))
+        samples = list(_samples(groups, _turn_credits(groups, algorithm), gamma=1.0))
     elif isinstance(algorithm, ReinforceConfig):
-        samples = list(_samples(_with_baseline(groups, algorithm), None, algorithm.gamma))
-        samples = _credited_with_returns(samples, algorithm)
+        samples = list(_samples(_subtract_baseline(groups, algorithm), None, algorithm.gamma))
+        samples = _assign_returns(samples, algorithm)
     else:
         samples = list(_samples(groups, None, algorithm.gamma))
     return collate(samples)
 
 
 def collate(samples: Sequence[TrainingSample]) -> Batch:
-    """The batch of `samples`; those of equal tokens and mask share one sequence.
+    """Return the batch of `samples`; samples with equal tokens and mask share one sequence.
 
     Raises:
-        ValueError: fields of different lengths, or an advantage on a token not sampled.
+        ValueError: the fields of a sample differ in length, or a token that was not sampled has an
+            advantage.
     """
     for sample in samples:
         _check_lengths(sample)
-    row_of: dict[tuple[bytes, bytes], int] = {}
-    first: list[TrainingSample] = []
+    row_by_content: dict[tuple[bytes, bytes], int] = {}
+    distinct_samples: list[TrainingSample] = []
     sequence_of_sample: list[int] = []
     for sample in samples:
         token_ids = np.asarray(sample.token_ids, dtype=np.int64)
         mask = np.asarray(sample.loss_mask, dtype=np.bool_)
-        row = row_of.setdefault((token_ids.tobytes(), mask.tobytes()), len(first))
-        if row == len(first):
-            first.append(sample)
+        content = (token_ids.tobytes(), mask.tobytes())
+        row = row_by_content.setdefault(content, len(distinct_samples))
+        if row == len(distinct_samples):
+            distinct_samples.append(sample)
         sequence_of_sample.append(row)
-    loss_masks = Ragged.from_rows((sample.loss_mask for sample in first), np.bool_)
+    loss_masks = Ragged.from_rows((sample.loss_mask for sample in distinct_samples), np.bool_)
     advantages = Ragged.from_rows((s.advantages for s in samples), np.float32)
     _check_advantages(advantages, loss_masks.take(sequence_of_sample))
     return Batch(
-        sequences=Ragged.from_rows((sample.token_ids for sample in first), np.int64),
+        sequences=Ragged.from_rows((sample.token_ids for sample in distinct_samples), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=loss_masks,
         rollout_logprobs=Ragged.from_rows((s.rollout_logprobs for s in samples), np.float32),
@@ -97,22 +99,22 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
     )
 
 
-def shuffle_rewards(groups: Sequence[RolloutGroup], draw: random.Random) -> list[RolloutGroup]:
-    """The groups with each environment's rewards dealt out at random: the negative control.
+def shuffle_rewards(groups: Sequence[RolloutGroup], generator: random.Random) -> list[RolloutGroup]:
+    """Permute the rewards of each environment at random: the negative control.
 
-    The rewards keep their distribution, so everything but learning stays the same. The turns'
-    own rewards go with them, or they would still tell good turns from bad ones.
+    The rewards keep their distribution, so only learning is affected. The rewards of single turns
+    are removed, because they would still distinguish good turns from bad ones.
     """
-    dealt: dict[str, Iterator[float]] = {}
-    for name, rows in _by_environment(groups).items():
-        scored = [r.reward for row in rows for r in groups[row].rollouts if r.reward is not None]
-        draw.shuffle(scored)
-        dealt[name] = iter(scored)
+    shuffled: dict[str, Iterator[float]] = {}
+    for name, rows in _rows_by_environment(groups).items():
+        rewards = [r.reward for row in rows for r in groups[row].rollouts if r.reward is not None]
+        generator.shuffle(rewards)
+        shuffled[name] = iter(rewards)
     return [
         replace(
             group,
             rollouts=tuple(
-                r if r.reward is None else _paid_at_the_end(r, next(dealt[group.environment]))
+                r if r.reward is None else _reward_at_end(r, next(shuffled[group.environment]))
                 for r in group.rollouts
             ),
         )
@@ -120,15 +122,15 @@ def shuffle_rewards(groups: Sequence[RolloutGroup], draw: random.Random) -> list
     ]
 
 
-def _group_credits(
+def _turn_credits(
     groups: Sequence[RolloutGroup], algorithm: GrpoConfig
 ) -> list[list[Iterable[float]]]:
-    """For every group's every episode, the advantages of its turns."""
+    """Return the advantages of the turns of each episode of each group."""
     if algorithm.advantages is not None:
-        advantages_of = GroupAdvantages(algorithm.advantages)
-        return [[repeat(advantage) for advantage in advantages_of(group)] for group in groups]
-    credit_of_group: dict[int, list[Iterable[float]]] = {}
-    for rows in _by_environment(groups).values():
+        function = AdvantageFunction(algorithm.advantages)
+        return [[repeat(advantage) for advantage in function(group)] for group in groups]
+    credits_by_group: dict[int, list[Iterable[float]]] = {}
+    for rows in _rows_by_environment(groups).values():
         members = [groups[row] for row in rows]
         baseline, scale = algorithm.baseline, algorithm.scale
         if algorithm.credit == "turn":
@@ -137,31 +139,30 @@ def _group_credits(
         else:
             table = group_advantages(_reward_table(members), baseline, scale)
             credits = [[repeat(advantage) for advantage in group] for group in table.tolist()]
-        credit_of_group.update(zip(rows, credits, strict=True))
-    return [credit_of_group[row] for row in range(len(groups))]
+        credits_by_group.update(zip(rows, credits, strict=True))
+    return [credits_by_group[row] for row in range(len(groups))]
 
 
-def _with_baseline(
+def _subtract_baseline(
     groups: Sequence[RolloutGroup], algorithm: ReinforceConfig
 ) -> Sequence[RolloutGroup]:
-    """The groups, their means taken off the rewards where the algorithm says so."""
     if algorithm.baseline == "none":
         return groups
-    return [replace(group, rollouts=_centred(group.rollouts)) for group in groups]
+    return [replace(group, rollouts=_subtract_mean(group.rollouts)) for group in groups]
 
 
-def _centred(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    scored = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    mean = sum(scored) / max(len(scored), 1)
+def _subtract_mean(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    mean = sum(rewards) / max(len(rewards), 1)
     return tuple(r if r.reward is None else replace(r, reward=r.reward - mean) for r in rollouts)
 
 
-def _credited_with_returns(
+def _assign_returns(
     samples: Sequence[TrainingSample], algorithm: ReinforceConfig
 ) -> list[TrainingSample]:
-    """The samples, each token credited with what it led to, whitened over all of them."""
-    masks = _padded([sample.loss_mask for sample in samples]).bool()
-    rewards = _padded([sample.rewards for sample in samples])
+    """Return the samples with discounted returns as advantages, whitened over all samples."""
+    masks = _pad([sample.loss_mask for sample in samples]).bool()
+    rewards = _pad([sample.rewards for sample in samples])
     advantages = discounted_returns(rewards, masks, algorithm.gamma)
     if algorithm.kl_placement == "loss":
         advantages = whiten(advantages, masks, moments(advantages, masks))
@@ -176,15 +177,15 @@ def _samples(
     credits_of_groups: Sequence[Sequence[Iterable[float]]] | None,
     gamma: float,
 ) -> Iterator[TrainingSample]:
-    """One sample for each sequence with a sampled token; without credits, its advantage is 0."""
+    """Yield a sample for each sequence with a sampled token; without credits, advantages are 0."""
     for index, group in enumerate(groups):
         for number, rollout in enumerate(group.rollouts):
             if rollout.reward is not None:
                 credit = credits_of_groups[index][number] if credits_of_groups else repeat(0.0)
-                yield from _samples_of(rollout, iter(credit), gamma)
+                yield from _rollout_samples(rollout, iter(credit), gamma)
 
 
-def _samples_of(
+def _rollout_samples(
     rollout: Rollout, credit: Iterator[float], gamma: float
 ) -> Iterator[TrainingSample]:
     sequences = [sequence for sequence in rollout.sequences if sequence.turns]
@@ -195,19 +196,19 @@ def _samples_of(
         advantages = np.zeros(len(sequence.token_ids))
         for turn in sequence.turns:
             advantages[turn.start : turn.end] = next(credit)
-        cut_off = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
+        truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
         yield TrainingSample(
             sequence.token_ids,
             sequence.loss_mask,
             sequence.logprobs,
             advantages,
             row,
-            terminated=not cut_off,
+            terminated=not truncated,
         )
 
 
 def _turn_rewards(rollout: Rollout) -> list[float]:
-    """[K] what each turn adds to the reward that is learned from; they sum up to it."""
+    """Return [K] the share of each turn in the learned reward; the shares sum up to it."""
     rewards = [turn.reward for sequence in rollout.sequences for turn in sequence.turns]
     if rewards and rollout.reward is not None:
         rewards[-1] += rollout.reward - sum(rewards)
@@ -217,38 +218,38 @@ def _turn_rewards(rollout: Rollout) -> list[float]:
 def _token_rewards(
     sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
 ) -> list[np.ndarray]:
-    """[T] for each sequence: every turn's reward on its last token, or where it was paid.
+    """Return [T] the rewards of the tokens of each sequence.
 
-    The learner sees each sequence alone. So the last turn of one also gets what the next
-    sequence of the episode led to, discounted per sampled token.
+    The learner processes each sequence separately. So the last turn of a sequence also gets the
+    return of the following sequence of the episode, discounted per sampled token.
     """
     rows: list[np.ndarray] = []
-    left = list(turn_rewards)
-    following = 0.0
+    remaining_rewards = list(turn_rewards)
+    next_return = 0.0
     for sequence in reversed(sequences):
         row = np.zeros(len(sequence.token_ids))
         for turn in reversed(sequence.turns):
-            earned = _earned(turn, left.pop())
-            row[turn.start : turn.end] = earned
+            rewards = _turn_token_rewards(turn, remaining_rewards.pop())
+            row[turn.start : turn.end] = rewards
             if turn is sequence.turns[-1]:
-                row[turn.end - 1] += gamma * following
-            discounts = gamma ** np.arange(len(earned) + 1)
-            following = float(discounts @ [*earned, following])
+                row[turn.end - 1] += gamma * next_return
+            discounts = gamma ** np.arange(len(rewards) + 1)
+            next_return = float(discounts @ [*rewards, next_return])
         rows.append(row)
     return rows[::-1]
 
 
-def _earned(turn: TurnSpan, reward: float) -> np.ndarray:
-    """What each token of the turn has earned, [end - start], `reward` in all."""
-    earned = np.zeros(turn.end - turn.start)
+def _turn_token_rewards(turn: TurnSpan, reward: float) -> np.ndarray:
+    """Return [end - start] the rewards of the turn's tokens, which sum up to `reward`."""
+    rewards = np.zeros(turn.end - turn.start)
     if turn.token_rewards:
-        earned[:] = turn.token_rewards
-    earned[-1] += reward - sum(turn.token_rewards)
-    return earned
+        rewards[:] = turn.token_rewards
+    rewards[-1] += reward - sum(turn.token_rewards)
+    return rewards
 
 
-def _paid_at_the_end(rollout: Rollout, reward: float) -> Rollout:
-    """The rollout with another reward, none of it for a turn before the last."""
+def _reward_at_end(rollout: Rollout, reward: float) -> Rollout:
+    """Return the rollout with a different reward, all of it on the last turn."""
     sequences = tuple(
         replace(
             sequence,
@@ -259,8 +260,8 @@ def _paid_at_the_end(rollout: Rollout, reward: float) -> Rollout:
     return replace(rollout, reward=reward, sequences=sequences)
 
 
-def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
-    """By environment, the rows of `groups` that were played there."""
+def _rows_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
+    """Return the indices of the groups of each environment."""
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group.environment, []).append(row)
@@ -268,15 +269,15 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
 
 
 def _reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
-    """[num_groups, G] rewards; nan where there is none. In float64: equal must mean equal."""
-    return _padded(
+    """Return [num_groups, G] rewards, NaN if missing. In float64, equal rewards stay equal."""
+    return _pad(
         [[np.nan if reward is None else reward for reward in group.rewards] for group in groups],
         np.nan,
     )
 
 
 def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
-    """[num_groups, G, K] rewards of the turns; nan where there is none."""
+    """Return [num_groups, G, K] rewards of the turns, NaN if missing."""
     rewards = [
         [[] if r.reward is None else _turn_rewards(r) for r in group.rollouts] for group in groups
     ]
@@ -289,8 +290,8 @@ def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.from_numpy(table)
 
 
-def _padded(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -> Tensor:
-    """[N, T] in float64, the rows' ends filled up."""
+def _pad(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -> Tensor:
+    """Return [N, T] the rows in float64, padded with `filler`."""
     table = np.full((len(rows), max(map(len, rows), default=0)), filler)
     for padded, row in zip(table, rows, strict=True):
         padded[: len(row)] = row
@@ -298,12 +299,12 @@ def _padded(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -
 
 
 def _check_turns(sequence: TokenSequence) -> None:
-    last_end, num_tokens = 1, len(sequence.token_ids)  # nothing predicts the first token
+    last_end, num_tokens = 1, len(sequence.token_ids)  # The first token has no prediction.
     for turn in sequence.turns:
         if not last_end <= turn.start < turn.end <= num_tokens:
             raise ValueError(
-                f"turn {turn.start}..{turn.end} expected to begin at {last_end} or later, to hold "
-                f"a token, and to end by {num_tokens}, the sequence's length; build sequences "
+                f"turn {turn.start}..{turn.end} must start at {last_end} or later, contain a "
+                f"token, and end by {num_tokens}, the sequence's length; build sequences "
                 "with join_turns"
             )
         last_end = turn.end
@@ -319,8 +320,8 @@ def _check_lengths(sample: TrainingSample) -> None:
     }
     if len(lengths) != 1:
         raise ValueError(
-            f"a sample's fields expected one length, got {sorted(lengths)}; give every token its "
-            "own mask, log-prob, advantage and reward"
+            f"the fields of a sample must have the same length, got lengths {sorted(lengths)}; "
+            "give every token a mask, log-prob, advantage and reward"
         )
 
 
@@ -328,6 +329,6 @@ def _check_advantages(advantages: Ragged, sampled: np.ndarray) -> None:
     outside = advantages.values[~sampled]
     if outside.any():
         raise ValueError(
-            f"advantages expected 0 on tokens that were not sampled, got "
-            f"{outside[outside.nonzero()][0]}; what an environment said must not be trained on"
+            f"advantages must be 0 on tokens that were not sampled, got "
+            f"{outside[outside.nonzero()][0]}; the text of the environment must not be trained on"
         )

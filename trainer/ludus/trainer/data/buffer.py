@@ -1,36 +1,36 @@
-"""Groups on their way to training: a window over the order in which they began.
+"""The buffer of groups between rollout and training, with a window over their starting order.
 
     begin           put                       take
       |              |                          |
       v              v                          v
     played ----> finished, waits ----> B groups, oldest first, for batch t
                      |
-                     +-- zero-variance, void, stale: must be replaced
+                     +-- zero-variance, void, stale: refused, must be replaced
 
-Oldest first alone would let one long game hold up everything behind it. So younger groups may
-be trained on before it, within two limits:
+Strictly oldest first would let one long episode block everything that started after it. So
+younger groups may be trained on earlier, within two limits:
 
-  window    a group that began W or more places after one that is still played must wait for
-            it. W = max(1, floor(window_fraction * (S + 1) * B)), so at most W - 1 groups ever
+  window    A group that started W or more positions after a group that is still played must wait
+            for it. W = max(1, floor(window_fraction * (S + 1) * B)), so at most W - 1 groups ever
             overtake one. (The windowed first-in-first-out queue of MiniMax and TitanRL.)
-  deadline  every group that is left behind must still be in time if, from the next batch on,
-            training took strictly the oldest first.
+  deadline  Every group that stays behind must still meet its deadline if training, from the next
+            batch on, took strictly the oldest groups first.
 
-Why no sample is older than S. A group that begins under version v has the deadline v + S: the
-last batch in which it is not too old. Let the groups that are played or wait stand in the order
-in which they began, numbered i = 0, 1, ... The invariant, before batch t is taken:
+Proof that no sample is older than S. A group that starts under version v has the deadline v + S:
+the last batch in which it is not too old. Number the groups that are played or wait i = 0, 1, ...
+in their starting order. The invariant, before batch t is taken:
 
     t + floor(i / B) <= deadline of group i                                              (*)
 
-- A group begins: admission allows (v + S + 1) * B groups in all, t * B of which are trained
-  on, so i < (v + S + 1 - t) * B, and (*) holds for the new one. The others keep their numbers.
-- A group is refused: those behind it move up, and (*) is looser for them.
+- A group starts: admission allows (v + S + 1) * B groups in total, t * B of which are trained
+  on, so i < (v + S + 1 - t) * B, and (*) holds for the new group. The other numbers do not change.
+- A group is refused: the groups after it get smaller numbers, so (*) still holds for them.
 - Batch t is taken: the second limit is (*) for t + 1.
 
-By (*) every group in batch t has a deadline of t or later. And nothing ever waits for ever:
-once the oldest B groups have finished, taking them moves the others up by B places, which
-keeps (*), and no older group is in the way. So no group is dropped for its age, with S = 0 too,
-where B groups are all there are.
+By (*), every group in batch t has a deadline of t or later. And nothing waits forever: once the
+oldest B groups have finished, taking them moves the others up by B positions, which keeps (*), and
+no older group blocks them. So no group is dropped for its age, even if S = 0, where there are
+only B groups.
 """
 
 from __future__ import annotations
@@ -38,29 +38,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.types import RolloutGroup
 from ludus.trainer.data.counts import RolloutCounts, count_group
 
+BatchHandle: TypeAlias = object
+"""A Batch, or a reference to it. The driver only passes it from the buffer to the learner."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """What the driver must know of a group that is trained on."""
+    """The facts that the driver needs about a group that is trained on."""
 
     index: int
     environment: str
     staleness: int
-    """Versions between the weights that played it and those that it trains."""
+    """Number of versions between the weights that sampled the group and those that it trains."""
     num_scored: int
-    """Episodes that have a reward."""
+    """Number of episodes with a reward."""
     transcripts: tuple[Transcript, ...] = ()
-    """Of some of its episodes."""
+    """Transcripts of some episodes."""
 
 
 def summarize(group: RolloutGroup, version: int) -> GroupSummary:
-    """The summary of a group of batch `version`."""
+    """Return the summary of a group of batch `version`."""
     num_scored = sum(reward is not None for reward in group.rewards)
     staleness = version - group.policy_version
     return GroupSummary(group.index, group.environment, staleness, num_scored, group.transcripts)
@@ -68,55 +71,55 @@ def summarize(group: RolloutGroup, version: int) -> GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """A batch, or none yet, and what the buffer saw since the last one."""
+    """A batch, or none yet, with counts since the last batch."""
 
     groups: tuple[GroupSummary, ...]
-    """training.groups_per_step of them, by index, or none."""
+    """The training.groups_per_step groups of the batch, by index; empty if there is none yet."""
     counts: dict[str, RolloutCounts]
-    """Since the last batch, by environment; they start again when groups are taken."""
+    """Counts since the last batch, by environment."""
     depth: int
-    """Groups that still wait."""
-    batch: Any = None
-    """The Batch, or a reference to where it lies; None without groups."""
+    """Number of groups that still wait."""
+    batch: BatchHandle | None = None
+    """The batch; None without groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A group in whose place another must be played."""
+    """A group that was refused and must be replaced."""
 
     index: int
     is_lost: bool
-    """Through no fault of its task: infrastructure failed, or its worker held older weights."""
+    """Whether the task is not to blame: infrastructure failed, or the weights were too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferState:
-    """All that the buffer holds, at one moment."""
+    """A copy of the buffer's contents."""
 
     groups: list[RolloutGroup]
-    """That wait, in the order in which they began."""
+    """Waiting groups, in their starting order."""
     played: list[int]
-    """That have begun, and neither wait nor were refused."""
+    """Indices of the groups that are still played."""
     refused: list[Refusal]
-    """That were refused since the last state; whoever put them was told, or is about to be."""
+    """Refusals since the previous state; the caller of `put` may not have received them yet."""
     counts: dict[str, RolloutCounts]
-    """Since the last batch, by environment."""
+    """Counts since the last batch, by environment."""
 
 
 @dataclass(slots=True)
-class _Active:
-    """A group that has begun and was not trained on yet."""
+class _ActiveGroup:
+    """A group that has started and was not trained on yet."""
 
     position: int
-    """In the order in which groups began."""
+    """Position in the starting order."""
     deadline: int
-    """The last batch in which it is not too old."""
+    """The last batch in which the group is not too old."""
     group: RolloutGroup | None = None
-    """None while it is played."""
+    """The finished group; None while it is played."""
 
 
 class GroupBuffer:
-    """The groups between their beginning and their training."""
+    """The groups that are played or wait for their training."""
 
     def __init__(
         self,
@@ -128,14 +131,14 @@ class GroupBuffer:
     ) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        most = (max_staleness + 1) * groups_per_step
-        self._window = max(1, math.floor(window_fraction * most))
+        max_groups = (max_staleness + 1) * groups_per_step
+        self._window = max(1, math.floor(window_fraction * max_groups))
         self._keep_zero_variance_groups = keep_zero_variance_groups
-        self._active: dict[int, _Active] = {}
-        """By index, in the order in which they began."""
+        self._active: dict[int, _ActiveGroup] = {}
+        """Groups by index, in their starting order."""
         self._refused: dict[int, Refusal] = {}
-        """By index, since `state` was called."""
-        self._num_begun = 0
+        """Refusals by index, since the last call of `state`."""
+        self._num_started = 0
         self._counts: dict[str, RolloutCounts] = {}
 
     def __len__(self) -> int:
@@ -143,54 +146,54 @@ class GroupBuffer:
 
     @property
     def groups(self) -> list[RolloutGroup]:
-        """The waiting groups, in the order in which they began."""
+        """The waiting groups, in their starting order."""
         return [a.group for a in self._active.values() if a.group is not None]
 
     @property
     def counts(self) -> dict[str, RolloutCounts]:
-        """What was counted since `take_counts`, by environment."""
+        """Counts since the last call of `take_counts`, by environment."""
         return self._counts
 
     def begin(self, indices: Iterable[int], version: int) -> None:
-        """Expect these groups: they are played from now on, by weights `version` or newer."""
+        """Record that these groups start now, with weights of `version` or newer."""
         for index in indices:
             self._add(index, version + self._max_staleness)
 
     def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
-        """The groups that are refused: others must be played in their place.
+        """Add finished groups; return the refused groups, which must be replaced.
 
-        Groups that began before `restore` are counted, and nothing takes their place.
+        Groups that started before `restore` are counted, but not replaced.
         """
-        refused = []
+        refusals = []
         for group in groups:
             active = self._active.get(group.index)
-            counts = self._judge(group, active)
+            counts = self._count_finished(group, active)
             self._count(group.environment, counts)
             if active is None:
                 continue
-            if self._teaches_nothing(counts):
+            if self._is_refused(counts):
                 del self._active[group.index]
-                refused.append(Refusal(group.index, _is_lost(counts)))
+                refusals.append(Refusal(group.index, _is_lost(counts)))
             else:
                 active.group = group
-        self._refused.update({one.index: one for one in refused})
-        return refused
+        self._refused.update({refusal.index: refusal for refusal in refusals})
+        return refusals
 
     def take(self, version: int) -> list[RolloutGroup]:
-        """The groups of batch `version`, by index; none while they cannot be taken yet."""
+        """Take the groups of batch `version`, by index; return none if it is not complete yet."""
         chosen = self._oldest_in_window()
-        if len(chosen) < self._groups_per_step or not self._others_in_time(chosen, version + 1):
+        if len(chosen) < self._groups_per_step or not self._rest_in_time(chosen, version + 1):
             return []
-        taken = [self._active.pop(index).group for index in chosen]
-        return sorted((g for g in taken if g is not None), key=lambda group: group.index)
+        groups = [self._active.pop(index).group for index in chosen]
+        return sorted((g for g in groups if g is not None), key=lambda group: group.index)
 
     def take_counts(self) -> dict[str, RolloutCounts]:
-        """What was counted since the last call, by environment."""
+        """Return the counts since the last call, by environment, and start again."""
         counts, self._counts = self._counts, {}
         return counts
 
     def state(self) -> BufferState:
-        """All that is held."""
+        """Return a copy of the contents, and forget the refusals."""
         played = [index for index, active in self._active.items() if active.group is None]
         refused = [self._refused[index] for index in sorted(self._refused)]
         self._refused.clear()
@@ -199,17 +202,17 @@ class GroupBuffer:
     def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
-        """The number of `groups` that are held now, instead of all that was held before.
+        """Replace the contents by `groups` and add `counts`; return the number of groups kept.
 
-        The others would be too old, since the staleness bound was lowered. Counts of what was
-        held before stay beside `counts`.
+        Groups that are too old, because the staleness bound was lowered, are dropped. The current
+        counts are kept.
         """
         for group in self.groups:
             self._count(group.environment, RolloutCounts(num_rolled_back_groups=1))
         self._active.clear()
         self._refused.clear()
-        for environment, more in counts.items():
-            self._count(environment, more)
+        for environment, count in counts.items():
+            self._count(environment, count)
         for group in sorted(groups, key=lambda group: (group.policy_version, group.index)):
             deadline = group.policy_version + self._max_staleness
             if version + len(self._active) // self._groups_per_step <= deadline:
@@ -219,26 +222,26 @@ class GroupBuffer:
         return len(self._active)
 
     def _add(self, index: int, deadline: int, group: RolloutGroup | None = None) -> None:
-        assert index not in self._active, f"group {index} has begun before"
-        self._active[index] = _Active(self._num_begun, deadline, group)
-        self._num_begun += 1
+        assert index not in self._active, f"group {index} has already started"
+        self._active[index] = _ActiveGroup(self._num_started, deadline, group)
+        self._num_started += 1
 
-    def _judge(self, group: RolloutGroup, active: _Active | None) -> RolloutCounts:
+    def _count_finished(self, group: RolloutGroup, active: _ActiveGroup | None) -> RolloutCounts:
         counts = count_group(group)
         if active is None:
             return replace(counts, num_rolled_back_groups=1)
         if not counts.num_void_groups:
-            # The worker held older weights than it was said to hold.
+            # A group is stale only if its worker had older weights than the driver assumed.
             stale = group.policy_version + self._max_staleness < active.deadline
             return replace(counts, num_stale_groups=int(stale))
         return counts
 
-    def _teaches_nothing(self, counts: RolloutCounts) -> bool:
+    def _is_refused(self, counts: RolloutCounts) -> bool:
         zero_variance = counts.num_zero_variance_groups and not self._keep_zero_variance_groups
         return bool(zero_variance or counts.num_void_groups or counts.num_stale_groups)
 
     def _oldest_in_window(self) -> list[int]:
-        """At most B finished groups; none from beyond the window of the oldest still played."""
+        """Return at most B finished groups in the window of the oldest group still played."""
         end: float = math.inf
         chosen: list[int] = []
         for index, active in self._active.items():
@@ -250,13 +253,13 @@ class GroupBuffer:
                 end = active.position + self._window
         return chosen
 
-    def _others_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
-        """Whether all but the chosen meet their deadlines, trained on oldest first."""
-        taken = set(chosen)
-        left = [active for index, active in self._active.items() if index not in taken]
+    def _rest_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
+        """Return whether all other groups meet their deadlines when trained on oldest first."""
+        chosen_set = set(chosen)
+        rest = [active for index, active in self._active.items() if index not in chosen_set]
         return all(
             next_batch + number // self._groups_per_step <= active.deadline
-            for number, active in enumerate(left)
+            for number, active in enumerate(rest)
         )
 
     def _count(self, environment: str, counts: RolloutCounts) -> None:

@@ -1,4 +1,4 @@
-"""What happened to episodes and groups: sums, so that counts of any parts can be added."""
+"""Counts of episodes and groups: sums, so that counts of any parts can be added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.data.failures import Failures, add_failures, count_failures
 
 @dataclass(frozen=True, slots=True)
 class TermSum:
-    """The values of one reward term, before its weight."""
+    """The sum of the values of one reward term, before weighting."""
 
     num_scored: int = 0
     total: float = 0.0
@@ -25,11 +25,11 @@ class TermSum:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCounts:
-    """What happened to episodes and groups since the last count."""
+    """Counts of episodes and groups."""
 
     num_episodes: int = 0
     num_scored: int = 0
-    """Episodes that have a reward."""
+    """Number of episodes with a reward."""
     num_lost: int = 0
     num_failed: int = 0
     num_invalid: int = 0
@@ -37,35 +37,35 @@ class RolloutCounts:
     num_tool_calls: int = 0
     num_tool_calls_failed: int = 0
     num_with_tool_calls: int = 0
-    """Episodes with at least one, failed or not."""
+    """Number of episodes with at least one tool call, failed or not."""
     num_branches: int = 0
-    """Sequences that begin where another one of their episode went on."""
+    """Number of sequences that branch off another sequence of their episode."""
     num_dead_agents: int = 0
-    """Episodes that are void because their agent failed, or did not end in time."""
+    """Number of episodes that are void because their agent failed, or did not finish in time."""
     num_terminated: int = 0
     num_judged: int = 0
-    """Episodes of which the environment said whether they succeeded: with none of them, wins,
-    draws and losses say nothing."""
+    """Number of episodes whose success the environment reported. If it is 0, the numbers of wins,
+    draws and losses have no meaning."""
     num_wins: int = 0
-    """Episodes that succeeded; of the others, draws had a return of 0."""
+    """Number of successful episodes. An episode without success and with return 0 is a draw."""
     num_draws: int = 0
     num_losses: int = 0
     num_groups: int = 0
     num_zero_variance_groups: int = 0
     num_void_groups: int = 0
-    """Groups in which fewer than two episodes could be scored."""
+    """Number of groups with fewer than two scored episodes."""
     num_stale_groups: int = 0
-    """Groups that were older than the staleness bound allows."""
+    """Number of groups older than the staleness bound."""
     num_rolled_back_groups: int = 0
-    """Groups that were played for a learner which has died since."""
+    """Number of groups that were played for a learner that has died since."""
     num_tokens_generated: int = 0
     num_turns: int = 0
     reward_sum: float = 0.0
     reward_square_sum: float = 0.0
     terms: Mapping[str, TermSum] = field(default_factory=dict)
-    """By name."""
+    """Sums of the reward terms, by name."""
     failures: Failures = field(default_factory=dict)
-    """Why episodes were lost or failed."""
+    """Reasons for which episodes were lost or failed."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         sums: dict[str, Any] = {
@@ -81,16 +81,16 @@ class RolloutCounts:
 
 
 def total(counts: Iterable[RolloutCounts]) -> RolloutCounts:
-    """The counts of the whole, from those of its parts."""
+    """Return the sum of counts."""
     return sum(counts, RolloutCounts())
 
 
 def count_group(group: RolloutGroup) -> RolloutCounts:
-    """The counts of one finished group."""
+    """Return the counts of one finished group."""
     scored = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
     finished = [r for r in group.rollouts if r.episode_return is not None]
-    standings = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in finished)
+    outcomes = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in finished)
     return RolloutCounts(
         num_episodes=len(statuses),
         num_scored=len(scored),
@@ -105,9 +105,9 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
         num_judged=sum(r.success is not None for r in finished),
-        num_wins=standings[OutcomeKind.WON],
-        num_draws=standings[OutcomeKind.DRAWN],
-        num_losses=standings[OutcomeKind.LOST],
+        num_wins=outcomes[OutcomeKind.WON],
+        num_draws=outcomes[OutcomeKind.DRAWN],
+        num_losses=outcomes[OutcomeKind.LOST],
         num_groups=1,
         num_zero_variance_groups=int(len(scored) >= 2 and group.has_zero_variance),
         num_void_groups=int(len(scored) < 2),
@@ -124,11 +124,11 @@ def _count_terms(group: RolloutGroup) -> dict[str, TermSum]:
     sums: dict[str, TermSum] = {}
     for rollout in group.rollouts:
         for term in rollout.terms:
-            one = TermSum() if term.value is None else TermSum(1, term.value)
-            sums[term.name] = sums.get(term.name, TermSum()) + one
+            value = TermSum() if term.value is None else TermSum(1, term.value)
+            sums[term.name] = sums.get(term.name, TermSum()) + value
     return sums
 
 
-def _add_terms(one: Mapping[str, TermSum], other: Mapping[str, TermSum]) -> dict[str, TermSum]:
-    names = dict.fromkeys([*one, *other])
-    return {name: one.get(name, TermSum()) + other.get(name, TermSum()) for name in names}
+def _add_terms(first: Mapping[str, TermSum], second: Mapping[str, TermSum]) -> dict[str, TermSum]:
+    names = dict.fromkeys([*first, *second])
+    return {name: first.get(name, TermSum()) + second.get(name, TermSum()) for name in names}

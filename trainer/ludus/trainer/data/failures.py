@@ -1,9 +1,9 @@
-"""Why episodes are void: in one sentence each, and in few kinds that can be counted.
+"""Reasons why episodes are void: a sentence for each, grouped into few kinds for counting.
 
-    exception --describe--> reason --kind_of--> kind     what differs by a number is one kind
+    exception --describe--> reason --failure_kind--> kind     reasons that differ in numbers agree
 
-Reasons travel with their episodes to the buffer, which counts them; the driver logs the first of
-each kind, and names the commonest when a run gets nowhere.
+Reasons travel with their episodes to the buffer, which counts them. The driver logs the first
+reason of each kind, and reports the most common reason when a run makes no progress.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludus.proto.errors import LudusError
 
 MAX_REASON_CHARACTERS = 400
 MAX_KINDS = 20
-"""That counts tell apart; the rarest beyond them are one kind."""
+"""Maximum number of failure kinds to count separately; the rarest are merged into "others"."""
 
 _OTHERS = "others"
 _WORD_WITH_NUMBER = re.compile(r"\S*\d\S*")
@@ -27,80 +27,81 @@ _WORD_WITH_NUMBER = re.compile(r"\S*\d\S*")
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """The episodes that failed for one kind of reason."""
+    """The number of episodes that failed for one kind of reason."""
 
     num_episodes: int
     example: str
-    """The reason of one of them."""
+    """The reason of one of these episodes."""
 
 
 Failures = Mapping[str, FailureCount]
-"""By kind."""
+"""Failure counts by kind."""
 
 
-def unwrapped(error: BaseException) -> BaseException:
-    """What failed first where several errors were raised as one."""
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error of a group of errors, or the error itself."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line: its type, its message, and where foreign code raised it."""
-    error = unwrapped(error)
-    place = ""
+    """Return the error in one line: type, message, and the location in third-party code."""
+    error = first_error(error)
+    location = ""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and not isinstance(error, LudusError):
-        # Our own errors say all that is to be done about them.
-        place = f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})"
+        # LudusError messages already say how to fix the problem, so no location is added.
+        location = f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})"
     text = f"{type(error).__name__}: {' '.join(_message(error).split())}"
-    room = MAX_REASON_CHARACTERS - len(place)
-    return (text if len(text) <= room else f"{text[: room - 3]}...") + place
+    max_length = MAX_REASON_CHARACTERS - len(location)
+    return (text if len(text) <= max_length else f"{text[: max_length - 3]}...") + location
 
 
-def kind_of(reason: str) -> str:
-    """What reasons have in common that differ by numbers, places or ids."""
+def failure_kind(reason: str) -> str:
+    """Replace every word that contains a digit with `#`, so that similar reasons compare equal."""
     return _WORD_WITH_NUMBER.sub("#", reason)
 
 
 def count_failures(reasons: Iterable[str]) -> dict[str, FailureCount]:
-    """The reasons by kind."""
+    """Count reasons by kind."""
     examples: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     for reason in reasons:
-        kind = kind_of(reason)
+        kind = failure_kind(reason)
         kinds[kind] += 1
         examples.setdefault(kind, reason)
-    return _bounded({kind: FailureCount(num, examples[kind]) for kind, num in kinds.items()})
+    return _merge_rarest({kind: FailureCount(num, examples[kind]) for kind, num in kinds.items()})
 
 
-def add_failures(one: Failures, other: Failures) -> dict[str, FailureCount]:
-    """The counts of the whole; of each kind the example that came first."""
-    sums = dict(one)
-    for kind, more in other.items():
-        before = sums.get(kind, FailureCount(0, more.example))
-        sums[kind] = FailureCount(before.num_episodes + more.num_episodes, before.example)
-    return _bounded(sums)
+def add_failures(first: Failures, second: Failures) -> dict[str, FailureCount]:
+    """Merge two failure counts, keeping the first example of each kind."""
+    sums = dict(first)
+    for kind, count in second.items():
+        previous = sums.get(kind, FailureCount(0, count.example))
+        num_episodes = previous.num_episodes + count.num_episodes
+        sums[kind] = FailureCount(num_episodes, previous.example)
+    return _merge_rarest(sums)
 
 
-def commonest(failures: Failures) -> str:
-    """A reason of the kind that most episodes failed for; empty where none failed."""
-    counts = max(failures.values(), key=lambda count: count.num_episodes, default=None)
-    return counts.example if counts else ""
+def most_common_reason(failures: Failures) -> str:
+    """Return a reason of the most common kind; empty if there are no failures."""
+    count = max(failures.values(), key=lambda count: count.num_episodes, default=None)
+    return count.example if count else ""
 
 
-def _bounded(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
+def _merge_rarest(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
     if len(counts) <= MAX_KINDS:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1].num_episodes)
-    kept = [item for item in ordered if item[0] != _OTHERS][: MAX_KINDS - 1]
-    left = [count for kind, count in counts.items() if kind not in dict(kept)]
-    num_left = sum(count.num_episodes for count in left)
-    return dict(kept) | {_OTHERS: FailureCount(num_left, left[0].example)}
+    separate = dict([item for item in ordered if item[0] != _OTHERS][: MAX_KINDS - 1])
+    rest = [count for kind, count in counts.items() if kind not in separate]
+    num_episodes = sum(count.num_episodes for count in rest)
+    return separate | {_OTHERS: FailureCount(num_episodes, rest[0].example)}
 
 
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - an error of foreign code, which may be broken itself
+    except Exception:  # noqa: BLE001 - the class of a third-party error may itself be broken
         return "no message"

@@ -1,14 +1,15 @@
-"""Ends a run that gets nowhere: no groups come, or none that can be trained on.
+"""Detection of a run that makes no progress: no groups arrive, or none can be trained on.
 
-Four ways to get nowhere, all seen in the counts since the last batch:
+A run stops for one of four reasons, all visible in the counts since the last batch:
 
-- groups whose rewards are all equal are replaced without end: the policy is certain, or lost
-- groups whose episodes are void are replaced without end: an environment is away, or fails
-- nothing of an environment was ever scored, and two batches of it have failed: it never worked,
-  and a few seconds have shown that it is not one worker's engine, or a judge that wakes up
-- no group comes to its end at all, for training.idle_timeout_s: whatever is waited for is named
+- Groups with equal rewards are replaced without end: the policy is certain, or has collapsed.
+- Void groups are replaced without end: an environment is unavailable, or fails.
+- No episode of an environment was ever scored, and two batches of them failed within several
+  seconds. The environment never worked, and the cause is not one slow engine or judge.
+- No group finishes for training.idle_timeout_s; the message names what the run waits for.
 
-A reason for which episodes are void is logged when it is new, and named when it ends the run.
+A new kind of reason for void episodes is logged when it first occurs. The most common reason is
+part of the error that stops the run.
 """
 
 from __future__ import annotations
@@ -20,180 +21,186 @@ from dataclasses import dataclass
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
 from ludus.trainer.data.counts import RolloutCounts, total
-from ludus.trainer.data.failures import Failures, commonest
+from ludus.trainer.data.failures import Failures, most_common_reason
 
 _log = logging.getLogger(__name__)
 
-_MAX_DEAD_BATCHES = 100
-_MAX_FAILED_BATCHES_AT_FIRST = 2
-_PATIENCE_AT_FIRST_S = 10.0
-_NEARLY_ALL = 0.9
-_MAX_LOGGED = 20
-_SAY_EVERY_S = 60.0
+_MAX_ZERO_VARIANCE_BATCHES = 100
+_MAX_INITIAL_FAILED_BATCHES = 2
+_INITIAL_PATIENCE_S = 10.0
+_MIN_VOID_SHARE = 0.9
+_MAX_LOGGED_KINDS = 20
+_LOG_INTERVAL_S = 60.0
 
 
 @dataclass(slots=True)
-class _Environment:
-    """What was seen of one environment."""
+class _EnvironmentProgress:
+    """The recent groups of one environment."""
 
     void_since_s: float = 0.0
-    """When the first of its newest groups was void, of which nearly all were."""
+    """Time of the first void group of the current series, of which nearly all are void."""
     num_void: int = 0
-    """Groups of these."""
+    """Number of void groups in the series."""
     num_good: int = 0
-    num_failed_at_first: int = 0
-    """Episodes, before any was scored."""
+    """Number of other groups in the series."""
+    num_initial_failures: int = 0
+    """Number of episodes that failed before any episode was scored."""
     failed_since_s: float = 0.0
-    """When the first of these failed."""
+    """Time of the first of these failures."""
     was_scored: bool = False
 
 
 @dataclass(slots=True)
-class _Wait:
+class _BatchWait:
     """A wait for a batch."""
 
-    since_s: float
-    told_s: float
-    """When it was last spoken of."""
+    start_s: float
+    logged_s: float
+    """Time of the last log message about the wait."""
     num_groups: int
-    """That have ended since the batch before."""
-    newest_s: float
-    """When the newest of them ended, or the wait began."""
+    """Number of groups that have finished since the previous batch."""
+    latest_s: float
+    """Time when the latest of them finished, or when the wait started."""
 
 
-class Progress:
-    """Watches the counts of a run."""
+class ProgressMonitor:
+    """A monitor of the counts of a run."""
 
-    def __init__(self, run: LanguageModelRun, in_words: Callable[[], str] = str) -> None:
-        """Watch a run; `in_words` says who plays what now."""
+    def __init__(self, run: LanguageModelRun, describe_work: Callable[[], str] = str) -> None:
+        """`describe_work` returns a text that says which workers are playing now."""
         self._run = run
-        self._in_words = in_words
-        self._wait: _Wait | None = None
-        self._before: dict[str, RolloutCounts] = {}
-        self._environments = {name: _Environment() for name in run.environments}
+        self._describe_work = describe_work
+        self._wait: _BatchWait | None = None
+        self._previous: dict[str, RolloutCounts] = {}
+        self._environments = {name: _EnvironmentProgress() for name in run.environments}
         self._logged: set[tuple[str, str]] = set()
-        """Kinds of failures, each with its environment."""
+        """Pairs of environment and kind of failure."""
 
     def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, taken: bool) -> None:
-        """Watch the counts since the last batch; `taken` says that this is the next.
+        """Check the counts since the last batch.
+
+        Args:
+            counts: counts by environment.
+            now_s: current time.
+            taken: whether the next batch was taken, so that the counts start again.
 
         Raises:
-            TrainingStalledError: nothing that is played teaches anything any more, or nothing
-                comes to its end.
-            EpisodesFailedError: nearly all that is played in an environment fails.
+            TrainingStalledError: nothing can be learned from the groups, or none finishes.
+            EpisodesFailedError: nearly all episodes of an environment fail.
             UnavailableError: an environment stays unavailable for longer than it may.
         """
-        for name, now in counts.items():
+        for name, current in counts.items():
             if name not in self._environments:
-                # Played before the run was resumed with others.
+                # The group was played before the run was resumed with other environments.
                 continue
-            self._log_new_failures(name, now.failures)
-            before = self._before.get(name, RolloutCounts())
-            self._refuse_what_never_worked(name, before, now, now_s)
-            self._refuse_what_stays_void(name, before, now, now_s)
-        self._before = {} if taken else dict(counts)
+            self._log_new_failures(name, current.failures)
+            previous = self._previous.get(name, RolloutCounts())
+            self._check_initial_failures(name, previous, current, now_s)
+            self._check_void_groups(name, previous, current, now_s)
+        self._previous = {} if taken else dict(counts)
         if taken:
             self._wait = None
             return
-        self._refuse_to_stall(total(counts.values()))
-        self._refuse_to_stand_still(total(counts.values()).num_groups, now_s)
+        self._check_zero_variance(total(counts.values()))
+        self._check_idle_time(total(counts.values()).num_groups, now_s)
 
-    def _refuse_to_stand_still(self, num_groups: int, now_s: float) -> None:
-        wait = self._wait = self._wait or _Wait(now_s, now_s, num_groups, now_s)
+    def _check_idle_time(self, num_groups: int, now_s: float) -> None:
+        wait = self._wait = self._wait or _BatchWait(now_s, now_s, num_groups, now_s)
         if num_groups != wait.num_groups:
-            wait.num_groups, wait.newest_s = num_groups, now_s
-        idle_s, training = now_s - wait.newest_s, self._run.training
+            wait.num_groups, wait.latest_s = num_groups, now_s
+        idle_s, training = now_s - wait.latest_s, self._run.training
         if idle_s >= training.idle_timeout_s:
             raise TrainingStalledError(
-                f"no group has ended for {idle_s:.0f} s, longer than training.idle_timeout_s = "
-                f"{training.idle_timeout_s:g}: {self._in_words()}; see trainer.log for what was "
-                "done last, and raise the limit if a group needs longer"
+                f"no group has finished for {idle_s:.0f} s, longer than training.idle_timeout_s = "
+                f"{training.idle_timeout_s:g}: {self._describe_work()}; see trainer.log for the "
+                "last activity, and raise the limit if a group needs more time"
             )
-        if now_s - wait.told_s >= _SAY_EVERY_S:
-            wait.told_s = now_s
+        if now_s - wait.logged_s >= _LOG_INTERVAL_S:
+            wait.logged_s = now_s
             _log.info(
-                "waiting for a batch of %d groups, %.0f s so far; %d have ended since the last "
-                "batch, the newest %.0f s ago; %s",
+                "waiting for a batch of %d groups for %.0f s; %d have finished since the last "
+                "batch, the latest %.0f s ago; %s",
                 training.groups_per_step,
-                now_s - wait.since_s,
+                now_s - wait.start_s,
                 num_groups,
                 idle_s,
-                self._in_words(),
+                self._describe_work(),
             )
 
     def _log_new_failures(self, name: str, failures: Failures) -> None:
         for kind, count in failures.items():
-            if (name, kind) in self._logged or len(self._logged) >= _MAX_LOGGED:
+            if (name, kind) in self._logged or len(self._logged) >= _MAX_LOGGED_KINDS:
                 continue
             self._logged.add((name, kind))
             _log.warning("an episode of environment '%s' is void: %s", name, count.example)
-            if len(self._logged) == _MAX_LOGGED:
-                _log.warning("further reasons are counted, and not logged")
+            if len(self._logged) == _MAX_LOGGED_KINDS:
+                _log.warning("further reasons are counted, but not logged")
 
-    def _refuse_what_never_worked(
-        self, name: str, before: RolloutCounts, now: RolloutCounts, now_s: float
+    def _check_initial_failures(
+        self, name: str, previous: RolloutCounts, current: RolloutCounts, now_s: float
     ) -> None:
-        seen, run = self._environments[name], self._run
-        seen.was_scored |= now.num_scored > 0
-        if seen.was_scored:
+        progress, run = self._environments[name], self._run
+        progress.was_scored |= current.num_scored > 0
+        if progress.was_scored:
             return
-        num_failed = now.num_failed - before.num_failed
-        if not seen.num_failed_at_first and num_failed:
-            seen.failed_since_s = now_s
-        seen.num_failed_at_first += num_failed
-        of_a_batch = run.training.groups_per_step * run.rollout.group_size
-        is_many = seen.num_failed_at_first >= _MAX_FAILED_BATCHES_AT_FIRST * of_a_batch
-        allowed_s = min(_PATIENCE_AT_FIRST_S, run.environments[name].reconnect_timeout_s)
-        if is_many and now_s - seen.failed_since_s >= allowed_s:
+        num_failed = current.num_failed - previous.num_failed
+        if not progress.num_initial_failures and num_failed:
+            progress.failed_since_s = now_s
+        progress.num_initial_failures += num_failed
+        batch_size = run.training.groups_per_step * run.rollout.group_size
+        is_many = progress.num_initial_failures >= _MAX_INITIAL_FAILED_BATCHES * batch_size
+        allowed_s = min(_INITIAL_PATIENCE_S, run.environments[name].reconnect_timeout_s)
+        if is_many and now_s - progress.failed_since_s >= allowed_s:
             raise EpisodesFailedError(
-                f"environment '{name}': all of its first {seen.num_failed_at_first} episodes have "
-                f"failed, most often: {_reason_of(now)}"
+                f"environment '{name}': all of its first {progress.num_initial_failures} episodes "
+                f"failed, most often: {_most_common_cause(current)}"
             )
 
-    def _refuse_what_stays_void(
-        self, name: str, before: RolloutCounts, now: RolloutCounts, now_s: float
+    def _check_void_groups(
+        self, name: str, previous: RolloutCounts, current: RolloutCounts, now_s: float
     ) -> None:
-        seen = self._environments[name]
-        num_void = now.num_void_groups - before.num_void_groups
-        num_good = now.num_groups - before.num_groups - num_void
-        if not seen.num_void and num_void:
-            seen.void_since_s = now_s
-        seen.num_void += num_void
-        seen.num_good += num_good
-        share = seen.num_void / max(1, seen.num_void + seen.num_good)
-        # It works again where most of the newest groups are good, however many were void before.
-        if share < _NEARLY_ALL or num_good > max(1, num_void):
-            seen.num_void = seen.num_good = 0
+        progress = self._environments[name]
+        num_void = current.num_void_groups - previous.num_void_groups
+        num_good = current.num_groups - previous.num_groups - num_void
+        if not progress.num_void and num_void:
+            progress.void_since_s = now_s
+        progress.num_void += num_void
+        progress.num_good += num_good
+        share = progress.num_void / max(1, progress.num_void + progress.num_good)
+        # The environment works again if most of the latest groups are good.
+        if share < _MIN_VOID_SHARE or num_good > max(1, num_void):
+            progress.num_void = progress.num_good = 0
             return
-        void_s = now_s - seen.void_since_s
+        void_s = now_s - progress.void_since_s
         allowed_s = self._run.environments[name].reconnect_timeout_s
         if not num_void or num_good or void_s < allowed_s:
             return
         text = (
-            f"environment '{name}': for {void_s:.0f} s (nearly) every group was void, most often: "
-            f"{_reason_of(now)}"
+            f"environment '{name}': (nearly) every group was void for {void_s:.0f} s, most often: "
+            f"{_most_common_cause(current)}"
         )
-        if now.num_lost <= now.num_failed:
+        if current.num_lost <= current.num_failed:
             raise EpisodesFailedError(text)
         raise UnavailableError(
-            f"{text}; its server may stay away for reconnect_timeout_s = {allowed_s:g}: see that "
-            "it answers, or raise it"
+            f"{text}; its server may be unavailable for reconnect_timeout_s = {allowed_s:g}: check "
+            "that the server responds, or raise the limit"
         )
 
-    def _refuse_to_stall(self, counts: RolloutCounts) -> None:
-        if counts.num_zero_variance_groups < _MAX_DEAD_BATCHES * self._run.training.groups_per_step:
+    def _check_zero_variance(self, counts: RolloutCounts) -> None:
+        max_groups = _MAX_ZERO_VARIANCE_BATCHES * self._run.training.groups_per_step
+        if counts.num_zero_variance_groups < max_groups:
             return
         num_scored = max(1, counts.num_scored)
         raise TrainingStalledError(
             f"the last {counts.num_zero_variance_groups} groups had equal rewards within each "
             f"group (mean {counts.reward_sum / num_scored:.3g}, "
-            f"{counts.num_invalid / num_scored:.0%} of the episodes ended in text that was no "
+            f"{counts.num_invalid / num_scored:.0%} of the episodes ended with an invalid "
             "action), so there is nothing to learn from; lower learner.learning_rate or "
             "algorithm.entropy_coef if the policy collapsed, raise "
             "rollout.group_size or rollout.temperature if it became certain"
         )
 
 
-def _reason_of(counts: RolloutCounts) -> str:
-    """The commonest; where nothing failed, it is the reward that said nothing."""
-    return commonest(counts.failures) or "a term of the reward is None for them"
+def _most_common_cause(counts: RolloutCounts) -> str:
+    """Return the most common reason; without failures, a missing reward is the cause."""
+    return most_common_reason(counts.failures) or "a term of the reward is None for them"

@@ -1,11 +1,11 @@
-"""Which tasks a group is played on.
+"""The tasks on which a group is played.
 
     every seed is another task     seeds follow from the run's seed and the group's index
-    tasks are counted              the k-th group of the environment is played on its k-th task
+    tasks are counted              the k-th group of the environment plays its k-th task
 
-Where an environment says how many tasks it has (`TaskSet`, rows of a data set), seed k is the k-th
-of them, and each is shown once before one is shown again. Its groups therefore take the places 0,
-1, 2, ... in the order in which they begin.
+If an environment reports the number of its tasks (`TaskSet`, rows of a data set), seed k selects
+the k-th task, and each task is played once before any is repeated. The groups of such an
+environment therefore get task numbers 0, 1, 2, ... in the order in which they start.
 """
 
 from __future__ import annotations
@@ -24,28 +24,34 @@ class GroupSeeds:
     run_seed: int
     group_size: int
     shared: bool
-    """Whether the episodes of a group have one task."""
+    """Whether all episodes of a group have the same task."""
     num_tasks: Mapping[str, int] = field(default_factory=dict)
-    """Of the environments whose tasks are counted, by name."""
+    """Number of tasks of each environment whose tasks are counted, by name."""
 
     def are_counted(self, environment: str) -> bool:
-        """Whether its groups are played on one task after the other."""
+        """Return whether the tasks of an environment are counted."""
         return environment in self.num_tasks
 
-    def of(self, environment: str, index: int, place: int) -> tuple[int, ...]:
-        """[G] the seeds of the run's group `index`, which is the `place`-th on a new task."""
+    def select(self, environment: str, index: int, task_number: int) -> tuple[int, ...]:
+        """Return [G] the seeds of a group.
+
+        Args:
+            environment: name of the environment.
+            index: index of the group in the run.
+            task_number: number of groups of the environment that already got a new task.
+        """
         if not self.are_counted(environment):
             return group_seeds(self.run_seed, index, self.group_size, shared=self.shared)
-        first = place if self.shared else place * self.group_size
-        places = [first + (0 if self.shared else number) for number in range(self.group_size)]
+        first = task_number if self.shared else task_number * self.group_size
+        numbers = [first + (0 if self.shared else episode) for episode in range(self.group_size)]
         # The largest number of whole epochs below the seeds of the warm start.
         epochs = max(1, FIRST_WARM_START_SEED // self.num_tasks[environment])
         end = epochs * self.num_tasks[environment]
-        return tuple(one % end for one in places)
+        return tuple(number % end for number in numbers)
 
 
 def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
-    """[G] the seeds of group `index`, never those of the warm start or of an evaluation."""
+    """Return [G] the seeds of group `index`; warm start and evaluations use other seeds."""
     if shared:
         return (training_seed(run_seed, index, 0),) * group_size
-    return tuple(training_seed(run_seed, index, number) for number in range(group_size))
+    return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))

@@ -38,7 +38,7 @@ from ludus.proto.errors import (
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
-from ludus.trainer.data.failures import describe, unwrapped
+from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, Record
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
@@ -189,7 +189,7 @@ class Player:
         Raises:
             UserError: `error` is one: no other episode would do better.
         """
-        cause = unwrapped(error)
+        cause = first_error(error)
         if isinstance(cause, UserError):
             raise cause
         is_lost = isinstance(cause, InfrastructureError)

@@ -25,7 +25,7 @@ from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.notices import warn_user
 from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
-from ludus.trainer.data.failures import commonest, count_failures, describe
+from ludus.trainer.data.failures import count_failures, describe, most_common_reason
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
@@ -165,7 +165,7 @@ async def _play_warm_start(
     if failures:
         message = (
             f"{len(failures)} of {sum(shares)} episodes of the warm start failed; the most common "
-            f"reason: {commonest(count_failures(failures))}"
+            f"reason: {most_common_reason(count_failures(failures))}"
         )
         if not conversations:
             raise EpisodesFailedError(message)

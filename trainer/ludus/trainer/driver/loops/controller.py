@@ -2,7 +2,7 @@
 
                      at most (held version + S + 1) * B groups in total
     sampling loop -------------------------------------------------------+
-      consumes   capacity of Admission          (waits; unblocked by a   |
+      consumes   capacity of GroupAdmission     (waits; unblocked by a   |
       produces   finished groups, to the buffer  delivery, or a group    |
                                                  that must be replaced)  v
                                                                       buffer
@@ -25,8 +25,8 @@ With a staleness limit S = 1, learner and workers run at the same time:
 
 With S = 0, only version t + 1 plays batch t + 1: learner and workers take turns.
 
-Each loop waits for the other only through Admission and the buffer. Through Admission, sampling
-stays at most S versions ahead. Through the buffer, training waits for B groups. A group that will
+Each loop waits for the other only through GroupAdmission and the buffer. GroupAdmission keeps
+sampling at most S versions ahead. Through the buffer, training waits for B groups. A group that will
 not be trained on gives its capacity back, so the buffer always fills again and there is no
 deadlock. If no worker loads a delivery, the run ends with its error at once. If only some workers
 fail to load it, they get no traffic.
@@ -61,7 +61,7 @@ from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
-from ludus.trainer.data.progress import Progress
+from ludus.trainer.data.progress import ProgressMonitor
 from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
@@ -218,7 +218,7 @@ class Controller:
 
     async def _run_training_loop(self, tasks: Tasks) -> None:
         run = self.components.run
-        progress = Progress(run, self._sampling.describe)
+        progress = ProgressMonitor(run, self._sampling.describe)
         while not self.is_finished:
             start_s = time.monotonic()
             taken = await self._take_batch(progress)
@@ -235,7 +235,7 @@ class Controller:
             if self.stop_request.is_set:
                 return
 
-    async def _take_batch(self, progress: Progress) -> TakenBatch | None:
+    async def _take_batch(self, progress: ProgressMonitor) -> TakenBatch | None:
         """Return the next batch; None if a stop is requested.
 
         Raises:
@@ -364,7 +364,7 @@ class Controller:
         reports = await self.components.evaluator.evaluate(num_games)
         if state.step == 0:
             state.start = {name: report.policy for name, report in reports.items()}
-            self._mixture.expect_success(state.start)
+            self._mixture.warn_without_success(state.start)
         for name, report in reports.items():
             metrics.log_evaluation(state.step, state.games_trained, name, report)
         metrics.log_phase(Phase.TRAIN, state.step)
@@ -461,11 +461,11 @@ class Controller:
         self._saved_step = earlier.step
         num_lost_steps = state.step - earlier.step
         state.num_groups_rolled_back += num_lost_steps * components.run.training.groups_per_step
-        self._mixture.go_back_to(earlier.mixture)
+        self._mixture.roll_back(earlier.mixture)
         state.roll_back(earlier)
         # New indices, so that late groups with old indices are not mistaken for the replayed ones.
         state.unfinished_groups = [
-            self._mixture.renewed(spec) for spec in earlier.unfinished_groups
+            self._mixture.reissue_group(spec) for spec in earlier.unfinished_groups
         ]
         components.metrics.rewind(state.step)
         components.metrics.log_event(state.step, TrainMetric.NUM_LEARNER_RESTARTS)

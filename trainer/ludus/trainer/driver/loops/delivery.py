@@ -6,7 +6,7 @@
                      waits for the previous delivery                      held version = v
 
 At most one delivery runs at a time, so `publish` waits for the previous delivery. Otherwise only
-evaluations and checkpoints wait for a delivery. Admission counts from the held version. With a
+evaluations and checkpoints wait for a delivery. GroupAdmission counts from the held version. With a
 staleness limit of 0 the next batch therefore waits for the delivery. With a limit of 1, training
 continues during the delivery.
 """

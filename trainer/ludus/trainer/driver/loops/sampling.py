@@ -27,7 +27,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import GroupSpec, RolloutGroup
-from ludus.trainer.data.admission import Admission
+from ludus.trainer.data.admission import GroupAdmission
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
@@ -56,7 +56,7 @@ class SamplingLoop:
         self._environments = frozenset(run.environments)
         training = run.training
         num_groups = training.num_steps * training.groups_per_step
-        self._admission = Admission(
+        self._admission = GroupAdmission(
             training.groups_per_step,
             training.max_staleness,
             num_groups=None if training.num_epochs is None else num_groups,
@@ -113,7 +113,7 @@ class SamplingLoop:
 
         Groups being played get new indices, because some of them may have been trained on.
         """
-        return [*map(self._mixture.renewed, self._playing.values()), *self._waiting]
+        return [*map(self._mixture.reissue_group, self._playing.values()), *self._waiting]
 
     def describe(self) -> str:
         """Describe which groups are being played, and the state of the workers."""
@@ -163,8 +163,8 @@ class SamplingLoop:
         for refusal in sorted(refusals, key=lambda refusal: refusal.index):
             spec = self._playing.pop(refusal.index, None)
             if spec is not None:
-                self._admission.give_back(1)
-                self._waiting.append(self._mixture.replacement(spec, is_lost=refusal.is_lost))
+                self._admission.release(1)
+                self._waiting.append(self._mixture.replace_group(spec, is_lost=refusal.is_lost))
 
     def _update_idle_time(self) -> None:
         if self._playing:

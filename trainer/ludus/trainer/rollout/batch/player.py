@@ -32,7 +32,7 @@ from ludus.trainer.core.types import (
     TokenSequence,
     TurnSpan,
 )
-from ludus.trainer.data.failures import describe, unwrapped
+from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.contract import Row
 from ludus.trainer.rollout.batch.function import Asked, BatchFunction, PlayedRow
@@ -199,7 +199,7 @@ class BatchPlayer:
         )
 
     def _void(self, seed: int, error: Exception) -> PlayedEpisode:
-        is_lost = isinstance(unwrapped(error), InfrastructureError)
+        is_lost = isinstance(first_error(error), InfrastructureError)
         status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
         reason = describe(error)
         return PlayedEpisode(

@@ -59,7 +59,7 @@ def test_an_episode_without_a_reward_is_not_shown_to_it() -> None:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("too_few", "expected to return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
+        ("too_few", "must return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
         ("no_number", "got [nan, nan, nan]"),
         ("breaks", "raised KeyError: 'weights'"),
     ],
