@@ -43,9 +43,7 @@ def play(
     `reward` replaces the sum of the turns' rewards. `separate` puts each turn in its own sequence.
     """
     turns = [
-        Turn(
-            [10 + i, 20], Completion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True), turn_reward
-        )
+        Turn([10 + i, 20], Completion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True), value)
         for i, value in enumerate(turn_rewards)
     ]
     sequences = [join_turns([turn]) for turn in turns] if separate else [join_turns(turns)]

@@ -26,8 +26,8 @@ With a staleness limit S = 1, learner and workers run at the same time:
 With S = 0, only version t + 1 plays batch t + 1: learner and workers take turns.
 
 Each loop waits for the other only through GroupAdmission and the buffer. GroupAdmission keeps
-sampling at most S versions ahead. Through the buffer, training waits for B groups. A group that will
-not be trained on gives its capacity back, so the buffer always fills again and there is no
+sampling at most S versions ahead. Through the buffer, training waits for B groups. A group that
+will not be trained on gives its capacity back, so the buffer always fills again and there is no
 deadlock. If no worker loads a delivery, the run ends with its error at once. If only some workers
 fail to load it, they get no traffic.
 
