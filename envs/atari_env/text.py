@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import extract_answer, find_named_move, quoted
+from ludus.env.text.answers import extract_answer, find_named_move, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .game_texts import make_game_text
@@ -55,7 +55,7 @@ class AtariRenderer:
         name = find_named_move(response, names) if observation.legal_actions else None
         if name is None:
             choices = ", ".join(names) if observation.legal_actions else "none: the game is over"
-            raise ActionParseError(f"expected one action out of {choices}; got {quoted(text)}")
+            raise ActionParseError(f"expected one action out of {choices}; got {quote_end(text)}")
         return AtariAction(action_id=names.index(name))
 
     def legal_answers(self, observation: AtariObservation) -> list[str]:

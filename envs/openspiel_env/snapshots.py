@@ -97,9 +97,9 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
             self._cached_observation = OpenSpielObservation.from_fields(fields)
         return self._cached_observation
 
-    def encoded_observation(self) -> tuple[bytes, JsonObject]:
+    def encode_observation(self) -> tuple[bytes, JsonObject]:
         """Return the observation as JSON, and its metadata."""
         if self._cached_observation is not None:  # the caller may have changed it
-            return super().encoded_observation()
+            return super().encode_observation()
         elements = self._snapshots.to_json(self._snapshot)
         return b"".join((_START, elements, b"],", orjson.dumps(self._other_fields)[1:])), {}

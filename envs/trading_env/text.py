@@ -14,7 +14,7 @@ import re
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import extract_answer, quoted
+from ludus.env.text.answers import extract_answer, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .models import TradingAction, TradingObservation
@@ -72,7 +72,7 @@ class TradingRenderer:
         for part in response.split(","):
             name, number = self._parse_order(part.strip(), observation, text)
             if name in action.orders:
-                raise ActionParseError(f"give one order for {name}, not two: {quoted(text)}")
+                raise ActionParseError(f"give one order for {name}, not two: {quote_end(text)}")
             action.orders[name] = number
         return action
 
@@ -104,17 +104,17 @@ class TradingRenderer:
         if match is None or name is None or (not asset and len(assets) > 1):
             choice = f" of {' or '.join(assets)}" if len(assets) > 1 else ""
             raise ActionParseError(
-                f"answer {_HOLD}, or buy or sell and a number{choice}; got {quoted(text)}"
+                f"answer {_HOLD}, or buy or sell and a number{choice}; got {quote_end(text)}"
             )
         verb = match[1].casefold()
         maximum = _max_shares(verb, assets.index(name), observation)
         number = int(match[2]) if match[2] else maximum
         if not maximum:
             reason = "there is not enough cash" if verb == "buy" else "you own no shares of it"
-            raise ActionParseError(f"you cannot {verb} {name}: {reason}; got {quoted(text)}")
+            raise ActionParseError(f"you cannot {verb} {name}: {reason}; got {quote_end(text)}")
         if not 0 < number <= maximum:
             raise ActionParseError(
-                f"you can {verb} 1 to {maximum} shares of {name}; got {quoted(text)}"
+                f"you can {verb} 1 to {maximum} shares of {name}; got {quote_end(text)}"
             )
         return name, number if verb == "buy" else -number
 

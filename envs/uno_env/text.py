@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import extract_answer, find_named_move, quoted
+from ludus.env.text.answers import extract_answer, find_named_move, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .cards import WILDS
@@ -54,7 +54,7 @@ class UnoRenderer:
         move = find_named_move(response, observation.legal_actions)
         if move is None:
             legal_moves = ", ".join(observation.legal_actions) or "no move: the game is over"
-            raise ActionParseError(f"expected one of {legal_moves}; got {quoted(text)}")
+            raise ActionParseError(f"expected one of {legal_moves}; got {quote_end(text)}")
         return UnoAction(move=move)
 
     def legal_answers(self, observation: UnoObservation) -> list[str]:

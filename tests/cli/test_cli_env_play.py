@@ -123,7 +123,7 @@ def test_a_person_calls_tools_and_plays_on(play: Play, tmp_path: Path) -> None:
     assert "tool echo: Says it again." in result.out
     assert '"said": "hello"' in result.out
     assert "refused: expected a text" in result.out
-    assert "refused: expected one of the tools echo; got 'shout'" in result.out
+    assert "refused: this environment has no tool 'shout'; its tools are: echo" in result.out
     assert "refused: :call NAME needs a JSON object, got '[\"hello\"]'" in result.out
     assert "reward 0, score 0" in result.out, "the episode went on"
     plain = play([":tools", ":quit"], *FROZEN_LAKE)

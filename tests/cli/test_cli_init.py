@@ -110,7 +110,7 @@ def test_nothing_is_overwritten(ludus: RunCli, grid_maze: Path) -> None:
     (grid_maze / "models.py").write_text("mine")
     result = ludus("env", "init", "grid_maze_env")
     assert result.code == 2
-    assert "grid_maze_env' yet, but it holds README.md" in result.err
+    assert "grid_maze_env' contains README.md" in result.err
     assert (grid_maze / "models.py").read_text() == "mine"
 
 
@@ -118,5 +118,5 @@ def test_nothing_is_overwritten(ludus: RunCli, grid_maze: Path) -> None:
 def test_a_name_that_is_no_package_is_refused(ludus: RunCli, tmp_path: Path, name: str) -> None:
     result = ludus("env", "init", name)
     assert result.code == 2
-    assert "expected a name of lower-case words" in result.err
+    assert "use lower-case words" in result.err
     assert list(tmp_path.iterdir()) == []

@@ -164,7 +164,7 @@ def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
     assert {json.loads(line)["answer"] for line in lines} == {None}
     rows[3]["answer"] = float("-inf")
     trainer = trainer_of(tmp_path, train_dataset=rows)
-    with pytest.raises(ConfigError, match=r"row 3 expected .*column 'answer' holds an infinite"):
+    with pytest.raises(ConfigError, match=r"row 3 expected .*column 'answer' contains an infinite"):
         trainer._write_rows()
 
 

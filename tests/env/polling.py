@@ -40,18 +40,18 @@ async def turns_of_the_loop(num_turns: int = 20) -> None:
 def limit_steps(core: SessionCore, limit_s: float) -> None:
     """From now on; what a test prepares is then bound by no limit that is short."""
     core.options = dataclasses.replace(core.options, step_timeout_s=limit_s)
-    if isinstance(core._host, WorkerHost):
-        core._host.step_timeout_s = limit_s
+    if isinstance(core.host, WorkerHost):
+        core.host.step_timeout_s = limit_s
 
 
 def detached(core: SessionCore) -> set[str]:
     """Sessions that outlived their connections and end after their linger."""
-    return {one.id for one in core._entries.values() if one.detached_s is not None}
+    return {one.id for one in core.open_sessions.values() if one.detached_s is not None}
 
 
 def busy(core: SessionCore) -> set[str]:
     """Sessions of which a call is under way off the event loop."""
-    return {one.id for one in core._entries.values() if one.lock.locked()}
+    return {one.id for one in core.open_sessions.values() if one.lock.locked()}
 
 
 class CoreClock:

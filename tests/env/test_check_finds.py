@@ -131,9 +131,9 @@ def with_metadata(num_bytes):
 @pytest.mark.parametrize(
     ("deeds", "rule", "said"),
     [
-        ({"answers": lambda good: [1, 2]}, TRAVEL, "legal_answers to be a list of strings"),
-        ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers to be a list of strings"),
-        ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' to be a NumPy array"),
+        ({"answers": lambda good: [1, 2]}, TRAVEL, "legal_answers must be a list of strings"),
+        ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers must be a list of strings"),
+        ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' must be a NumPy array"),
         ({"step": with_tensors({"a": np.array([object()])})}, TRAVEL, "dtype object"),
         ({"reset": with_metadata(MAX_RESULT_BYTES)}, TRAVEL, f"at most {MAX_RESULT_BYTES} bytes"),
         ({"render": lambda good: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),

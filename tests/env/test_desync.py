@@ -179,7 +179,7 @@ async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_no
         await AsyncEnvClient.connect(edge.address) as client,
     ):
         resting, _ = await client.open(options={"start": 7}, linger_s=20)
-        [entry] = server.core._entries.values()
+        [entry] = server.core.open_sessions.values()
         [first] = entry.connections
         edge.upstreams[0].cancel()
         await eventually(lambda: entry.connections - {first})

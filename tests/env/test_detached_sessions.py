@@ -65,7 +65,7 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         await eventually(lambda: detached(server.core))
         core_clock.move_on(60)
         await settled(server.core, 0)
-        assert "60 s ago" in server.core.ended(session_id).reason
+        assert "60 s ago" in server.core.find_tombstone(session_id).reason
 
 
 async def test_a_step_under_way_at_its_clients_death_does_not_keep_the_session(
@@ -86,4 +86,4 @@ async def test_a_step_under_way_at_its_clients_death_does_not_keep_the_session(
         await eventually(lambda: not busy(server.core))
         core_clock.move_on(60)
         await settled(server.core, 0)
-        assert "60 s ago" in server.core.ended(session_id).reason
+        assert "60 s ago" in server.core.find_tombstone(session_id).reason

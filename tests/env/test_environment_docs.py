@@ -40,7 +40,7 @@ def test_the_tool_answers_and_refuses():
     for arguments in ({}, {"by": 0}, {"by": "two"}):
         with pytest.raises(ToolError, match="expected a whole number"):
             environment.call_tool("divides", arguments)
-    with pytest.raises(ToolError, match="expected one of the tools divides"):
+    with pytest.raises(ToolError, match="its tools are: divides"):
         environment.call_tool("divide", {"by": 2})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from ludus.env.targets.importable import FactoryName, named
+from ludus.env.targets.importable import FactoryName, name_factory
 from ludus.env.targets.targets import TargetFactory
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, fail_to_be_built
@@ -18,13 +18,13 @@ SCRIPT = """
 import sys
 import orjson
 from tests.env.counting_env import CountingEnv
-from ludus.env.targets.importable import named
+from ludus.env.targets.importable import name_factory
 
 class ScriptedEnv(CountingEnv):
     name = "scripted"
 
 if __name__ == "__main__":
-    sys.stdout.write(orjson.dumps(named(ScriptedEnv)).decode())
+    sys.stdout.write(orjson.dumps(name_factory(ScriptedEnv)).decode())
 """
 
 
@@ -42,14 +42,14 @@ def travelled(name: FactoryName) -> FactoryName:
     ],
 )
 def test_a_named_factory_is_found_again(factory):
-    name = travelled(named(factory))
+    name = travelled(name_factory(factory))
     assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
 def test_options_travel_with_the_name_the_outer_ones_first():
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
-    name = travelled(named(factory))
+    name = travelled(name_factory(factory))
     with pytest.raises(RuntimeError, match="outer"):
         name.resolve()()
 
@@ -62,22 +62,22 @@ class Outer:
 
 
 def test_a_class_within_a_class_is_named_by_its_path():
-    assert named(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
+    assert name_factory(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
 
 
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
         (lambda: CountingEnv(), r"lambda.*isolation='inline'"),
-        (CountingEnv().reset, "expected an environment factory|isolation='inline'"),
+        (CountingEnv().reset, "worker processes cannot import|isolation='inline'"),
         (partial(fail_to_be_built, "positional"), "isolation='inline'"),
-        (partial(fail_to_be_built, reason=object()), "expected JSON values"),
-        (partial(fail_to_be_built, reason=(1, 2)), "expected JSON values"),
+        (partial(fail_to_be_built, reason=object()), "must be JSON values"),
+        (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
     ],
 )
 def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, said):
     with pytest.raises(ConfigError, match=said):
-        named(factory)
+        name_factory(factory)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_p
         (tmp_path / "build").write_text(HANG)
         (told,) = await served.hang(asyncio.create_task(served.client.open(seed=1)))
         assert isinstance(told, CallTimeoutError)
-        assert "to be built within 60 s" in str(told)
+        assert "not built within 60 s" in str(told)
         (tmp_path / "build").unlink()
         session, _ = await served.client.open(seed=2)
         assert (await session.step({"add": 1})).observation["total"] == 1
@@ -123,17 +123,17 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
 
 
 async def test_the_watchdog_ends_what_only_another_process_could_serve():
-    ended, trouble = threading.Event(), [""]
+    ended, unavailable_reason = threading.Event(), [""]
     told: list[str] = []
 
     def end(reason: str) -> None:
         told.append(reason)
         ended.set()
 
-    Watchdog(0.0, lambda: trouble[0], end, tick_s=0.01)
+    Watchdog(0.0, lambda: unavailable_reason[0], end, tick_s=0.01)
     await asyncio.sleep(0.05)
     assert told == []
-    trouble[0] = "no thread is left"
+    unavailable_reason[0] = "no thread is left"
     await eventually(ended.is_set)
     assert told == ["no thread is left"]
 

@@ -98,7 +98,7 @@ async def test_what_happens_is_counted(factory):
 async def test_buckets_are_cumulative_and_hold_each_step_once():
     core = core_of()
     for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
-        core.counts.stepped(duration_s)
+        core.counts.count_step(duration_s)
     async with in_process(build_app(core)) as client:
         series = await series_of(client)
     bucket = "env_server_step_duration_seconds_bucket"
@@ -123,9 +123,9 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any():
             return series[WORKERS, ""], series[WORKER_ENDS, ""]
 
         async with asyncio.timeout(60):
-            while await workers() != (2, 0) or len(server.core._host.pids) < 2:
+            while await workers() != (2, 0) or len(server.core.host.pids) < 2:
                 await asyncio.sleep(0.02)
-            os.kill(server.core._host.pids[0], signal.SIGKILL)
+            os.kill(server.core.host.pids[0], signal.SIGKILL)
             while await workers() != (2, 1):
                 await asyncio.sleep(0.02)
 
@@ -231,7 +231,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock):
     await core.shut_down()
     ends = {end: count for end, count in core.counts.num_ends.items() if count}
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
-    assert core.ended(last.session_id).kind is SessionEnd.SHUTDOWN
+    assert core.find_tombstone(last.session_id).kind is SessionEnd.SHUTDOWN
 
 
 @pytest.mark.slow
@@ -243,9 +243,9 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
         with pytest.raises(EnvError):
             await core.step(hanging, b'{"add":99}')
         await settled(core, 0)
-        assert core.ended(hanging).kind is SessionEnd.TIMEOUT
-        assert core.ended(neighbour).kind is SessionEnd.LOST
-        assert "took longer than" in core.ended(neighbour).reason
+        assert core.find_tombstone(hanging).kind is SessionEnd.TIMEOUT
+        assert core.find_tombstone(neighbour).kind is SessionEnd.LOST
+        assert "took longer than" in core.find_tombstone(neighbour).reason
 
 
 def test_a_reason_fits_into_a_close_frame():

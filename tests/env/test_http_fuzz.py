@@ -92,7 +92,7 @@ def test_odd_requests_are_refused_in_words(client, path, method, body, given_hea
 def test_the_sessions_that_requests_left_behind_make_room(client):
     visitor, core = client
     core._slots._is_draining = False
-    for session_id in list(core._entries):
+    for session_id in list(core.open_sessions):
         asyncio.run(core.close(session_id))
     for _ in range(10):
         assert visitor.post("/reset").status_code == 200

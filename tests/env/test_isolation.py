@@ -74,7 +74,7 @@ async def client_of(server: EnvServer, wire: str = "grpc") -> AsyncIterator[Asyn
 
 
 def host_of(server: EnvServer) -> WorkerHost:
-    host = server.core._host
+    host = server.core.host
     assert isinstance(host, WorkerHost)
     return host
 
@@ -132,8 +132,8 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
     ("deed", "said"),
     [
         (Deed.CRASH, "its worker was killed by SIGSEGV"),
-        (Deed.EXIT, "its worker ended by itself with exit code 7"),
-        (Deed.EAT_MEMORY, r"of memory, and its limit is 300 MB \(memory_limit_mb\)"),
+        (Deed.EXIT, "its worker exited with code 7"),
+        (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
     ],
 )
 async def test_a_step_that_ends_its_process_says_how(isolation, deed, said):
@@ -173,9 +173,9 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
         host = host_of(server)
         hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
         opening = asyncio.create_task(server.core.open(hanging))
-        await eventually(lambda: any(worker.has_opened for worker in host._workers))
+        await eventually(lambda: any(worker.has_opened for worker in host.live_workers))
         move_loop_clock(61)
-        with pytest.raises(CallTimeoutError, match="the first reset within 60 s"):
+        with pytest.raises(CallTimeoutError, match="the first reset did not finish within 60 s"):
             await opening
         assert server.core.load.num_sessions == 0
         await eventually(lambda: host.num_ended == 1)
@@ -270,9 +270,9 @@ async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
         killed = host.pids if isolation == "pool" else []  # else the warm ones do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: host.workers.num_ends == len(killed))
+        await eventually(lambda: host.worker_counts.num_ends == len(killed))
         opening = asyncio.create_task(open_many(client, 8))
-        await eventually(lambda: any(worker.sessions for worker in host._workers))
+        await eventually(lambda: any(worker.sessions for worker in host.live_workers))
         os.kill(fork_server, signal.SIGKILL)
         sessions = await asyncio.wait_for(opening, 60)
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -312,7 +312,7 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
         killing.cancel()
         await eventually(lambda: server.core.load.num_sessions == 0)
         assert host.num_ended > 0
-        await eventually(lambda: all(not worker.sessions for worker in host._workers))
+        await eventually(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
             with contextlib.suppress(InfrastructureError, ExecutionError):  # the last kills
@@ -341,7 +341,7 @@ async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isol
             seen.update(host.pids)
             await asyncio.sleep(0.005)
         assert server.core.load.num_sessions == 0
-        assert "ended by itself with exit code 3" in factory_errors[-1].message
+        assert "exited with code 3" in factory_errors[-1].message
         assert len(seen) < 40
 
 
@@ -349,7 +349,7 @@ async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isol
     ("factory", "said"),
     [
         (fail_to_be_built, "RuntimeError: no luck"),
-        (die_while_being_built, "its worker ended by itself with exit code 3"),
+        (die_while_being_built, "its worker exited with code 3"),
     ],
 )
 async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory, said):
@@ -358,7 +358,7 @@ async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory
 
 
 async def test_a_memory_limit_below_what_a_worker_begins_with_is_refused():
-    with pytest.raises(ConfigError, match="expected a memory_limit_mb of at least"):
+    with pytest.raises(ConfigError, match="memory_limit_mb must be at least"):
         await worked(memory_limit_mb=20).start()
 
 

@@ -107,9 +107,9 @@ async def test_what_cannot_be_started_says_so_and_a_dead_launcher_is_told(
     ended = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
     assert ended.exit.code == 127
     assert "/no/such/program cannot be started" in ended.errors
-    assert host._launcher is not None
-    host._launcher.kill()
-    host._launcher.wait()
+    assert host.launcher is not None
+    host.launcher.kill()
+    host.launcher.wait()
     with pytest.raises(UnavailableError, match="launcher"):
         await run(host, "true")
 

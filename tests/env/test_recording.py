@@ -102,7 +102,7 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
     await sessions.reset(opened.session_id, ResetArgs(seed=3))
     await sessions.close(opened.session_id)
     await sessions.open(OpenArgs(ResetArgs(seed=4)))
-    sweeping = asyncio.create_task(sessions._inner.close_idle_forever())
+    sweeping = asyncio.create_task(sessions.inner.close_idle_forever())
     async with asyncio.timeout(60):
         while sessions.num_running:
             await asyncio.sleep(0.01)

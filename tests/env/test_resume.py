@@ -52,7 +52,7 @@ async def behind_a_proxy(factory=CountingEnv, **options):
 
 async def end_all(server: GrpcServed) -> None:
     """What an idle sweep, a killed worker or a crash does to sessions."""
-    for session_id in list(server.core._entries):
+    for session_id in list(server.core.open_sessions):
         await server.core.close(session_id)
 
 
@@ -183,7 +183,7 @@ async def test_resume_over_websocket():
         _, undisturbed = await play(client, 3)
 
         async def lose(number):
-            for session_id in list(server.core._entries):
+            for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
         session, results = await play(client, 3, before_step=lose, resume=True)
@@ -208,7 +208,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
     ):
 
         async def lose_all():
-            for session_id in list(server.core._entries):
+            for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
         session, _ = await client.open(seed=1, resume=True)

@@ -36,7 +36,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         httpx.AsyncClient(base_url=server.http_address) as http,
         asyncio.timeout(120),
     ):
-        host = server.core._host
+        host = server.core.host
         if where == ITS_COPY and not host.layers[Layer.NAMESPACES]:
             pytest.skip("workers are forked without a process between")
 

@@ -79,15 +79,15 @@ async def test_when_every_thread_hangs_nothing_waits_and_it_heals_when_one_comes
     last = threads.start(held, held.let_go.append)
     await eventually(held.entered.is_set)
     waiting = threads.start(lambda: "never", lambda _: None)
-    assert threads.trouble == ""
+    assert threads.unavailable_reason == ""
     assert threads.give_up(last)
-    assert "1 threads and as many in their place hang" in threads.trouble
+    assert "1 threads and their replacements hang" in threads.unavailable_reason
     with pytest.raises(UnavailableError, match="isolation='pool'"):
         await waiting.future
     with pytest.raises(UnavailableError, match="restart the server"):
         threads.start(lambda: "never", lambda _: None)
     first.go.set()
-    await eventually(lambda: not threads.trouble)
+    await eventually(lambda: not threads.unavailable_reason)
     assert await answer_of(threads) == "well"
     held.go.set()
     threads.shut_down()

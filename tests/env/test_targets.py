@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_target_makes_its_environment(target, options, name):
     if name is None:  # a class, but of a client
-        with pytest.raises(ConfigError, match=r"expected 'openspiel_env:OpenSpielEnv' to be a"):
+        with pytest.raises(ConfigError, match=r"'openspiel_env:OpenSpielEnv' must be a"):
             environment_factory(target, {})
         return
     factory = environment_factory(target, options)
@@ -48,10 +48,14 @@ def test_a_target_makes_its_environment(target, options, name):
         ("no_such_module:Class", NotFoundError, "no module 'no_such_module'"),
         ("gymnasium:CartPoel-v1", NotFoundError, "did you mean 'CartPole-v1'?"),
         ("tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("tests.env.counting_env:CountingRenderer", ConfigError, "got a class that is none"),
+        (
+            "tests.env.counting_env:CountingRenderer",
+            ConfigError,
+            "must be a subclass of ludus.env.Environment",
+        ),
         ("json", ConfigError, "'json' has no make_environment"),
         ("openenv:tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("openenv:tests.env.counting_env", ConfigError, "expected a target like module:Class"),
+        ("openenv:tests.env.counting_env", ConfigError, "the target must be like module:Class"),
     ],
 )
 def test_a_target_that_names_nothing_says_what_would(target, kind, said):
@@ -61,13 +65,13 @@ def test_a_target_that_names_nothing_says_what_would(target, kind, said):
 
 
 def test_options_that_the_environment_does_not_take_are_named():
-    with pytest.raises(ConfigError, match=r"cannot be built with \{'num': 3\}"):
+    with pytest.raises(ConfigError, match=r"cannot be made with \{'num': 3\}"):
         environment_factory("tests.env.counting_env:CountingEnv", {"num": 3})()
 
 
 def test_a_function_that_makes_no_environment_is_refused():
     factory = environment_factory("json:loads", {"s": "{}"})
-    with pytest.raises(ConfigError, match=r"to make a ludus\.env\.Environment, got dict"):
+    with pytest.raises(ConfigError, match=r"must make a ludus\.env\.Environment, got dict"):
         factory()
 
 

@@ -31,7 +31,7 @@ def test_the_oldest_answers_are_dropped_where_all_take_too_much_and_reasons_stay
         assert tombstones.recall(name, 3).step_index == 3
     with pytest.raises(SessionLostError, match="it was closed"):
         tombstones.recall("a", 3)
-    assert tombstones.ended("a") is CLOSED
+    assert tombstones.find("a") is CLOSED
 
 
 def test_what_is_forgotten_makes_room(monkeypatch):

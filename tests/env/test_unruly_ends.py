@@ -57,9 +57,9 @@ async def served(host: str, folder: Path) -> AsyncIterator[EnvServer]:
 
 async def workers_ready(server: EnvServer) -> None:
     """Wait until no two of the sessions that are opened next share a worker."""
-    host = server.core._host
+    host = server.core.host
     num_wanted = len(PHASES) + 1 if host.shares_workers else 1
-    await eventually(lambda: len(host._ready) >= num_wanted)
+    await eventually(lambda: len(host.ready_workers) >= num_wanted)
 
 
 async def code_of(session: AsyncSession, phase: Phase, deed: str) -> str:
@@ -81,7 +81,7 @@ def expected_of(phase: Phase, deed: str, wire: str) -> str:
 async def told_of(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
     """What the callers of sessions that do it, each in a phase of its own, are told."""
     await workers_ready(server)
-    host = server.core._host
+    host = server.core.host
     num_ended = host.num_ended + len(PHASES)
     sessions = [(await client.open(seed=1))[0] for _ in PHASES]
     if deed == HANG:

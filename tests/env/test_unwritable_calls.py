@@ -39,7 +39,7 @@ async def refusals(address: str) -> list[str]:
             with pytest.raises(InvalidCallError) as caught:
                 await call()
             said.append(f"{name}: {caught.value.message}")
-        with pytest.raises(InvalidCallError, match="a call of plain JSON"):
+        with pytest.raises(InvalidCallError, match="a call must be plain JSON"):
             await session.call_tool(HALF, {})
         for action in ({"add": LONG}, HALF, Reset(options={"start": LONG})):
             refused, taken = await client.step_many([(session, action), (other, {"add": 1})])
@@ -54,7 +54,7 @@ async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
     async with running(ToolEnv) as server:
         grpc, http = [await refusals(address_of(server, wire)) for wire in WIRES]
     assert grpc == http
-    assert "an action of plain JSON" in grpc[0]
+    assert "an action must be plain JSON" in grpc[0]
     assert "Integer exceeds 64-bit range" in grpc[0]
 
 

@@ -19,9 +19,9 @@ async def test_why_a_worker_ended_is_said_however_late_its_exit_is_reported():
     async with running(UnrulyEnv, isolation="pool", num_workers=1) as server:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
-        os.kill(core._host.fork_server_pid, signal.SIGSTOP)  # it reports no exit
+        os.kill(core.host.fork_server_pid, signal.SIGSTOP)  # it reports no exit
         stepping = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
         await asyncio.sleep(1)
-        os.kill(core._host.fork_server_pid, signal.SIGCONT)
-        with pytest.raises(SessionLostError, match="its worker ended by itself with exit code 7"):
+        os.kill(core.host.fork_server_pid, signal.SIGCONT)
+        with pytest.raises(SessionLostError, match="its worker exited with code 7"):
             await stepping

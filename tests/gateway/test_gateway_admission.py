@@ -353,8 +353,9 @@ async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger
         sessions.release(connection)
         await eventually(lambda: num_sessions(servers) == 0)
         for one in opened:
-            (ended,) = filter(None, (server.core.ended(one.session_id) for server in servers))
-            assert ended.reason == "the connection that opened it ended 0.3 s ago"
+            tombstones = [server.core.find_tombstone(one.session_id) for server in servers]
+            (tombstone,) = filter(None, tombstones)
+            assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
 async def test_a_session_counts_as_idle_when_its_own_server_ends_it():

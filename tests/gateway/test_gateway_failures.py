@@ -227,7 +227,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             connection = Connection()
             thinking = await sessions.open(SEEDED, connection)
             lingers_since_s: list[float] = []
-            entry = server.core._entries[thinking.session_id]
+            entry = server.core.open_sessions[thinking.session_id]
             detach = server.core.detach
 
             async def note(session_id: str, connection: Connection) -> None:
@@ -331,7 +331,7 @@ async def test_an_address_where_nothing_listens_does_not_keep_a_gateway_from_sta
 
 
 def state_of(server, session_id: str) -> bytes:
-    return server.core._entries[session_id].session.state_json()
+    return server.core.open_sessions[session_id].session.state_json()
 
 
 def id_of(server) -> str:

@@ -259,7 +259,7 @@ async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_lin
             ids = [await raw.open() for _ in range(2)]
         await eventually(lambda: server.core.load.num_sessions == 0)
         for one in ids:
-            ended = server.core.ended(one)
+            ended = server.core.find_tombstone(one)
             assert ended.reason == "the connection that opened it ended 0.3 s ago"
 
 

@@ -67,7 +67,7 @@ def test_unvalidated_observations_are_valid(game: str) -> None:
 def test_snapshot_json_equals_that_of_the_observation(game: str) -> None:
     for transition in play_episodes(game):
         assert isinstance(transition, SnapshotTransition)
-        snapshot_json, _ = transition.encoded_observation()
+        snapshot_json, _ = transition.encode_observation()
         assert snapshot_json == transition.observation.model_dump_json().encode()
         assert encode_transition(transition, None, 0).observation_json == snapshot_json
 
@@ -100,7 +100,7 @@ def test_binary_games_have_tensors_of_zeros_and_ones(game: str) -> None:
 def test_changed_observation_is_encoded() -> None:
     transition = build_environment(game="blackjack").reset(seed=1)
     transition.observation.legal_actions = [1]
-    observation_json, _ = transition.encoded_observation()
+    observation_json, _ = transition.encode_observation()
     assert json.loads(observation_json)["legal_actions"] == [1]
 
 

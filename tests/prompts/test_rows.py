@@ -196,9 +196,9 @@ def test_infinite_number_is_refused(tmp_path: Path) -> None:
 
     rows = [{"prompt": "a", "limits": [1.0]}, {"prompt": "b", "limits": [math.inf]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="row 2: column 'limits' holds an infinite number"):
+    with pytest.raises(ConfigError, match="row 2: column 'limits' contains an infinite number"):
         open_rows(tmp_path / "a.parquet", None, check)
-    with pytest.raises(ConfigError, match=r"row 2 .* column 'limits' holds an infinite number"):
+    with pytest.raises(ConfigError, match=r"row 2 .* column 'limits' contains an infinite number"):
         write_rows(rows, tmp_path / "a.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from ludus.env.evaluation import (
     EpisodeOutcome,
-    gap_closed,
     mean_interval,
+    measure_gap_closed,
     play_policy,
     summarize,
     wilson_interval,
@@ -114,7 +114,9 @@ def test_an_episode_that_did_not_come_to_its_end_has_not_succeeded() -> None:
 
 def test_summary_of_void_episodes_only_is_refused() -> None:
     void = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in range(2)]
-    with pytest.raises(ValueError, match="got 2 that are all void: KeyError: 'ace'"):
+    with pytest.raises(
+        ValueError, match="all 2 episodes are void; most common reason: KeyError: 'ace'"
+    ):
         summarize(void)
 
 
@@ -127,15 +129,15 @@ def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
     generator = random.Random(7)
     low = outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
     best = outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
-    assert gap_closed(low, low, best) == (0.0, (0.0, 0.0))
-    assert gap_closed(best, low, best) == (1.0, (1.0, 1.0))
+    assert measure_gap_closed(low, low, best) == (0.0, (0.0, 0.0))
+    assert measure_gap_closed(best, low, best) == (1.0, (1.0, 1.0))
 
 
 def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
     policy = outcomes(0.0, 1.0, None, 1.0)
     worst = outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
     best = list(reversed(outcomes(1.0, 1.0, 1.0, 1.0)))
-    result = gap_closed(policy, worst, best)
+    result = measure_gap_closed(policy, worst, best)
     assert result is not None
     # Seeds 0, 1 and 3 count: mean(p - r) = (1 + 2 + 0) / 3, mean(o - r) = (2 + 2 + 0) / 3.
     assert result[0] == pytest.approx(0.75)
@@ -152,19 +154,19 @@ def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None
         worst = outcomes(*(deal - 1 + generator.gauss(0, 0.5) for deal in deals))
         best = outcomes(*(deal + 1 + generator.gauss(0, 0.5) for deal in deals))
         policy = outcomes(*(deal + 0.5 + generator.gauss(0, 0.5) for deal in deals))
-        result = gap_closed(policy, worst, best)
+        result = measure_gap_closed(policy, worst, best)
         assert result is not None
         num_covered += result[1][0] <= 0.75 <= result[1][1]
     assert 0.92 <= num_covered / num_repeats <= 0.98
 
 
 def test_there_is_no_gap_where_optimal_is_not_above_random() -> None:
-    assert gap_closed(outcomes(1.0, 1.0), outcomes(0.0, 0.0), outcomes(0.0, 0.0)) is None
+    assert measure_gap_closed(outcomes(1.0, 1.0), outcomes(0.0, 0.0), outcomes(0.0, 0.0)) is None
 
 
 def test_gap_closed_without_common_seeds_is_refused() -> None:
-    with pytest.raises(ValueError, match="play the three on the same seeds"):
-        gap_closed(outcomes(1.0), outcomes(0.0), outcomes(1.0, first_seed=5))
+    with pytest.raises(ValueError, match="play all three on the same seeds"):
+        measure_gap_closed(outcomes(1.0), outcomes(0.0), outcomes(1.0, first_seed=5))
 
 
 class CoinSession:

@@ -49,7 +49,7 @@ async def fragile(fragile_server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
     [
         (FAILS_IN_RESET, WELL, "level 666"),
         (FAILS_IN_FIRST_RENDER, WELL, "no picture"),
-        (PAYS_NAN, WELL, "a reward that is a finite number"),
+        (PAYS_NAN, WELL, "reward must be a finite number"),
         (2, ("ADD 1", "ADD 13"), "unlucky"),
         (2, ("ADD 1", "ADD 2"), "no picture"),
         (2, ("ADD one",), "invalid literal for int"),

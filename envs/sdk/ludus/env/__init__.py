@@ -1,4 +1,4 @@
-"""Environment SDK: write an environment once, serve it on every wire, drive it from anywhere."""
+"""Environment SDK: write an environment once, serve it on every wire, and play it anywhere."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Pydantic takes longer to import than most programs of coding_env take to run, and of all this
-    # the process that runs them needs `sandbox` alone.
+    # Importing pydantic takes longer than most programs of coding_env run, and the process that
+    # runs those programs only needs `sandbox`.
     if name not in __all__:
         raise AttributeError(f"module 'ludus.env' has no attribute '{name}'")
     from ludus.env import environment, types
 
-    # Where a name is not its own, `environment` has it from `types` or from the errors.
+    # `environment` imports the names that it does not define from `types` and the errors.
     return getattr(types if hasattr(types, name) else environment, name)

@@ -1,7 +1,7 @@
-"""`python -m ludus.env TARGET [--options JSON] ...`: serves an environment.
+"""`python -m ludus.env TARGET [--options JSON] ...`: serve an environment.
 
-Without arguments, as a container of `envs/Dockerfile` starts it, it serves the package that the
-image was built with, on port 8000, as that package's own variables say.
+Without arguments, as containers of `envs/Dockerfile` start it, it serves the image's environment
+package on port 8000, with the options in that package's environment variables.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 
 PACKAGE_VARIABLE = "LUDUS_ENVIRONMENT"
-"""Names the package of an image."""
+"""Environment variable with the name of an image's package."""
 _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a signal, then exit 0; or exit 2 after one line about bad input."""
+    """Serve until a signal and exit with 0, or exit with 2 after an error of the user."""
     package = os.environ.get(PACKAGE_VARIABLE)
     if package and not (sys.argv[1:] if argv is None else argv):
         _serve_in_container(package)
@@ -39,13 +39,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m ludus.env",
         description="Serve an environment over HTTP, WebSocket and gRPC.",
     )
-    parser.add_argument("package", help="for example openspiel_env")
-    parser.add_argument("--options", default="{}", help='JSON, for example {"game": "blackjack"}')
+    parser.add_argument("package", help="target of the environment, for example openspiel_env")
+    parser.add_argument(
+        "--options",
+        default="{}",
+        help='options of the environment as JSON, for example {"game": "blackjack"}; default: {}',
+    )
     parser.add_argument(
         "--exit-with-parent",
         type=int,
         metavar="PID",
-        help="never outlive the starter, which is PID",
+        help="exit when the process PID, which started this one, exits",
     )
     add_server_arguments(parser, DEFAULT_PORT)
     arguments = parser.parse_args(argv)
@@ -60,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _serve_in_container(package: str) -> NoReturn:
-    """Serve as the package's own program does; whoever can reach the container may play.
+    """Serve the package with its own program, reachable from outside the container.
 
-    A token in LUDUS_ENV_TOKEN closes it to others.
+    The server is open to everyone unless LUDUS_ENV_TOKEN sets a token.
     """
     application = importlib.import_module(f"{package}.server.app")
-    open_to_all = () if os.environ.get(TOKEN_VARIABLE) else ("--insecure",)
+    access = () if os.environ.get(TOKEN_VARIABLE) else ("--insecure",)
     try:
-        application.main(["--host", "0.0.0.0", "--port", "8000", *open_to_all])
+        application.main(["--host", "0.0.0.0", "--port", "8000", *access])
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
@@ -78,22 +82,21 @@ def _parse_options(text: str) -> JsonObject:
     try:
         options = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--options expected a JSON object, got '{text}': {error}") from None
+        raise ConfigError(f"--options must be a JSON object, got '{text}': {error}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"--options expected a JSON object, got '{text}'")
+        raise ConfigError(f"--options must be a JSON object, got '{text}'")
     return options
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when its parent dies, even by kill -9 (Linux).
+    """Let the kernel stop this process when its parent dies, even by kill -9 (Linux only).
 
-    The parent says who it is: it may be dead before this process gets to ask, and whoever
-    inherited the process then would be taken for it.
+    The parent passes its id, because it may die before this process can read the parent's id.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # it died before the kernel was told
+    if os.getppid() != parent_pid:  # the parent died before the call of prctl
         sys.exit(0)
 
 

@@ -1,4 +1,4 @@
-"""From what an environment returns to what travels, once for all wires."""
+"""Encoding of environments' results, shared by all wires."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
 
 SUCCESS_KEY = "success"
-"""In the metadata of an episode's last observation, where OpenEnv has room for it."""
+"""Key of the metadata of an episode's last observation, for OpenEnv."""
 MAX_SEED = 2**64 - 1
 _DRAWN_SEED_BITS = 32
-"""Some environments take no larger seed."""
+"""Size of random seeds, because some environments accept no larger seed."""
 _TENSOR_KINDS = frozenset("biufc")
-"""Booleans, integers, floating and complex numbers: what every client can read."""
+"""Booleans, integers, floating and complex numbers, which every client can read."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(slots=True)
 class ResetArgs:
-    """What a reset may ask for; nobody changes one (see `EncodedResult` for why it could be)."""
+    """Arguments of a reset; must not be changed (see `EncodedResult`)."""
 
     seed: int | None = None
     episode_id: str = ""
@@ -40,22 +40,22 @@ class ResetArgs:
         if self.seed is None:
             return
         try:
-            seed = operator.index(self.seed)  # one of NumPy's is no number to JSON
+            seed = operator.index(self.seed)  # JSON cannot encode NumPy's integers
         except TypeError:
             seed = -1
         if not 0 <= seed <= MAX_SEED:
-            raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed!r}")
+            raise InvalidCallError(f"seed must be from 0 to {MAX_SEED}, got {self.seed!r}")
         self.seed = seed
 
 
 class DefaultSeeds:
-    """Seeds for resets that come without one: `first`, then the next; drawn where it is None."""
+    """Seeds for resets without a seed: `first`, then the next; random if `first` is None."""
 
     def __init__(self, first: int | None = None) -> None:
         self._next = first
 
     def fill(self, args: ResetArgs) -> ResetArgs:
-        """The arguments with a seed."""
+        """Return the arguments with a seed."""
         if args.seed is not None:
             return args
         if self._next is None:
@@ -66,7 +66,7 @@ class DefaultSeeds:
 
 @dataclass(slots=True)
 class EncodedText:
-    """A text view whose messages are JSON already; nobody changes one (see `EncodedResult`)."""
+    """A text view with messages as JSON; must not be changed (see `EncodedResult`)."""
 
     messages_json: bytes
     legal_answers: list[str]
@@ -76,16 +76,16 @@ class EncodedText:
 class EncodedResult:
     """A transition ready for any wire; JSON parts are bytes that are copied, never parsed.
 
-    Nobody changes one. It is not frozen because there is one for every step, and making a
-    frozen one takes three times as long.
+    It must not be changed. It is not frozen, because every step makes one and a frozen dataclass
+    takes three times as long to make.
     """
 
     step_index: int
     observation_json: bytes
     metadata_json: bytes
-    """The observation's metadata once more; empty when it has none."""
+    """Metadata of the observation, which also contains it; empty without metadata."""
     info_json: bytes
-    """Empty when there is no info."""
+    """Empty without info."""
     reward: float | None
     terminated: bool
     truncated: bool
@@ -95,16 +95,16 @@ class EncodedResult:
 
     @property
     def done(self) -> bool:
-        """True when the episode is over, for either reason."""
+        """True if the episode is over, for either reason."""
         return self.terminated or self.truncated
 
     @property
     def num_bytes(self) -> int:
-        """About how much room it takes in a message."""
+        """Approximate size in a message."""
         num_bytes = 128 + len(self.observation_json) + len(self.info_json)
         num_bytes += len(self.metadata_json)
         if self.text is not None:
-            num_bytes += len(self.text.messages_json) + _num_bytes_of(self.text.legal_answers)
+            num_bytes += len(self.text.messages_json) + _measure_answers(self.text.legal_answers)
         if self.tensors:
             num_bytes += sum(array.nbytes for array in self.tensors.values())
         return num_bytes
@@ -113,87 +113,87 @@ class EncodedResult:
 def encode_transition(
     transition: Transition[Any], renderer: TextRenderer[Any, Any] | None, step_index: int
 ) -> EncodedResult:
-    """The transition with everything that varies turned into JSON, and its text view.
+    """Encode a transition as JSON with its text view.
 
     Raises:
-        ExecutionError: it holds what no wire can carry; other errors are of the same kind.
+        ExecutionError: no wire can encode the transition. Other errors mean the same.
     """
     text = None
     if renderer is not None:
         observation = transition.observation
         messages = renderer.render(observation, first=step_index == 0)
         text = EncodedText(
-            _fitted(orjson.dumps(messages)), _checked_answers(renderer.legal_answers(observation))
+            _shrink(orjson.dumps(messages)), _check_answers(renderer.legal_answers(observation))
         )
-    observation_json, metadata = transition.encoded_observation()
+    observation_json, metadata = transition.encode_observation()
     reward, info, success = transition.reward, transition.info, transition.success
     encoded = EncodedResult(
         step_index,
-        _fitted(observation_json),
-        _json_of(metadata) if metadata else b"",
-        _json_of(info) if info else b"",
-        None if reward is None else _checked_reward(reward),
+        _shrink(observation_json),
+        _to_json(metadata) if metadata else b"",
+        _to_json(info) if info else b"",
+        None if reward is None else _check_reward(reward),
         bool(transition.terminated),
         bool(transition.truncated),
-        _checked_tensors(transition.tensors) if transition.tensors else {},
+        _check_tensors(transition.tensors) if transition.tensors else {},
         text,
         None if success is None else bool(success),
     )
-    check_size("an observation with what belongs to it", encoded.num_bytes)
+    check_size("an encoded observation", encoded.num_bytes)
     return encoded
 
 
 def read_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
-    """Whether an episode succeeded, as the metadata that came with its end says in OpenEnv."""
+    """Return the success in the metadata of an episode's end, as OpenEnv reports it."""
     success = metadata.get(SUCCESS_KEY)
     return success if is_done and isinstance(success, bool) else None
 
 
-def check_size(what: str, num_bytes: int) -> None:
-    """Refuse what is too large to travel.
+def check_size(part: str, num_bytes: int) -> None:
+    """Refuse data that is too large to send.
 
     Raises:
-        ExecutionError: it has more than `MAX_RESULT_BYTES`.
+        ExecutionError: the data is larger than `MAX_RESULT_BYTES`.
     """
     if num_bytes > MAX_RESULT_BYTES:
         raise ExecutionError(
-            f"expected {what} of at most {MAX_RESULT_BYTES} bytes, got {num_bytes}"
+            f"{part} cannot have more than {MAX_RESULT_BYTES} bytes, got {num_bytes}"
         )
 
 
-def plain_json(value: Any, what: str) -> bytes:
-    """A part of a call as it travels on: parsers take deeper nesting than writers do.
+def plain_json(value: Any, part: str) -> bytes:
+    """Encode a part of a call as JSON. Parsers accept deeper nesting than encoders.
 
     Raises:
-        InvalidCallError: it is nested too deep, or holds what JSON has no room for.
+        InvalidCallError: the value is nested too deep, or JSON cannot encode it.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise unwritable(what, error) from None
+        raise unwritable_error(part, error) from None
 
 
-def unwritable(what: str, error: Exception) -> InvalidCallError:
-    """The refusal of a part of a call that cannot be written, the same on every wire."""
+def unwritable_error(part: str, error: Exception) -> InvalidCallError:
+    """Build the error of a part of a call that cannot be encoded, the same on every wire."""
     return InvalidCallError(
-        f"expected {what} of plain JSON, at most 254 levels deep, with integers of at most 64 bits"
-        f" and no keys but strings: {error}; send anything else as a string"
+        f"{part} must be plain JSON, at most 254 levels deep, with integers of at most 64 bits"
+        f" and string keys: {error}; send anything else as a string"
     )
 
 
 def row_without_nan(row: Mapping[str, Any]) -> JsonObject:
-    """The row with None for each NaN, which is how pandas writes that a value is missing.
+    """Replace each NaN, which is how pandas writes a missing value, by None.
 
     Raises:
-        ValueError: a number is infinite. JSON has none, and it would travel as one that is missing.
+        ValueError: a number is infinite, which JSON cannot encode.
     """
     try:
         return {name: _without_nan(value) for name, value in row.items()}
     except OverflowError:
-        found = next(name for name, value in row.items() if _is_infinite(value))
+        column = next(name for name, value in row.items() if _is_infinite(value))
         raise ValueError(
-            f"column '{found}' holds an infinite number, which JSON cannot hold; leave it out, or "
-            "write a large one"
+            f"column '{column}' contains an infinite number, which JSON cannot encode;"
+            " leave it out, or use a large number"
         ) from None
 
 
@@ -205,9 +205,9 @@ def _without_nan(value: Any) -> Any:
             raise OverflowError
         return None if math.isnan(value) else value
     if isinstance(value, (list, tuple)):
-        return [_without_nan(one) for one in value]
+        return [_without_nan(element) for element in value]
     if isinstance(value, dict):
-        return {name: _without_nan(one) for name, one in value.items()}
+        return {name: _without_nan(element) for name, element in value.items()}
     return value
 
 
@@ -220,10 +220,10 @@ def _is_infinite(value: Any) -> bool:
 
 
 def decode_action(action_type: type[Action], action_json: bytes) -> Action:
-    """The typed action that the JSON describes.
+    """Parse an action of the given type.
 
     Raises:
-        InvalidCallError: the JSON does not fit; the cause is pydantic's ValidationError.
+        InvalidCallError: the JSON does not match; the cause is pydantic's ValidationError.
     """
     try:
         return action_type.from_json(action_json)
@@ -242,57 +242,55 @@ def _invalid_action(action_type: type[Action], error: ValidationError) -> Invali
     )
     fields = ", ".join(action_type.model_fields)
     return InvalidCallError(
-        f"expected an action of type {action_type.__name__} ({fields}): {described}"
+        f"the action must be of type {action_type.__name__} ({fields}): {described}"
     )
 
 
-def _checked_reward(reward: Any) -> float:
+def _check_reward(reward: Any) -> float:
     value = float(reward)
     if not math.isfinite(value):
-        raise ExecutionError(f"expected a reward that is a finite number or None, got {value}")
+        raise ExecutionError(f"reward must be a finite number or None, got {value}")
     return value
 
 
-def _checked_answers(answers: Any) -> list[str]:
+def _check_answers(answers: Any) -> list[str]:
     try:
         if type(answers) is not list:
             raise TypeError
-        _num_bytes_of(answers)
+        _measure_answers(answers)
     except (TypeError, UnicodeEncodeError):
         raise ExecutionError(
-            f"expected legal_answers to be a list of strings, got {answers!a:.200}"
+            f"legal_answers must be a list of strings, got {answers!a:.200}"
         ) from None
     return answers
 
 
-def _num_bytes_of(answers: list[str]) -> int:
-    """About what the answers take in a message; joining them looks at their types, too."""
+def _measure_answers(answers: list[str]) -> int:
+    """Return the approximate size of the answers in a message; raises if one is not a string."""
     return len("".join(answers).encode()) + 4 * len(answers)
 
 
-def _checked_tensors(tensors: Any) -> dict[str, np.ndarray]:
+def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in _TENSOR_KINDS:
-            got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ExecutionError(
-                f"expected tensor {name!r} to be a NumPy array of numbers, got {got}"
-            )
+            kind = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ExecutionError(f"tensor {name!r} must be a NumPy array of numbers, got {kind}")
         if not isinstance(name, str):
-            raise ExecutionError(f"expected names of tensors to be strings, got {name!r}")
+            raise ExecutionError(f"names of tensors must be strings, got {name!r}")
         name.encode()
     checked: dict[str, np.ndarray] = tensors
     return checked
 
 
-def _json_of(value: JsonObject) -> bytes:
-    return _fitted(orjson.dumps(value, option=_JSON_OPTIONS))
+def _to_json(value: JsonObject) -> bytes:
+    return _shrink(orjson.dumps(value, option=_JSON_OPTIONS))
 
 
-def _fitted(written: bytes) -> bytes:
-    """The same bytes in a block of their own size.
+def _shrink(encoded: bytes) -> bytes:
+    """Copy bytes into a block of their exact size.
 
-    orjson writes into a block of a kilobyte or more and cuts it down at the end. Sessions keep
-    their last answer, and between thousands of those the cut-off ends hold nothing else: memory
-    of a server was twelve times that of its answers.
+    orjson writes into blocks of at least a kilobyte and cuts them off at the end. Sessions keep
+    their last result, and the cut-off ends between thousands of those stay unused: a server's
+    memory was twelve times the size of its results.
     """
-    return bytes(memoryview(written))
+    return bytes(memoryview(encoded))

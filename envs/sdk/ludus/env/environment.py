@@ -1,4 +1,4 @@
-"""What an environment is: one class to subclass, and its renderer for language models."""
+"""The base class of environments, and the renderer that language models play through."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ ShownObservationT = TypeVar("ShownObservationT", bound=Observation, contravarian
 
 
 class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
-    """How a language model sees an environment and answers it.
+    """Converts observations to messages, and completions to actions.
 
-    A renderer for which every text is an action, nonsense included, says so with an attribute
-    `takes_any_text = True`; `check_environment` else expects nonsense to be refused.
+    A renderer for which every text is an action has an attribute `takes_any_text = True`;
+    otherwise `check_environment` requires that it refuses nonsense.
     """
 
     def render(self, observation: ShownObservationT, *, first: bool) -> list[Message]:
-        """The messages that this observation adds; `first` is True right after a reset."""
+        """Return the messages of an observation; `first` is True after a reset."""
 
     def parse(self, text: str, observation: ShownObservationT) -> ReadActionT:
-        """The action that `text` means here.
+        """Return the action that a completion means.
 
         Raises:
-            ActionParseError: no legal action can be read from the text.
+            ActionParseError: the text is not a legal action.
         """
 
     def legal_answers(self, observation: ShownObservationT) -> list[str]:
-        """The legal actions as text that `parse` reads back; empty when they cannot be listed."""
+        """Return the legal actions as text that `parse` accepts; empty if they cannot be listed."""
 
 
 def takes_any_text(renderer: TextRenderer[Any, Any] | None) -> bool:
-    """Whether the renderer says that every text is an action; False where there is none."""
+    """Return True if the renderer declares that every text is an action."""
     return bool(getattr(renderer, "takes_any_text", False))
 
 
 class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
-    """One environment instance: one player's session, one episode at a time.
+    """An environment: one player's session, one episode at a time.
 
-    Contract, checked by `ludus.env.check.check_environment`: the same seed and the same
-    actions give the same episode, bit for bit, whatever else the process does. So all
-    randomness comes from generators that `reset(seed=...)` makes, never from global state.
+    `ludus.env.check.check_environment` checks this contract: equal seeds and actions give equal
+    episodes, bit for bit, whatever else the process does. All randomness must therefore come from
+    generators that `reset(seed=...)` makes, never from global state.
     """
 
     action_type: ClassVar[type[Action]]
@@ -66,69 +66,69 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     description: ClassVar[str] = ""
     version: ClassVar[str] = "0.1.0"
     steps_on_event_loop: ClassVar[bool] = False
-    """True promises that reset and step return within about a millisecond, never block and
-    never wait: the server then calls them without a thread hop."""
+    """True promises that reset and step return within about a millisecond and never block. The
+    server then calls them on the event loop."""
 
     one_per_process: ClassVar[bool] = False
-    """True says that a process can hold only one at a time: making a second one is a
-    CapacityError, and servers need `isolation="process"` to hold several sessions."""
+    """True if a process can have only one environment of the class. Making a second one raises
+    CapacityError, so a server with several sessions needs `isolation="process"`."""
 
     text_renderer: TextRenderer[Any, Any] | None = None
-    """Set it to let language models play."""
+    """Renderer for language models; None if they cannot play."""
 
     @property
     def options(self) -> JsonObject:
-        """What this environment was built with, for people and reports."""
+        """Options that this environment was made with, for people and reports."""
         return {}
 
     @property
     def tasks(self) -> TaskSet | None:
-        """How many different tasks the seeds stand for; None where each is another one."""
+        """Tasks behind the seeds; None if every seed is a different task."""
         return None
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[ObservationT]:
-        """The first observation of a new episode; reward None.
+        """Start a new episode and return its first observation, without a reward.
 
         Args:
-            seed: fixes all randomness of the episode; None draws a fresh one.
-            options: further keyword arguments an environment may declare by name.
+            seed: fixes all randomness of the episode; None draws a random seed.
+            options: additional keyword arguments that an environment may declare by name.
         """
 
     @abstractmethod
     def step(self, action: ActionT) -> Transition[ObservationT]:
-        """What the action led to.
+        """Take a step and return its result.
 
         Raises:
-            IllegalActionError: the rules do not allow it; the episode is unchanged.
+            IllegalActionError: the rules forbid the action; the episode is unchanged.
         """
 
     @property
     @abstractmethod
     def state(self) -> StateT:
-        """Where the episode stands."""
+        """State of the episode."""
 
     @property
     def tools(self) -> list[Tool]:
-        """The tools that a player may call between steps; none unless overridden."""
+        """Tools that a player may call between steps; empty by default."""
         return []
 
     def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What the tool returned, as a JSON object.
+        """Call a tool and return its result as a JSON object.
 
         Raises:
-            ToolError: there is no such tool, or it failed; the episode continues.
+            ToolError: the tool does not exist, or it failed; the episode continues.
         """
-        offered = ", ".join(tool.name for tool in self.tools) or "none"
-        raise ToolError(f"expected one of the tools {offered}; got {name!r}")
+        names = ", ".join(tool.name for tool in self.tools) or "none"
+        raise ToolError(f"this environment has no tool {name!r}; its tools are: {names}")
 
     def close(self) -> None:
-        """Frees what the environment holds; called once, also after errors."""
+        """Free the environment's resources; called once, also after errors."""
         return None
 
 
 AnyEnvironment = Environment[Any, Any, Any]
-"""An environment whose types do not matter here."""
+"""An environment of any type."""
 
 Builder = Callable[..., AnyEnvironment]
-"""Makes an environment of options, given as keyword arguments."""
+"""A function that makes an environment from options, given as keyword arguments."""

@@ -2,11 +2,11 @@
 
     call --> queue --> thread --> future
                          |
-                         +-- hangs, is given up --> written off, another takes its place
+                         +-- hangs, is given up --> abandoned, another thread replaces it
 
-A thread cannot be stopped. One that was given up stays behind with what it runs; if that ever
-returns, it is let go, and the thread ends. As many are replaced as there were to begin with; when
-the last ones hang as well, nothing can be served any more, and `trouble` says so.
+A thread cannot be stopped. A thread that was given up stays with its call; if the call ever
+returns, the result is released and the thread exits. The number of replacements is limited to the
+initial number of threads. When the last replacement hangs too, `unavailable_reason` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 STEP_THREAD_NAME = "ludus-env-step"
 
 
-class _State(Enum):
+class _JobState(Enum):
     WAITING = 1
     RUNNING = 2
     GIVEN_UP = 3
@@ -38,96 +38,96 @@ class Job(Generic[ResultT]):
     """A call that waits for a thread, runs in one, or has run.
 
     Args:
-        let_go: what to do with the result of a call that was given up; None where it raised.
+        release: called with the result of a call that was given up, or None if it raised.
     """
 
     def __init__(
-        self, call: Callable[[], ResultT], let_go: Callable[[ResultT | None], None]
+        self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None]
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[ResultT] = self.loop.create_future()
         self._call = call
-        self._let_go = let_go
-        self._state = _State.WAITING
-        self._began_s = 0.0
+        self._release = release
+        self._state = _JobState.WAITING
+        self._started_s = 0.0
         self._lock = threading.Lock()
 
-    def left_s(self, limit_s: float) -> float:
-        """How long it may still run: all of the limit while no thread has begun it."""
-        if not self._began_s:
+    def remaining_s(self, limit_s: float) -> float:
+        """Return the time left to run; the whole limit before a thread starts the call."""
+        if not self._started_s:
             return limit_s
-        return self._began_s + limit_s - self.loop.time()
+        return self._started_s + limit_s - self.loop.time()
 
-    def moves(self, before: _State, after: _State) -> bool:
-        """True when it was in the one state, and is in the other now."""
+    def change_state(self, old: _JobState, new: _JobState) -> bool:
+        """Change the state if it is `old`, and return whether it was."""
         with self._lock:
-            if self._state is not before:
+            if self._state is not old:
                 return False
-            self._state = after
+            self._state = new
             return True
 
-    def run(self, settle: Callable[[], None]) -> bool:
-        """Make the call, in a thread; False when it had been given up before it returned."""
-        self._began_s = self.loop.time()
+    def run(self, on_finished: Callable[[], None]) -> bool:
+        """Make the call in this thread; return False if it was given up meanwhile."""
+        self._started_s = self.loop.time()
         result: ResultT | None = None
-        failed: BaseException | None = None
+        error: BaseException | None = None
         try:
             result = self._call()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
-            failed = error
+        except BaseException as raised:  # noqa: BLE001 - it is raised where the call was made
+            error = raised
         try:
-            if not self.moves(_State.RUNNING, _State.DONE):
-                self._let_go(result)
+            if not self.change_state(_JobState.RUNNING, _JobState.DONE):
+                self._release(result)
                 return False
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self.loop.call_soon_threadsafe(self._deliver, settle, result, failed)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self.loop.call_soon_threadsafe(self._deliver, on_finished, result, error)
             return True
         finally:
-            del failed  # it has this frame in its traceback, and they would keep each other
+            del error  # its traceback refers to this frame, which is a reference cycle
 
     def _deliver(
-        self, settle: Callable[[], None], result: ResultT | None, failed: BaseException | None
+        self, on_finished: Callable[[], None], result: ResultT | None, error: BaseException | None
     ) -> None:
-        settle()
+        on_finished()
         if self.future.done():
             return
-        if failed is not None:
-            self.future.set_exception(failed)
+        if error is not None:
+            self.future.set_exception(error)
         else:
             self.future.set_result(result)  # type: ignore[arg-type]
 
 
 class StepThreads:
-    """At most `num_threads` that are of use; belongs to one event loop."""
+    """At most `num_threads` usable threads; belongs to one event loop."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._num_live = 0
-        self._num_wanted = 0
-        """Calls that wait or run."""
-        self._num_lost = 0
+        self._num_jobs = 0
+        """Number of calls that wait or run."""
+        self._num_abandoned = 0
         self._ids = itertools.count(1)
 
     @property
-    def trouble(self) -> str:
-        """Why nothing can run any more; empty while something can."""
-        if self._num_allowed > 0:
+    def unavailable_reason(self) -> str:
+        """Reason why no call can run; "" if calls can run."""
+        if self._max_live > 0:
             return ""
         return (
-            f"all {self._num_threads} threads and as many in their place hang in the environment's"
+            f"all {self._num_threads} threads and their replacements hang in the environment's"
             " code; restart the server, and isolate its sessions (isolation='pool')"
         )
 
-    def start(self, call: Callable[[], ResultT], let_go: Callable[[ResultT | None], None]) -> Job:
-        """The call on its way to a thread.
+    def start(self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None]) -> Job:
+        """Queue a call for the next free thread.
 
         Raises:
-            UnavailableError: no thread is left.
+            UnavailableError: all threads hang.
         """
         self._raise_if_stuck()
-        job = Job(call, let_go)
-        self._num_wanted += 1
+        job = Job(call, release)
+        self._num_jobs += 1
         self._queue.put(job)
         self._grow()
         return job
@@ -135,92 +135,92 @@ class StepThreads:
     async def run(
         self,
         call: Callable[[], ResultT],
-        let_go: Callable[[ResultT | None], None],
+        release: Callable[[ResultT | None], None],
         limit_s: float,
     ) -> ResultT:
-        """The call's value; where nobody waits for it any more, it is let go.
+        """Run a call and return its result; if the caller is cancelled, release the result.
 
         Raises:
-            TimeoutError: it has run for longer than the limit, and was given up; 0 is none.
+            TimeoutError: the call ran longer than the limit and was given up; 0 sets no limit.
         """
-        job = self.start(call, let_go)
-        left_s = limit_s or None
+        job = self.start(call, release)
+        remaining_s = limit_s or None
         try:
-            while not (await asyncio.wait({job.future}, timeout=left_s))[0]:
-                left_s = job.left_s(limit_s)
-                if left_s <= 0:
+            while not (await asyncio.wait({job.future}, timeout=remaining_s))[0]:
+                remaining_s = job.remaining_s(limit_s)
+                if remaining_s <= 0:
                     self.give_up(job)
                     raise TimeoutError
         except asyncio.CancelledError:
-            job.future.add_done_callback(lambda done: self._let_go(done, let_go))
+            job.future.add_done_callback(lambda done: self._release_result(done, release))
             raise
         return await job.future
 
     def give_up(self, job: Job[Any]) -> bool:
-        """Let nobody wait for a call any more; True when it keeps a thread that runs it."""
-        if job.moves(_State.WAITING, _State.GIVEN_UP):
-            is_lost = False
-        elif job.moves(_State.RUNNING, _State.GIVEN_UP):
-            is_lost = True
+        """Abandon a call; return True if a thread still runs it."""
+        if job.change_state(_JobState.WAITING, _JobState.GIVEN_UP):
+            is_running = False
+        elif job.change_state(_JobState.RUNNING, _JobState.GIVEN_UP):
+            is_running = True
             self._num_live -= 1
-            self._num_lost += 1
+            self._num_abandoned += 1
         else:
             return False
-        self._num_wanted -= 1
+        self._num_jobs -= 1
         job.future.cancel()
         self._grow()
-        if not self._num_allowed:
+        if not self._max_live:
             self._refuse_waiting()
-        return is_lost
+        return is_running
 
     def shut_down(self) -> None:
-        """Let the threads end that do nothing; what still runs is left behind."""
+        """Let idle threads exit; running threads are abandoned."""
         for _ in range(self._num_live):
             self._queue.put(None)
 
     @property
-    def _num_allowed(self) -> int:
-        return min(self._num_threads, 2 * self._num_threads - self._num_lost)
+    def _max_live(self) -> int:
+        return min(self._num_threads, 2 * self._num_threads - self._num_abandoned)
 
-    def _let_go(
-        self, done: asyncio.Future[ResultT], let_go: Callable[[ResultT | None], None]
+    def _release_result(
+        self, done: asyncio.Future[ResultT], release: Callable[[ResultT | None], None]
     ) -> None:
         if done.cancelled() or done.exception() is not None:
             return
-        with contextlib.suppress(UnavailableError):  # then the process is about to end
-            self.start(lambda: let_go(done.result()), lambda _: None)
+        with contextlib.suppress(UnavailableError):  # the process is about to exit
+            self.start(lambda: release(done.result()), lambda _: None)
 
     def _grow(self) -> None:
-        while self._num_live < min(self._num_wanted, self._num_allowed):
+        while self._num_live < min(self._num_jobs, self._max_live):
             self._num_live += 1
             name = f"{STEP_THREAD_NAME}_{next(self._ids)}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            if not job.moves(_State.WAITING, _State.RUNNING):
+            if not job.change_state(_JobState.WAITING, _JobState.RUNNING):
                 continue
-            if not job.run(self._settled):
-                with contextlib.suppress(RuntimeError):  # the event loop has ended
-                    job.loop.call_soon_threadsafe(self._came_back)
+            if not job.run(self._finish_job):
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
+                    job.loop.call_soon_threadsafe(self._forget_abandoned)
                 return
-            del job  # what it came to does not wait here for the next one
+            del job  # free its result before waiting for the next job
 
-    def _settled(self) -> None:
-        self._num_wanted -= 1
+    def _finish_job(self) -> None:
+        self._num_jobs -= 1
 
-    def _came_back(self) -> None:
-        self._num_lost -= 1
+    def _forget_abandoned(self) -> None:
+        self._num_abandoned -= 1
         self._grow()
 
     def _refuse_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._queue.get_nowait()
-                if job is not None and job.moves(_State.WAITING, _State.GIVEN_UP):
-                    self._num_wanted -= 1
-                    job.future.set_exception(UnavailableError(self.trouble))
+                if job is not None and job.change_state(_JobState.WAITING, _JobState.GIVEN_UP):
+                    self._num_jobs -= 1
+                    job.future.set_exception(UnavailableError(self.unavailable_reason))
 
     def _raise_if_stuck(self) -> None:
-        if not self._num_allowed:
-            raise UnavailableError(self.trouble)
+        if not self._max_live:
+            raise UnavailableError(self.unavailable_reason)

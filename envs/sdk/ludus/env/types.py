@@ -1,9 +1,9 @@
-"""The types of the environment plane, one per stage.
+"""The types of environments, one per stage.
 
-Action --step--> Transition  (environment's side: typed observation)
+Action --step--> Transition  (in the environment: typed observation)
                     | server: JSON, text view, step number
                     v
-                 StepResult  (client's side: what came over the wire)
+                 StepResult  (in the client: content of the message)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JsonObject = dict[str, Any]
 
 
 class Action(BaseModel):
-    """What a player does; subclass it with typed fields."""
+    """An action of a player; subclass it with typed fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,28 +28,28 @@ class Action(BaseModel):
 
     @classmethod
     def from_json(cls, action_json: bytes) -> Self:
-        """What `model_validate_json` gives; override it where the same can be had cheaper.
+        """Parse an action, as `model_validate_json` does; override for a faster parser.
 
         Raises:
-            ValidationError: the JSON does not fit.
+            ValidationError: the JSON does not match the fields.
         """
         return cls.__pydantic_validator__.validate_json(action_json)
 
 
 class Observation(BaseModel):
-    """What a player sees; subclass it with typed fields."""
+    """An observation of a player; subclass it with typed fields."""
 
     model_config = ConfigDict(extra="forbid")
 
     metadata: JsonObject = Field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """What `model_dump_json` gives; override it where the same can be written cheaper."""
+        """Encode the observation, as `model_dump_json` does; override for a faster encoder."""
         return self.__pydantic_serializer__.to_json(self)
 
 
 class State(BaseModel):
-    """Where an episode stands, for people and tools, not for the player."""
+    """The state of an episode, for people and tools, not for the player."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,7 +63,7 @@ StateT = TypeVar("StateT", bound=State)
 
 
 class Message(TypedDict):
-    """One chat message; `content` is text."""
+    """A chat message; `content` is text."""
 
     role: str
     content: str
@@ -71,45 +71,47 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class TextView:
-    """What a language model is shown for one observation."""
+    """The text of one observation for a language model."""
 
     messages: list[Message]
-    """The messages this observation adds to the conversation."""
+    """Messages that this observation adds to the conversation."""
     legal_answers: list[str] = field(default_factory=list)
-    """The legal actions as text; empty when they cannot be listed."""
+    """Legal actions as text; empty if they cannot be listed."""
 
 
 @dataclass(slots=True)
 class Transition(Generic[ObservationT]):
-    """What one `reset` or `step` of an environment returns; nobody changes one.
+    """The result of an environment's `reset` or `step`; must not be changed.
 
-    It is not frozen because there is one for every step, and making a frozen one takes three
-    times as long.
+    It is not frozen, because every step makes one and a frozen dataclass takes three times as long
+    to make.
     """
 
     observation: ObservationT
     reward: float | None = None
-    """None where nothing was scored: always after a reset."""
+    """None if there is no reward, as after a reset."""
     terminated: bool = False
-    """The rules ended the episode: the value of what follows is zero."""
+    """True if the rules ended the episode; the value of later states is zero."""
     truncated: bool = False
-    """A limit outside the rules ended it: what would have followed is unknown."""
+    """True if a limit outside the rules ended the episode; the value of later states is unknown."""
     info: JsonObject = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    """Arrays too large for JSON, by name."""
+    """Arrays that are too large for JSON, by name."""
     success: bool | None = None
-    """Said with the end of an episode: whether the player did what was asked, or won. None where
-    the environment has no such notion, and always before the end."""
+    """True if the player solved or won the episode; set at its end.
 
-    def encoded_observation(self) -> tuple[bytes, JsonObject]:
-        """The observation as JSON, and its metadata."""
+    None if the environment does not define success, and before the end.
+    """
+
+    def encode_observation(self) -> tuple[bytes, JsonObject]:
+        """Return the observation as JSON, and its metadata."""
         observation = self.observation
         return observation.to_json(), observation.metadata
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a client gets for one `reset` or `step`, over any wire."""
+    """The result of a `reset` or `step` that a client receives, over any wire."""
 
     observation: JsonObject
     reward: float | None = None
@@ -117,50 +119,50 @@ class StepResult:
     truncated: bool = False
     info: JsonObject = field(default_factory=dict)
     step_index: int = 0
-    """Steps taken in this episode; 0 after a reset."""
+    """Number of steps in this episode; 0 after a reset."""
     text: TextView | None = None
-    """Present when the environment has a text renderer."""
+    """Text view; None if the environment has no text renderer."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     success: bool | None = None
-    """Whether the episode that ended here succeeded, as its environment says; None where it does
-    not say."""
+    """True if the environment reports success at the end of the episode; None if it does not
+    report success or failure."""
 
     @property
     def done(self) -> bool:
-        """True when the episode is over, for either reason."""
+        """True if the episode is over, for either reason."""
         return self.terminated or self.truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that an environment offers in its sessions."""
+    """A tool of an environment's sessions."""
 
     name: str
     description: str
     input_schema: JsonObject = field(default_factory=lambda: {"type": "object"})
-    """JSON schema of the arguments, an object."""
+    """JSON schema of the arguments, which are an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """The tasks of an environment that has so many of them: rows of a data set.
+    """The tasks of an environment with a fixed number of tasks, such as the rows of a data set.
 
-    Seeds 0 to `num_tasks` - 1 show each task of training once, in some order, the next ones each
-    of them once more, and so on below 2**31. From 2**31 on it is the same with the tasks that are
-    held back; where none are, with those of training.
+    Seeds 0 to `num_tasks` - 1 show each training task once, and the next `num_tasks` seeds do so
+    again, up to 2**31. Seeds from 2**31 do the same with the test tasks, or with the training
+    tasks if there are no test tasks.
     """
 
     num_tasks: int
-    """For training."""
+    """Number of training tasks."""
     num_test_tasks: int = 0
-    """Held back."""
+    """Number of test tasks."""
     columns: tuple[str, ...] = ()
-    """The names that `info` has in every result of an episode."""
+    """Names in the `info` of every result of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
-    """What an environment server says of itself."""
+    """A server's description of its environment."""
 
     name: str
     description: str
@@ -171,37 +173,37 @@ class EnvironmentDescription:
     has_text_view: bool
     max_sessions: int
     options: JsonObject = field(default_factory=dict)
-    """What the environment was built with, for example {"game": "blackjack"}."""
+    """Options that the environment was made with, for example {"game": "blackjack"}."""
     reset_options: frozenset[str] | None = None
-    """The names that `reset` takes beside `seed`; None means any."""
+    """Names of reset's options in addition to `seed`; None means any."""
     is_deterministic: bool = False
-    """The same seed and actions were seen to give the same episode."""
+    """True if a check found that equal seeds and actions give equal episodes."""
     tools: list[Tool] = field(default_factory=list)
     server_id: str = ""
-    """The server process (or pod) that answers."""
+    """Id of the server process or pod."""
     linger_s: float = 0.0
-    """Sessions outlive the connection that opened them by so long without asking for it."""
+    """Time that sessions survive their connections without requesting it."""
     idle_timeout_s: float = 0.0
-    """Sessions without a call for so long are ended; 0 where that is not known."""
+    """Time without a call after which a session is closed; 0 if unknown."""
     tasks: TaskSet | None = None
-    """Where they can be counted; None where every seed is another one, or nobody says."""
+    """Number of tasks; None if every seed is a different task, or if unknown."""
     takes_any_text: bool = False
-    """Every text of a player is an action, nonsense included."""
+    """True if every text is a legal action."""
 
     def takes_option(self, name: str) -> bool:
-        """True when `reset` takes an option of that name."""
+        """Return True if `reset` has an option of that name."""
         return self.reset_options is None or name in self.reset_options
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChartPrompt:
-    """One situation in which a policy is asked what it would do, for charts and reports."""
+    """A situation in which a policy is evaluated, for charts and reports."""
 
     messages: list[Message]
     answers: list[str]
-    """The answers to compare, for example ["HIT", "STAND"]."""
+    """Completions to compare, for example ["HIT", "STAND"]."""
     reference: str
-    """The best answer known."""
+    """Best known completion."""
     panel: str
     row: str
     column: str

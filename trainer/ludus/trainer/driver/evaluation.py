@@ -10,7 +10,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
-    gap_closed,
+    measure_gap_closed,
     most_common_failure,
     play_policy,
     summarize,
@@ -123,7 +123,7 @@ def _compute_gap_closed(
     ]
     if not set.intersection(*valid_seeds):
         return None
-    return gap_closed(*samples)
+    return measure_gap_closed(*samples)
 
 
 async def _wait_for_outcomes(

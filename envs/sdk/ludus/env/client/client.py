@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
-from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, unwritable
+from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, unwritable_error
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import parse_address
 from ludus.env.transports.discovery import HttpClient
@@ -396,12 +396,12 @@ def encode_action(action: Any) -> Any:
         try:
             return action.__pydantic_serializer__.to_json(action)
         except ValueError as error:
-            raise unwritable("an action", error) from None
+            raise unwritable_error("an action", error) from None
     if isinstance(action, str):
         try:
             action.encode()
         except UnicodeEncodeError as error:
-            raise unwritable("a text", error) from None
+            raise unwritable_error("a text", error) from None
         return action
     if isinstance(action, ResetArgs):
         plain_json(action.options, "reset options")

@@ -61,8 +61,8 @@ def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) 
         return _json({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
-        trouble = sessions.trouble
-        return _json({"status": trouble}, 503) if trouble else _json({"status": "ok"})
+        reason = sessions.unavailable_reason
+        return _json({"status": reason}, 503) if reason else _json({"status": "ok"})
 
     async def drain(request: Request) -> Response:
         wait_s = _read_wait_s(request)
@@ -119,7 +119,7 @@ class SessionCollector(Collector):
         yield gauge(
             EnvServerMetric.DRAINING, "1 while the server refuses new sessions.", load.is_draining
         )
-        counts, workers = self._sessions.counts, self._sessions.workers
+        counts, workers = self._sessions.counts, self._sessions.worker_counts
         if counts is not None:
             yield from self._collect_counts(counts)
         if workers is not None:

@@ -56,7 +56,7 @@ class ProgramHost:
         self._confinement = confinement
         self._ids = itertools.count(1)
         self._sending = asyncio.Lock()
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
         """Start the launcher."""
@@ -64,7 +64,7 @@ class ProgramHost:
         self._orders, remote = socket.socketpair()
         command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote.fileno())]
         try:
-            self._launcher = subprocess.Popen(
+            self.launcher = subprocess.Popen(
                 [*command, str(self._folder), self._confinement],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[remote.fileno()],
@@ -79,12 +79,12 @@ class ProgramHost:
     async def __aexit__(self, *exc_info: object) -> None:
         """Stop the launcher and all programs."""
         self._orders.close()
-        if self._launcher is not None:
+        if self.launcher is not None:
             try:
-                await asyncio.to_thread(self._launcher.wait, _STOP_TIMEOUT_S)
+                await asyncio.to_thread(self.launcher.wait, _STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._launcher.kill()
-                await asyncio.to_thread(self._launcher.wait)
+                self.launcher.kill()
+                await asyncio.to_thread(self.launcher.wait)
         await asyncio.to_thread(remove_folder, self._folder)
 
     async def run(

@@ -93,11 +93,9 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
         raise
     except EnvError as error:
         code = str(error.code)
-        return (
-            ""
-            if code == step.error
-            else f"expected {_describe_expected(step)}, got {code}: {error}"
-        )
+        if code == step.error:
+            return ""
+        return f"expected {_describe_expected(step)}, got {code}: {error}"
     if step.result is None:
         return f"expected {_describe_expected(step)}, got a result"
     return _difference(step.result, result)

@@ -101,7 +101,7 @@ class RecordingSessions:
     def __init__(
         self, inner: Sessions, path: Path | str, options: RecordingOptions | None = None
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._options = options or RecordingOptions()
         path = Path(path)
         if path.suffix != SUFFIX:
@@ -125,15 +125,15 @@ class RecordingSessions:
 
     @property
     def load(self) -> Load:
-        return self._inner.load
+        return self.inner.load
 
     @property
-    def workers(self) -> WorkerCounts | None:
-        return self._inner.workers
+    def worker_counts(self) -> WorkerCounts | None:
+        return self.inner.worker_counts
 
     @property
-    def trouble(self) -> str:
-        return self._inner.trouble
+    def unavailable_reason(self) -> str:
+        return self.inner.unavailable_reason
 
     @property
     def immediate(self) -> ImmediateCalls | None:
@@ -147,7 +147,7 @@ class RecordingSessions:
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
         if args.reset is not None:
             args = replace(args, reset=self._seeds.fill(args.reset))
-        opened = await self._inner.open(args, connection)
+        opened = await self.inner.open(args, connection)
         self._begin_opened(opened, args)
         return opened
 
@@ -159,14 +159,14 @@ class RecordingSessions:
         session_ids: Sequence[str] = (),
     ) -> list[Opened]:
         args = replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
-        group = await self._inner.open_group(args, size, connection, session_ids)
+        group = await self.inner.open_group(args, size, connection, session_ids)
         for opened in group:
             self._begin_opened(opened, args)
         return group
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         args = self._end_and_seed(session_id, args)
-        result = await self._inner.reset(session_id, args)
+        result = await self.inner.reset(session_id, args)
         self._begin(session_id, args, result)
         return result
 
@@ -182,9 +182,9 @@ class RecordingSessions:
     ) -> EncodedResult:
         running = self._running.get(session_id)
         if running is None:
-            return await self._inner.step(session_id, action, step_index, timeout_s)
+            return await self.inner.step(session_id, action, step_index, timeout_s)
         with self._recording(session_id, running, _record_action(action)) as step:
-            result = await self._inner.step(session_id, action, step_index, timeout_s)
+            result = await self.inner.step(session_id, action, step_index, timeout_s)
             self._add_result(running, step, result)
         return result
 
@@ -202,16 +202,16 @@ class RecordingSessions:
         driving_id = self._session_ids.get(session_id, session_id)
         running = self._running.get(driving_id)
         if running is None:
-            return await self._inner.call_tool(session_id, name, arguments)
+            return await self.inner.call_tool(session_id, name, arguments)
         call = RecordedStep(tool=name, arguments=arguments)
         with self._recording(driving_id, running, call) as step:
-            result = await self._inner.call_tool(session_id, name, arguments)
+            result = await self.inner.call_tool(session_id, name, arguments)
             step.tool_hash = hash_json(orjson.loads(result))
             self._add_step(running, step)
         return result
 
     async def close(self, session_id: str) -> None:
-        await self._inner.close(session_id)
+        await self.inner.close(session_id)
         self._end(session_id, "closed")
 
     def finish(self, reason: str = "the server stopped") -> None:
@@ -222,7 +222,7 @@ class RecordingSessions:
         self.file.close()
 
     def _describe(self) -> RecordedEnvironment:
-        description, built_from = self._inner.description, self._options.built_from
+        description, built_from = self.inner.description, self._options.built_from
         return RecordedEnvironment(
             name=description.name,
             version=description.version,

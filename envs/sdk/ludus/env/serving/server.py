@@ -50,7 +50,7 @@ from ludus.env.sessions.hosts import (
 )
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.options import CoreOptions
-from ludus.env.targets.importable import named
+from ludus.env.targets.importable import name_factory
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.threads import STEP_THREAD_NAME
 from ludus.env.workers.host import WorkerHost, WorkerOptions
@@ -185,7 +185,7 @@ class EnvServer:
         if options.isolation == "inline":
             return make_local_host(self._factory, options.num_threads, options.step_timeout_s)
         hide_process()
-        host = await WorkerHost.start(named(self._factory), _worker_options(options))
+        host = await WorkerHost.start(name_factory(self._factory), _worker_options(options))
         self._missing_layers = host.missing_layers
         return host
 
@@ -238,7 +238,9 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
     def begin() -> None:
         _announce(server, ready_file)
         core = server.core
-        Watchdog(server.options.step_timeout_s, lambda: core.trouble if core.is_stuck else "")
+        Watchdog(
+            server.options.step_timeout_s, lambda: core.unavailable_reason if core.is_stuck else ""
+        )
 
     try:
         run_until_signal(server, drain_grace_s=server.options.drain_grace_s, on_ready=begin)

@@ -1,1 +1,1 @@
-"""Sessions of one server: the interface that every wire is written against, and its core."""
+"""Sessions of one server: the interface under every wire, and its implementation."""

@@ -1,6 +1,6 @@
-"""Waiting for something that is full: first come, first served, with a deadline.
+"""A queue for limited capacity: first come, first served, with a deadline.
 
-`SessionSlots` admits to the sessions of one server; a gateway's queue admits to those of a fleet.
+`SessionSlots` admits to the sessions of one server; a gateway's queue admits to a fleet.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _Waiter:
 
 
 class AdmissionQueue:
-    """Callers that wait until `size` of something can be taken together.
+    """Callers that wait until `size` units can be taken together.
 
-    Nobody overtakes: a large request at the head is not starved by small ones behind it.
+    The order is strict, so that small requests cannot starve a large request at the head.
 
     Args:
-        take: takes `size` at once and returns True, or takes nothing and returns False.
-        give_back: undoes a `take` whose caller has gone meanwhile.
-        timeout_s: how long a caller waits; 0 does not wait.
-        max_waiting: callers that may wait at once; more are refused right away.
+        take: takes `size` units and returns True, or takes nothing and returns False.
+        give_back: undoes a `take` whose caller was cancelled.
+        timeout_s: maximum wait of a caller; 0 does not wait.
+        max_waiting: maximum number of waiting callers; more are refused immediately.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class AdmissionQueue:
 
     @property
     def size(self) -> int:
-        """How much all callers together wait for."""
+        """Number of units that all callers wait for."""
         return sum(waiter.size for waiter in self._waiters)
 
     async def take(self, size: int = 1) -> bool:
-        """True when `size` were taken for the caller; False when the wait was in vain.
+        """Return True after taking `size` units, or False if they did not become free in time.
 
-        Raises whatever `refuse_all` was given.
+        Raises the error that `refuse_all` was called with.
         """
         if not self._waiters and self._take(size):
             return True
@@ -71,7 +71,7 @@ class AdmissionQueue:
         try:
             await asyncio.wait_for(waiter.admitted, self._timeout_s)
         except TimeoutError:
-            # Who is admitted in the very turn in which the wait ends has been given its place.
+            # A caller admitted in the same turn of the event loop as its timeout has been admitted.
             return not waiter.admitted.cancelled() and waiter.admitted.result() is None
         except asyncio.CancelledError:
             if waiter.admitted.done() and not waiter.admitted.cancelled():
@@ -84,7 +84,7 @@ class AdmissionQueue:
         return True
 
     def advance(self) -> None:
-        """Admit from the head of the line; call it whenever something became free."""
+        """Admit callers from the head; call this whenever units became free."""
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.admitted.done():
@@ -94,7 +94,7 @@ class AdmissionQueue:
             self._waiters.popleft()
 
     def refuse_all(self, error: Exception) -> None:
-        """End every wait with the error."""
+        """End all waits with an error."""
         for waiter in self._waiters:
             if not waiter.admitted.done():
                 waiter.admitted.set_exception(error)
@@ -102,7 +102,7 @@ class AdmissionQueue:
 
 
 class SessionSlots:
-    """Room for the sessions of a server: those that are open, being built, and waited for."""
+    """Slots for a server's sessions, including sessions that are being opened."""
 
     def __init__(self, options: CoreOptions, events: SessionEvents) -> None:
         self._capacity = options.max_sessions
@@ -118,21 +118,21 @@ class SessionSlots:
 
     @property
     def load(self) -> Load:
-        """How many are taken, sessions that are being built included."""
+        """Load of the server, including sessions that are being opened."""
         return Load(self._num_taken, self._capacity, len(self._queue), self._is_draining)
 
     async def take(self, size: int) -> None:
-        """Set `size` slots aside for the caller, together.
+        """Reserve `size` slots together.
 
         Raises:
-            CapacityError: so many did not become free in time.
-            UnavailableError: the server drains.
+            CapacityError: too few slots became free in time.
+            UnavailableError: the server is draining.
         """
         self._refuse_while_draining()
         if size > self._capacity:
             raise InvalidCallError(
-                f"expected a group of at most {self._capacity} sessions, which is all"
-                f" this server holds; got {size}"
+                f"a group cannot have more sessions than this server has"
+                f" ({self._capacity}); got {size}"
             )
         await self._events.make_room(self._num_taken + len(self._queue) + size - self._capacity)
         self._refuse_while_draining()
@@ -144,14 +144,14 @@ class SessionSlots:
             )
 
     def give_back(self, size: int = 1) -> None:
-        """Free slots for whoever waits first."""
+        """Free slots for the next caller."""
         self._num_taken -= size
         self._queue.advance()
 
     def drain(self) -> None:
-        """Admit nobody any more."""
+        """Refuse all opens from now on."""
         self._is_draining = True
-        self._queue.refuse_all(self._draining())
+        self._queue.refuse_all(self._draining_error())
 
     def _take_now(self, size: int) -> bool:
         if self._num_taken + size > self._capacity:
@@ -161,10 +161,10 @@ class SessionSlots:
 
     def _refuse_while_draining(self) -> None:
         if self._is_draining:
-            raise self._draining()
+            raise self._draining_error()
 
-    def _draining(self) -> UnavailableError:
+    def _draining_error(self) -> UnavailableError:
         return UnavailableError(
-            "this server is draining and takes no new sessions; open it elsewhere",
+            "this server is draining and opens no new sessions; use another server",
             ErrorCode.DRAINING,
         )

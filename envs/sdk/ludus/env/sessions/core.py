@@ -1,13 +1,12 @@
-"""The sessions that one server holds: who is admitted, and when a session ends.
+"""The sessions of one server: admission, calls, and the end of each session.
 
     wire --Sessions--> SessionCore --HostedSession--> environment (sessions/hosts.py)
 
-Who waits for whom: an open waits for a free session at most `wait_for_slot_s`, in order of
-arrival; calls of one session run one after another, and only a session's own earlier call
-keeps a call waiting. A session leaves by `close`, by the end of its episode
-(`close_when_done`), with the connection that opened it (where it lingers, `linger_s` after the
-last one that called it), after `idle_timeout_s` without a call, when a step takes longer than
-`step_timeout_s`, or with the worker it ran in. Its last answer stays available for repeats.
+An open waits for a free session for at most `wait_for_slot_s`, in order of arrival. The calls of a
+session run one after another; a call waits only for earlier calls of the same session.
+A session ends by `close`, at the end of its episode (`close_when_done`), `linger_s` after the end
+of its last connection, after `idle_timeout_s` without a call, if a step takes longer than
+`step_timeout_s`, or with its worker. Its last result stays available for repeated calls.
 """
 
 from __future__ import annotations
@@ -58,19 +57,20 @@ _SHUTDOWN = SessionTombstone(SessionEnd.SHUTDOWN, "the server is shutting down")
 
 
 class SessionCore:
-    """Sessions by id, at most `max_sessions` of them; implements `Sessions`."""
+    """Sessions by id; implements `Sessions`, which documents its methods."""
 
     def __init__(self, host: SessionHost, options: CoreOptions | None = None) -> None:
         self.options = options or CoreOptions()
         self.events = SessionEvents()
         self.counts = SessionCounts()
-        self._host = host
-        self._entries: dict[str, OpenSession] = {}
-        self._of_tools_id: dict[str, str] = {}
+        self.host = host
+        self.open_sessions: dict[str, OpenSession] = {}
+        self._session_ids: dict[str, str] = {}
+        """Session id by tools id."""
         self._lingering: set[str] = set()
-        """Sessions that outlive a connection: they also go with others that call them."""
+        """Sessions that outlive a connection; every connection that calls them keeps them open."""
         self._slots = SessionSlots(self.options, self.events)
-        self._tombstones = Tombstones()
+        self.tombstones = Tombstones()
         self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
         self._seeds = DefaultSeeds(self.options.first_seed)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -84,39 +84,33 @@ class SessionCore:
 
     @property
     def immediate(self) -> ImmediateCalls | None:
-        """This core, where environments step on the event loop; see `Sessions`."""
-        return self if self._host.runs_inline else None
+        return self if self.host.runs_inline else None
 
     @property
-    def workers(self) -> WorkerCounts | None:
-        """Its worker processes; None where sessions run in this one."""
-        return self._host.workers
+    def worker_counts(self) -> WorkerCounts | None:
+        return self.host.worker_counts
 
     @property
-    def trouble(self) -> str:
-        """Why it can serve no session now; empty where it can."""
-        return self._host.trouble
+    def unavailable_reason(self) -> str:
+        return self.host.unavailable_reason
 
     @property
     def is_stuck(self) -> bool:
-        """True when only another server process could serve again."""
-        return self._host.is_stuck
+        """True if only a new server process could serve sessions again."""
+        return self.host.is_stuck
 
     @property
     def description(self) -> EnvironmentDescription:
-        """What the environment is."""
         return self._description
 
     @property
     def load(self) -> Load:
-        """How full it is, sessions that are being built included."""
         return self._slots.load
 
     # -- calls -------------------------------------------------------------------------
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
-        """A new session; see `Sessions`."""
-        with self.counts.errors():
+        with self.counts.count_errors():
             session_id = self._ids.choose(args.session_id)
             await self._slots.take(1)
             opened = await self._finish(self._open_reserved(session_id, args, connection))
@@ -131,53 +125,49 @@ class SessionCore:
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
     ) -> list[Opened]:
-        """Sessions on one seed, all or none; see `Sessions`."""
-        with self.counts.errors():
+        with self.counts.count_errors():
             if size < 1:
                 raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
-            chosen = [self._ids.choose(one) for one in session_ids or [""] * size]
+            chosen = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
             outcomes = await self._finish(self._open_all(chosen, args, connection))
-            opened = await self._all_alike(outcomes, args)
+            opened = await self._require_equal_views(outcomes, args)
         self.counts.num_opened += len(opened)
         self.counts.num_resets += len(opened)
         return opened
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
-        if self._host.runs_inline:
+        if self.host.runs_inline:
             return self.reset_now(session_id, args)
-        with self.counts.errors():
+        with self.counts.count_errors():
             entry = self._find(session_id)
-            call = partial(entry.hosted.reset, self._seeded(args))
-            result = await self._timed(entry, call, "reset")
+            call = partial(entry.hosted.reset, self._fill_seed(args))
+            result = await self._call_in_order(entry, call, "reset")
         self.counts.num_resets += 1
         return result
 
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
-        """The answer to an action; see `Sessions`."""
-        if self._host.runs_inline:
+        if self.host.runs_inline:
             return self.step_now(session_id, action, step_index)
-        begun_s = time.monotonic()
-        with self.counts.errors():
+        started_s = time.monotonic()
+        with self.counts.count_errors():
             try:
                 entry = self._find(session_id)
                 call = partial(entry.hosted.step, action, step_index)
-                result = await self._timed(entry, call, "step", timeout_s)
-            except SessionLostError:  # maybe an earlier call, waited for, ended the session
-                result = self._tombstones.recall(session_id, step_index)
-        self.counts.stepped(time.monotonic() - begun_s)
+                result = await self._call_in_order(entry, call, "step", timeout_s)
+            except SessionLostError:  # an earlier call may have ended the session
+                result = self.tombstones.recall(session_id, step_index)
+        self.counts.count_step(time.monotonic() - started_s)
         return result
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """The same without a wait, for environments that step on the event loop."""
         try:
             session = self._find(session_id).session
             assert session is not None, "reset_now is for inline sessions"
-            result = session.reset(self._seeded(args))
+            result = session.reset(self._fill_seed(args))
         except EnvError as error:
             self.counts.num_errors[error.code] += 1
             raise
@@ -185,15 +175,14 @@ class SessionCore:
         return result
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
-        """The same without a wait, for environments that step on the event loop."""
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         try:
-            entry = self._entries.get(session_id)
+            entry = self.open_sessions.get(session_id)
             if entry is None:
                 self._refuse_tools_id(session_id)
-                result = self._tombstones.recall(session_id, step_index)
+                result = self.tombstones.recall(session_id, step_index)
             else:
-                entry.last_used_s, entry.detached_s = begun_s, None
+                entry.last_used_s, entry.detached_s = started_s, None
                 assert entry.session is not None, "step_now is for inline sessions"
                 result = entry.session.step(action, step_index)
                 if entry.close_when_done and (result.terminated or result.truncated):
@@ -201,70 +190,61 @@ class SessionCore:
         except EnvError as error:
             self.counts.num_errors[error.code] += 1
             raise
-        self.counts.stepped(time.monotonic() - begun_s)
+        self.counts.count_step(time.monotonic() - started_s)
         return result
 
     async def state(self, session_id: str) -> bytes:
-        """The environment's state as JSON."""
-        with self.counts.errors():
+        with self.counts.count_errors():
             entry = self._find(session_id)
-            return await self._timed(entry, entry.hosted.state_json, "state")
+            return await self._call_in_order(entry, entry.hosted.state_json, "state")
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
-        """What a tool of the environment returned, as JSON."""
-        driving_id = self._of_tools_id.get(session_id, session_id)
-        with self.counts.errors(), hide_driving_id(driving_id, session_id):
+        driving_id = self._session_ids.get(session_id, session_id)
+        with self.counts.count_errors(), hide_driving_id(driving_id, session_id):
             entry = self._find(driving_id)
             call = partial(entry.hosted.call_tool, name, arguments)
-            return await self._timed(entry, call, "call_tool")
+            return await self._call_in_order(entry, call, "call_tool")
 
     async def close(self, session_id: str) -> None:
-        """End a session; one that is gone already is no error."""
         self._refuse_tools_id(session_id)
-        if entry := self._entries.get(session_id):
+        if entry := self.open_sessions.get(session_id):
             self._end(entry, _CLOSED)
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
-        """Take a session from a connection; see `Sessions`."""
         self._refuse_tools_id(session_id)
-        if entry := self._entries.get(session_id):
+        if entry := self.open_sessions.get(session_id):
             self._detach(entry, connection)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Let those among these sessions that linger go with a connection; see `Sessions`."""
-        has_all = len(connection.session_ids) == len(self._entries)
+        has_all = len(connection.session_ids) == len(self.open_sessions)
         if has_all or not self._lingering or connection.ended.is_set():
             return
         for session_id in self._lingering.intersection(session_ids) - connection.session_ids:
-            entry = self._entries[session_id]
+            entry = self.open_sessions[session_id]
             entry.connections.add(connection)
             entry.detached_s = None
             connection.session_ids.add(session_id)
 
     def release(self, connection: Connection) -> None:
-        """End or detach what goes with a connection that ended, also what is being built."""
         connection.ended.set()
         for session_id in list(connection.session_ids):
-            self._detach(self._entries[session_id], connection)
+            self._detach(self.open_sessions[session_id], connection)
 
     def drain(self) -> None:
-        """Take no new sessions from now on; those that are open continue."""
         self._slots.drain()
 
-    # -- the server's side -------------------------------------------------------------
-
-    def ended(self, session_id: str) -> SessionTombstone | None:
-        """Why a session that was here has ended; None while it lives or where unknown."""
-        return self._tombstones.ended(session_id)
+    def find_tombstone(self, session_id: str) -> SessionTombstone | None:
+        """Return why a session has ended; None if it is open or unknown."""
+        return self.tombstones.find(session_id)
 
     async def close_idle_forever(self) -> None:
-        """End sessions that nobody calls any more, until cancelled."""
+        """Close idle sessions until cancelled."""
         idle_s = self.options.idle_timeout_s
         pause_s = min(max(idle_s / 4, 0.02), _MAX_SWEEP_PAUSE_S)
         while True:
             await asyncio.sleep(pause_s)
             now_s = time.monotonic()
-            for entry in list(self._entries.values()):
+            for entry in list(self.open_sessions.values()):
                 if entry.lock.locked():
                     continue
                 detached_s = entry.detached_s
@@ -277,13 +257,13 @@ class SessionCore:
                     self._end(entry, SessionTombstone(SessionEnd.CONNECTION_ENDED, reason))
 
     async def shut_down(self, grace_s: float = 1.0) -> None:
-        """End all sessions; steps that still run after the grace are abandoned."""
+        """End all sessions; steps that are still running after the grace are abandoned."""
         self.drain()
-        for entry in list(self._entries.values()):
+        for entry in list(self.open_sessions.values()):
             self._end(entry, _SHUTDOWN)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
-        await self._host.shut_down()
+        await self.host.shut_down()
 
     # -- opening ---------------------------------------------------------------------
 
@@ -291,59 +271,59 @@ class SessionCore:
         self, session_ids: list[str], args: OpenArgs, connection: Connection | None
     ) -> list[Opened | BaseException]:
         return await asyncio.gather(
-            *(self._open_reserved(one, args, connection) for one in session_ids),
+            *(self._open_reserved(session_id, args, connection) for session_id in session_ids),
             return_exceptions=True,
         )
 
-    async def _all_alike(
+    async def _require_equal_views(
         self, outcomes: list[Opened | BaseException], args: OpenArgs
     ) -> list[Opened]:
-        """The sessions, if all were opened and begin alike; else all are closed again."""
-        failed = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        opened = [one for one in outcomes if isinstance(one, Opened)]
-        if failed is None and len({one.view for one in opened}) == 1:
-            return opened
-        for one in opened:
-            await self.close(one.session_id)
-        if failed is not None:
-            raise failed
+        """Return the sessions if all have the same view; otherwise close them and raise."""
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        group = [outcome for outcome in outcomes if isinstance(outcome, Opened)]
+        if not errors and len({opened.view for opened in group}) == 1:
+            return group
+        for opened in group:
+            await self.close(opened.session_id)
+        if errors:
+            raise errors[0]
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"expected {len(opened)} sessions on seed {seed} to begin alike, got different"
-            f" first observations; see: ludus env check {self._description.name}"
+            f"{len(group)} sessions with seed {seed} returned different first observations;"
+            f" see: ludus env check {self._description.name}"
         )
 
     async def _open_reserved(
         self, session_id: str, args: OpenArgs, connection: Connection | None
     ) -> Opened:
         try:
-            hosted = await self._host.open(
+            hosted = await self.host.open(
                 session_id, with_text=args.with_text, on_lost=partial(self._on_lost, session_id)
             )
             first = None
             if args.reset is not None:
-                first = await self._first_of(hosted, self._seeded(args.reset))
-            if session_id in self._tombstones:  # its worker died before it was entered
-                raise self._tombstones.lost(session_id)
+                first = await self._reset_first(hosted, self._fill_seed(args.reset))
+            if session_id in self.tombstones:  # the worker died before the session was entered
+                raise self.tombstones.lost_error(session_id)
             entry = self._enter(session_id, hosted, args, connection)
         except BaseException:
             self._slots.give_back()
             raise
         return Opened(session_id, first, entry.tools_id)
 
-    async def _first_of(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
+    async def _reset_first(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
         timeout_s = self.options.step_timeout_s
         try:
             if hosted.direct is not None:
                 return hosted.direct.reset(reset)
-            return await self._within(hosted, hosted.reset(reset), timeout_s or None)
+            return await self._finish_within(hosted, hosted.reset(reset), timeout_s or None)
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 hosted.kill(f"a reset took longer than {timeout_s:g} s")
                 raise CallTimeoutError(
-                    f"expected the first reset within {timeout_s:g} s, got no answer"
+                    f"the first reset did not finish within {timeout_s:g} s"
                 ) from None
-            self._start(hosted.close())
+            self._start_task(hosted.close())
             raise
 
     def _enter(
@@ -357,10 +337,10 @@ class SessionCore:
             linger_s=args.linger_s,
             last_used_s=time.monotonic(),
         )
-        self._entries[session_id] = entry
+        self.open_sessions[session_id] = entry
         if self._description.tools:
             entry.tools_id = secrets.token_urlsafe(18)
-            self._of_tools_id[entry.tools_id] = session_id
+            self._session_ids[entry.tools_id] = session_id
         if args.linger_s > 0:
             self._lingering.add(session_id)
         if connection is not None:
@@ -370,21 +350,21 @@ class SessionCore:
                 self._detach(entry, connection)
         return entry
 
-    def _seeded(self, args: ResetArgs) -> ResetArgs:
+    def _fill_seed(self, args: ResetArgs) -> ResetArgs:
         return args if self.options.first_seed is None else self._seeds.fill(args)
 
     # -- sessions ----------------------------------------------------------------------
 
     def _find(self, session_id: str) -> OpenSession:
-        entry = self._entries.get(session_id)
+        entry = self.open_sessions.get(session_id)
         if entry is None:
             self._refuse_tools_id(session_id)
-            raise self._tombstones.lost(session_id)
+            raise self.tombstones.lost_error(session_id)
         entry.last_used_s, entry.detached_s = time.monotonic(), None
         return entry
 
     def _refuse_tools_id(self, session_id: str) -> None:
-        if session_id in self._of_tools_id:
+        if session_id in self._session_ids:
             raise tools_only_error()
 
     def _detach(self, entry: OpenSession, connection: Connection | None) -> None:
@@ -400,76 +380,78 @@ class SessionCore:
 
     def _on_lost(self, session_id: str, reason: str) -> None:
         lost = SessionTombstone(SessionEnd.LOST, reason)
-        if entry := self._entries.get(session_id):
+        if entry := self.open_sessions.get(session_id):
             self._remove(entry, lost)
         else:
-            self._tombstones.remember(session_id, lost, None)
+            self.tombstones.remember(session_id, lost, None)
 
-    def _end(self, entry: OpenSession, why: SessionTombstone) -> None:
-        if not self._remove(entry, why):
+    def _end(self, entry: OpenSession, tombstone: SessionTombstone) -> None:
+        if not self._remove(entry, tombstone):
             return
         if entry.session is not None:
             entry.session.close()
         else:
-            self._start(self._close_in_order(entry))
+            self._start_task(self._close_in_order(entry))
 
-    def _remove(self, entry: OpenSession, why: SessionTombstone) -> bool:
-        if self._entries.pop(entry.id, None) is None:
+    def _remove(self, entry: OpenSession, tombstone: SessionTombstone) -> bool:
+        if self.open_sessions.pop(entry.id, None) is None:
             return False
         self._lingering.discard(entry.id)
-        self._of_tools_id.pop(entry.tools_id, None)
+        self._session_ids.pop(entry.tools_id, None)
         for connection in entry.connections:
             connection.session_ids.discard(entry.id)
-        self._tombstones.remember(entry.id, why, entry.hosted.last)
-        self.counts.num_ends[why.kind] += 1
-        self.events.ended(entry.id, why)
+        self.tombstones.remember(entry.id, tombstone, entry.hosted.last)
+        self.counts.num_ends[tombstone.kind] += 1
+        self.events.notify_end(entry.id, tombstone)
         self._slots.give_back()
         return True
 
-    async def _timed(
+    async def _call_in_order(
         self,
         entry: OpenSession,
         call: Callable[[], Awaitable[ResultT]],
-        what: str,
+        call_name: str,
         timeout_s: float = 0.0,
     ) -> ResultT:
-        """The call's value, after the session's earlier calls; too slow ends the session."""
+        """Make a call after the session's earlier calls; a slow call ends the session."""
         limit_s = min((s for s in (timeout_s, self.options.step_timeout_s) if s > 0), default=None)
         try:
-            if self._host.runs_inline:
-                return await self._locked(entry, call)
-            return await self._within(entry.hosted, self._locked(entry, call), limit_s)
+            if self.host.runs_inline:
+                return await self._call_locked(entry, call)
+            return await self._finish_within(entry.hosted, self._call_locked(entry, call), limit_s)
         except TimeoutError:
-            reason = f"a {what} took longer than {limit_s:g} s"
+            reason = f"a {call_name} took longer than {limit_s:g} s"
             if self._remove(entry, SessionTombstone(SessionEnd.TIMEOUT, reason)):
                 entry.hosted.kill(reason)
-                self._start(self._close_in_order(entry))
+                self._start_task(self._close_in_order(entry))
             raise CallTimeoutError(f"session {entry.id!r} is gone: {reason}") from None
 
-    async def _within(
+    async def _finish_within(
         self, hosted: HostedSession, work: Coroutine[Any, Any, ResultT], limit_s: float | None
     ) -> ResultT:
-        """The work's value; it runs to its end even when the caller gives up, as in `_finish`.
+        """Return the result of work that also finishes if the caller gives up, as in `_finish`.
 
         Raises:
-            TimeoutError: it has run for longer than the limit. The time in which others kept
-                every thread does not count.
+            TimeoutError: the work ran for longer than the limit. Time in which other sessions
+                occupied all threads does not count.
         """
-        task, left_s = self._start(work), limit_s
+        task, remaining_s = self._start_task(work), limit_s
         try:
-            while not (await asyncio.wait({task}, timeout=left_s))[0]:
-                left_s = hosted.left_s(limit_s or 0.0)
-                if left_s <= 0:
+            while not (await asyncio.wait({task}, timeout=remaining_s))[0]:
+                remaining_s = hosted.remaining_s(limit_s or 0.0)
+                if remaining_s <= 0:
                     raise TimeoutError
         except BaseException:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
         return task.result()
 
-    async def _locked(self, entry: OpenSession, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def _call_locked(
+        self, entry: OpenSession, call: Callable[[], Awaitable[ResultT]]
+    ) -> ResultT:
         async with entry.lock:
-            if entry.id not in self._entries:
-                raise self._tombstones.lost(entry.id)
+            if entry.id not in self.open_sessions:
+                raise self.tombstones.lost_error(entry.id)
             result = await call()
             entry.last_used_s = time.monotonic()
         if entry.close_when_done and isinstance(result, EncodedResult) and result.done:
@@ -481,15 +463,15 @@ class SessionCore:
             await entry.hosted.close()
 
     async def _finish(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The work's value; it runs to its end even when the caller gives up.
+        """Return the result of work that also finishes if the caller gives up.
 
-        A thread cannot be stopped, and its session must not be entered by a second one.
+        A thread cannot be stopped, and a second thread must not enter its session.
         """
-        if self._host.runs_inline:
+        if self.host.runs_inline:
             return await work
-        return await asyncio.shield(self._start(work))
+        return await asyncio.shield(self._start_task(work))
 
-    def _start(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+    def _start_task(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

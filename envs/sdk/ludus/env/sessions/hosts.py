@@ -1,6 +1,6 @@
-"""Where sessions run: on the event loop, in threads, or in worker processes.
+"""Hosts of sessions: the event loop, threads, or worker processes.
 
-| host                  | isolation           | a step that hangs                              |
+| host                  | isolation           | effect of a step that hangs                    |
 |-----------------------|---------------------|------------------------------------------------|
 | LocalHost, no threads | none                | ends the server: it promised not to            |
 | LocalHost             | none                | ends its session; its thread is replaced       |
@@ -30,97 +30,96 @@ _log = logging.getLogger(__name__)
 
 EnvironmentFactory = Callable[[], AnyEnvironment]
 OnLost = Callable[[str], None]
-"""Told why, when a session ended by itself."""
+"""Called with the reason when a session has ended without a request."""
 ResultT = TypeVar("ResultT")
 
 
 class HostedSession(Protocol):
-    """One session where it runs; `SessionCore` makes one call at a time."""
+    """A session on its host; `SessionCore` makes one call at a time."""
 
     @property
     def direct(self) -> EnvironmentSession | None:
-        """What may be called without a wait; None where that would take one."""
+        """Session for calls that return without waiting; None if calls have to wait."""
 
     @property
     def last(self) -> EncodedResult | None:
-        """The latest answer, None before the first reset."""
+        """Latest result, or None before the first reset."""
 
-    def left_s(self, limit_s: float) -> float:
-        """How much is left for its call, that was made so long ago; more where it had to wait."""
+    def remaining_s(self, limit_s: float) -> float:
+        """Return the time left for the current call, without the time it waited for a thread."""
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
+        """Start a new episode and return its first result."""
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
-        """The answer to one action."""
+        """Take a step and return its result."""
 
     async def state_json(self) -> bytes:
-        """The environment's state."""
+        """Return the environment's state as JSON."""
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """What a tool returned, as JSON."""
+        """Call a tool and return its result as JSON."""
 
     async def close(self) -> None:
-        """Free what the environment holds."""
+        """Free the environment's resources."""
 
     def kill(self, reason: str) -> None:
-        """End it in the middle of a call, as far as the host can."""
+        """End the session during a call, as far as the host can."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenSession:
-    """A session that is open, and what ends it."""
+    """An open session, with the conditions that end it."""
 
     id: str
     hosted: HostedSession
     session: EnvironmentSession | None
-    """What to call directly, where sessions run on the event loop."""
+    """Session for direct calls, if sessions run on the event loop."""
     close_when_done: bool
     linger_s: float
     last_used_s: float
     connections: set[Connection] = field(default_factory=set)
-    """Those it goes with; it ends with the last of them."""
+    """Connections of the session, which ends with the last of them."""
     detached_s: float | None = None
-    """When the last of them ended; a call that begins later makes that good again, the end of one
-    that was under way does not."""
+    """Time at which the last connection ended. A later call clears it."""
     tools_id: str = ""
-    """What calls its tools and does nothing else."""
+    """Id that may only call the session's tools."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a call of this session runs off the event loop."""
+    """Held during a call that runs off the event loop."""
 
 
 class SessionHost(Protocol):
-    """Builds sessions and runs their calls."""
+    """Makes sessions and runs their calls."""
 
     @property
     def name(self) -> str:
-        """What makes the environments, for messages."""
+        """Name of the environment factory, for messages."""
 
     @property
     def description(self) -> EnvironmentDescription:
-        """What the environment is; capacity and server are filled in by the core."""
+        """Description of the environment; `SessionCore` adds capacity and server id."""
 
     @property
     def runs_inline(self) -> bool:
-        """True when its sessions are called directly."""
+        """True if its sessions are called directly."""
 
     @property
-    def workers(self) -> WorkerCounts | None:
-        """Its worker processes; None of a host that has none."""
+    def worker_counts(self) -> WorkerCounts | None:
+        """Counts of worker processes; None without workers."""
 
     @property
-    def trouble(self) -> str:
-        """Why it can serve no session now; empty where it can."""
+    def unavailable_reason(self) -> str:
+        """Reason why no session can be served now; "" if sessions can be served."""
 
     @property
     def is_stuck(self) -> bool:
-        """True when only another server process could serve again."""
+        """True if only a new server process could serve sessions again."""
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
-        """A new session, to be reset.
+        """Open a session, which must then be reset.
 
         Raises:
-            ExecutionError: the factory failed (code FACTORY_ERROR).
+            ExecutionError: the factory raised an error (code FACTORY_ERROR).
             CallTimeoutError: the environment took too long to build.
         """
 
@@ -129,15 +128,15 @@ class SessionHost(Protocol):
 
 
 class LocalHost:
-    """Sessions in this process.
+    """Sessions in this process; implements `SessionHost`, which documents its methods.
 
     Args:
-        num_threads: where their calls run; 0 is the event loop, for environments that promise
-            to answer at once. A thread cannot be stopped, only left behind.
-        limit_s: for building and closing an environment in a thread; 0 is none.
+        num_threads: number of threads for calls; 0 makes calls on the event loop, for
+            environments that promise to return at once. A thread cannot be stopped, only abandoned.
+        limit_s: time limit to build or close an environment in a thread; 0 sets no limit.
     """
 
-    workers = None
+    worker_counts = None
 
     def __init__(
         self,
@@ -154,17 +153,14 @@ class LocalHost:
         self._limit_s = limit_s
 
     @property
-    def trouble(self) -> str:
-        """Why it can serve no session now; empty where it can."""
-        return "" if self._threads is None else self._threads.trouble
+    def unavailable_reason(self) -> str:
+        return "" if self._threads is None else self._threads.unavailable_reason
 
     @property
     def is_stuck(self) -> bool:
-        """True when only another server process could serve again."""
-        return bool(self.trouble)
+        return bool(self.unavailable_reason)
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
-        """A new session, to be reset."""
         build = partial(build_session, self._factory, self.name, session_id, with_text)
         threads, limit_s = self._threads, self._limit_s
         if threads is None:
@@ -172,20 +168,20 @@ class LocalHost:
         try:
             return LocalSession(await threads.run(build, _close_late, limit_s), threads, limit_s)
         except TimeoutError:
-            raise CallTimeoutError(
-                f"expected the environment to be built within {limit_s:g} s, but it was not"
-            ) from None
+            raise CallTimeoutError(f"the environment was not built within {limit_s:g} s") from None
 
     async def shut_down(self) -> None:
-        """Let go of the threads; steps that still run are abandoned."""
         if self._threads is not None:
             self._threads.shut_down()
 
 
 class LocalSession:
-    """A session whose calls run in threads, one at a time, or where there are none, directly."""
+    """A session whose calls run in threads, or directly without threads.
 
-    __slots__ = ("_is_left", "_job", "_limit_s", "_session", "_threads", "direct")
+    Implements `HostedSession`, which documents its methods.
+    """
+
+    __slots__ = ("_is_abandoned", "_job", "_limit_s", "_session", "_threads", "direct")
 
     def __init__(
         self, session: EnvironmentSession, threads: StepThreads | None, limit_s: float
@@ -194,39 +190,32 @@ class LocalSession:
         self._threads = threads
         self._limit_s = limit_s
         self._job: Job[Any] | None = None
-        """Its latest call."""
-        self._is_left = False
-        """A thread that hangs in it has it for good."""
+        """Latest call."""
+        self._is_abandoned = False
+        """True if a thread hangs in the session."""
         self.direct = session if threads is None else None
 
     @property
     def last(self) -> EncodedResult | None:
-        """The latest answer, None before the first reset."""
         return self._session.last
 
-    def left_s(self, limit_s: float) -> float:
-        """How much is left for its call, that was made so long ago; more where it had to wait."""
-        return 0.0 if self._job is None else self._job.left_s(limit_s)
+    def remaining_s(self, limit_s: float) -> float:
+        return 0.0 if self._job is None else self._job.remaining_s(limit_s)
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
         return await self._run(lambda: self._session.reset(args))
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
-        """The answer to one action."""
         return await self._run(lambda: self._session.step(action, step_index))
 
     async def state_json(self) -> bytes:
-        """The environment's state."""
         return await self._run(self._session.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """What a tool returned, as JSON."""
         return await self._run(lambda: self._session.call_tool(name, arguments))
 
     async def close(self) -> None:
-        """Free what the environment holds, unless a thread still hangs in it."""
-        if self._is_left:
+        if self._is_abandoned:
             return
         if self._threads is None:
             self._session.close()
@@ -236,12 +225,11 @@ class LocalSession:
         except TimeoutError:
             _log.error("an environment took longer than %g s to close", self._limit_s)
         finally:
-            self._job = None  # it has its call, and that this session
+            self._job = None  # the job refers to its call, and the call to this session
 
     def kill(self, reason: str) -> None:
-        """Leave the thread behind that its call keeps, and the session with it."""
         if self._threads is not None and self._job is not None:
-            self._is_left |= self._threads.give_up(self._job)
+            self._is_abandoned |= self._threads.give_up(self._job)
 
     async def _run(self, call: Callable[[], ResultT]) -> ResultT:
         if self._threads is None:
@@ -259,9 +247,9 @@ def _close_late(session: EnvironmentSession | None) -> None:
 def make_local_host(
     factory: EnvironmentFactory, num_threads: int = 32, limit_s: float = 0.0
 ) -> LocalHost:
-    """The host in this process that fits the environment.
+    """Make the host in this process that suits the environment.
 
-    Raises whatever the factory raises: a server with a broken factory does not start.
+    Raises whatever the factory raises, because a server with a broken factory must not start.
     """
     sample = factory()
     try:
@@ -273,7 +261,7 @@ def make_local_host(
 
 
 def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
-    """What a server says of this environment; capacity and server are still open."""
+    """Describe an environment, without the capacity and the id of its server."""
     kind = type(environment)
     return EnvironmentDescription(
         name=kind.name or kind.__name__,
@@ -293,25 +281,25 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
 
 
 def factory_name(factory: EnvironmentFactory, description: EnvironmentDescription) -> str:
-    """The factory's own name, or what it makes when it has none."""
+    """Return the name of the factory, or the environment's name if it has none."""
     return getattr(factory, "__name__", description.name)
 
 
 def build_session(
     factory: EnvironmentFactory, name: str, session_id: str, with_text: bool
 ) -> EnvironmentSession:
-    """A new session of a new environment.
+    """Make a session of a new environment.
 
     Raises:
-        ExecutionError: the factory failed (code FACTORY_ERROR).
-        CapacityError: the environment is one of those that a process holds one at a time.
+        ExecutionError: the factory raised an error (code FACTORY_ERROR).
+        CapacityError: the process can have only one such environment and has it already.
     """
     pid = os.getpid()
     try:
         return EnvironmentSession(session_id, factory(), with_text=with_text)
     except CapacityError:
         raise
-    except BaseException as error:  # the boundary to foreign code
+    except BaseException as error:  # the boundary to third-party code
         _log.exception("environment factory %s failed", name)
         raise wrap_exception(
             f"Environment factory '{name}' failed to create instance. ",

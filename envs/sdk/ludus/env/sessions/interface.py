@@ -1,10 +1,10 @@
-"""What every wire stands on: the sessions of a server or a gateway, and the calls to them.
+"""The interface under every wire: the sessions of a server or gateway, and calls to them.
 
     HTTP, WebSocket, MCP, gRPC --> Sessions --> environments in this process, in worker
                                                 processes, or on the servers of a fleet
 
-`SessionCore` answers for sessions that this server holds (`sessions/hosts.py` says where they run);
-a gateway's sessions live on other servers. The wires cannot tell them apart.
+`SessionCore` implements it for the sessions of this server (see `sessions/hosts.py`). The sessions
+of a gateway run on other servers. Wires do not depend on the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.env.types import EnvironmentDescription, JsonObject
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A client's connection over any wire: the sessions that go with it."""
+    """A client's connection over any wire, with the sessions that end with it."""
 
     session_ids: set[str] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -30,39 +30,39 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class SessionEvents:
-    """Whom a process tells of its sessions; wires add themselves to the lists."""
+    """Callbacks for events of sessions, which wires add to the lists."""
 
     on_end: list[Callable[[str, SessionTombstone], None]] = field(default_factory=list)
-    """Called with the id and why, when a session has ended, whoever ended it."""
+    """Called with the id and the reason after a session has ended."""
     on_shortage: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
-    """Called with how many sessions too many are wanted; may end some that can be spared."""
+    """Called with the number of missing sessions; may close sessions that are not needed."""
 
-    def ended(self, session_id: str, why: SessionTombstone) -> None:
-        """Tell that a session has ended."""
-        for tell in self.on_end:
-            tell(session_id, why)
+    def notify_end(self, session_id: str, tombstone: SessionTombstone) -> None:
+        """Report that a session has ended."""
+        for callback in self.on_end:
+            callback(session_id, tombstone)
 
     async def make_room(self, num_missing: int) -> None:
-        """End as many sessions that can be spared as new ones find no room."""
+        """Close sessions that are not needed, if new sessions find no room."""
         if num_missing > 0:
-            for spare in self.on_shortage:
-                await spare(num_missing)
+            for callback in self.on_shortage:
+                await callback(num_missing)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenArgs:
-    """What an open may ask for."""
+    """Arguments of an open."""
 
     reset: ResetArgs | None = None
-    """Starts the first episode at once."""
+    """Arguments of the first reset; None opens without a reset."""
     close_when_done: bool = False
-    """Frees the session as soon as an episode of it has ended."""
+    """Close the session as soon as an episode has ended."""
     linger_s: float = 0.0
-    """How long the session outlives the connection that opened it."""
+    """Time that the session survives the end of its last connection."""
     with_text: bool = True
-    """False leaves the text view out of results, which saves rendering it."""
+    """False omits the text view from results, which saves rendering it."""
     session_id: str = ""
-    """An id signed by a gateway; empty lets the server choose."""
+    """Session id signed by a gateway; "" lets the server choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ class Opened:
 
     session_id: str
     first: EncodedResult | None
-    """Its first answer, when a reset was asked for."""
+    """Result of the first reset, if a reset was requested."""
     tools_session_id: str = ""
-    """Calls the session's tools and does nothing else; empty where it has none."""
+    """Id that may only call the session's tools; "" without tools."""
 
     @property
     def view(self) -> tuple[bytes, bytes]:
-        """What a player sees first, for comparison within a group."""
+        """First observation and text, for comparison within a group."""
         assert self.first is not None, "a group is opened with a reset"
         text = self.first.text
         return self.first.observation_json, text.messages_json if text is not None else b""
@@ -85,65 +85,65 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full a server is."""
+    """Load of a server."""
 
     num_sessions: int
     max_sessions: int
     num_waiting: int = 0
-    """Opens that wait for a free session."""
+    """Number of opens that wait for a free session."""
     is_draining: bool = False
-    """It takes no new sessions and ends when the last one has."""
+    """True if the server opens no new sessions and stops after the last session."""
 
 
 class ImmediateCalls(Protocol):
-    """Calls whose answer needs no wait: to environments that step on this event loop."""
+    """Calls that return without waiting, to environments that step on this event loop."""
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """What `Sessions.reset` answers."""
+        """Make the call `Sessions.reset`."""
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
-        """What `Sessions.step` answers."""
+        """Make the call `Sessions.step`."""
 
 
 class Sessions(Protocol):
-    """All sessions that a process answers for; its methods belong to one event loop.
+    """All sessions of a process; its methods belong to one event loop.
 
-    Every method raises EnvError with the wire code of what went wrong.
+    Every method raises EnvError with the error's wire code.
     """
 
     @property
     def description(self) -> EnvironmentDescription:
-        """What the environment is."""
+        """Description of the environment."""
 
     @property
     def load(self) -> Load:
-        """How full it is."""
+        """Load, including sessions that are being opened."""
 
     @property
     def events(self) -> SessionEvents:
-        """Whom it tells of its sessions."""
+        """Callbacks for events of sessions."""
 
     @property
     def counts(self) -> SessionCounts | None:
-        """What has happened; None where others count, as the servers of a gateway."""
+        """Counts since the start; None if the servers of a gateway count."""
 
     @property
-    def workers(self) -> WorkerCounts | None:
-        """Its worker processes; None where it has none."""
+    def worker_counts(self) -> WorkerCounts | None:
+        """Counts of worker processes; None without workers."""
 
     @property
-    def trouble(self) -> str:
-        """Why it can serve no session now; empty where it can."""
+    def unavailable_reason(self) -> str:
+        """Reason why no session can be served now; "" if sessions can be served."""
 
     @property
     def immediate(self) -> ImmediateCalls | None:
-        """The short way for steps and resets; None where answers have to be waited for."""
+        """Calls that return without waiting; None if calls have to wait."""
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
-        """A new session; it waits for a free one as long as the server is told to.
+        """Open a session, waiting for a free session as long as the server's options allow.
 
         Raises:
-            CapacityError: none became free.
+            CapacityError: no session became free.
         """
 
     async def open_group(
@@ -153,55 +153,55 @@ class Sessions(Protocol):
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
     ) -> list[Opened]:
-        """Sessions on one seed, all or none, whose first answers are the same.
+        """Open several sessions with the same seed; all are opened or none.
 
         Args:
-            session_ids: ids signed by a gateway, one for each; none lets the server choose.
+            session_ids: ids signed by a gateway, one per session; empty lets the server choose.
 
         Raises:
-            CapacityError: so many did not become free together.
-            GroupMismatchError: they begin differently; all are closed again.
+            CapacityError: too few sessions became free together.
+            GroupMismatchError: the first observations differ; all sessions are closed again.
         """
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
+        """Start a new episode and return its first result."""
 
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
-        """The answer to an action: bytes are JSON, a str is a language model's text.
+        """Take a step: bytes are an action as JSON, a str is a language model's text.
 
         Args:
-            step_index: the step's number in its episode, from 1; a repeated number gets
-                the first answer again. 0 means not numbered.
-            timeout_s: shortens the server's own limit; 0 leaves it.
+            step_index: number of the step in its episode, from 1. A repeated number returns
+                the first result again. 0 means not numbered.
+            timeout_s: time limit, if shorter than the server's; 0 keeps the server's limit.
         """
 
     async def state(self, session_id: str) -> bytes:
-        """The environment's state as JSON."""
+        """Return the environment's state as JSON."""
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
-        """What a tool of the environment returned, as JSON."""
+        """Call a tool of the environment and return its result as JSON."""
 
     async def close(self, session_id: str) -> None:
-        """End a session; one that is gone already is no error."""
+        """Close a session; a session that is gone is not an error."""
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
-        """End a session after its `linger_s` unless it is called again before.
+        """Separate a session from a connection; the last one closes it after `linger_s`.
 
-        Where it goes with other connections than the one that says so, it stays with those:
-        the end of an old connection may be heard of after the session was called on a new one.
+        A call before that keeps the session open. Other connections keep it too, because the end of
+        an old connection may be noticed after the session was called on a new one.
         """
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Let those among these sessions that linger go with the connection that calls them, too.
+        """Tie those of the sessions that linger to another connection, which calls them.
 
-        They linger when the last of their connections has ended; all other sessions end with
-        the connection that opened them.
+        They linger when their last connection has ended. All other sessions end with the connection
+        that opened them.
         """
 
     def release(self, connection: Connection) -> None:
-        """End or detach what goes with a connection that ended, also what is being built."""
+        """End or detach the sessions of an ended connection, including those being opened."""
 
     def drain(self) -> None:
-        """Take no new sessions from now on; those that are open continue."""
+        """Open no new sessions from now on; open sessions continue."""

@@ -1,7 +1,7 @@
-"""What sessions count: opens, steps and how long they take, errors, ends, workers.
+"""Counts of a server's sessions: opens, steps and their durations, errors, ends, workers.
 
-Counts are plain integers that cost a step less than half a microsecond; `http/health.py` turns
-them into metrics when somebody asks.
+Counts are plain integers that cost a step less than half a microsecond. `http/health.py` turns
+them into metrics on request.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ STEP_BUCKETS_S = (
     *(0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Upper bounds, from a step on the event loop to one that waits for tools."""
+"""Upper bounds of step durations."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """The worker processes of a host."""
+    """Counts of a host's worker processes."""
 
     num_workers: int
-    """That live now."""
+    """Number of workers that are alive."""
     num_ends: int
-    """That died or were killed since the host was started."""
+    """Number of workers that died or were killed since the host started."""
     layers: Mapping[Layer, bool] = field(default_factory=dict)
-    """Of their sandbox, and whether they are in force."""
+    """Layers of the sandbox, and whether each is active."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionCounts:
-    """What has happened since the process began."""
+    """Counts since the process started."""
 
     num_opened: int = 0
     num_resets: int = 0
     step_seconds: float = 0.0
     num_steps_by_bucket: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
-    """Steps by `STEP_BUCKETS_S`, each once; the last are slower than all bounds."""
+    """Steps by `STEP_BUCKETS_S`; the last bucket is for steps above all bounds."""
     num_errors: dict[ErrorCode, int] = field(default_factory=lambda: dict.fromkeys(ErrorCode, 0))
     num_ends: dict[SessionEnd, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
 
     @property
     def num_steps(self) -> int:
-        """How many steps were answered."""
+        """Number of finished steps."""
         return sum(self.num_steps_by_bucket)
 
-    def stepped(self, duration_s: float) -> None:
+    def count_step(self, duration_s: float) -> None:
         """Count a step."""
         self.step_seconds += duration_s
+
         self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
 
     @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Count the error with which the block ends, if it does."""
+    def count_errors(self) -> Iterator[None]:
+        """Count the error that the block raises, if any."""
         try:
             yield
         except EnvError as error:

@@ -1,4 +1,4 @@
-"""Limits of the sessions of a server."""
+"""Options of a server's sessions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ludus.env.security.session_ids import SessionKey, new_server_id
 
 @dataclass(frozen=True, slots=True)
 class CoreOptions:
-    """Limits of the sessions of a server."""
+    """Limits and identity of a server's sessions."""
 
     max_sessions: int = 256
     idle_timeout_s: float = 600.0
-    """A session without a call for so long is ended."""
+    """Time without a call after which a session is closed."""
     step_timeout_s: float = 0.0
-    """A reset or step that takes longer ends its session; 0 waits for ever."""
+    """Maximum time of a reset or step; a longer call closes its session. 0 sets no limit."""
     wait_for_slot_s: float = 0.0
-    """How long an open waits for a free session."""
+    """Maximum time that an open waits for a free session."""
     max_waiting: int = 1024
-    """Opens that may wait at once; more are refused."""
+    """Maximum number of opens that wait; more are refused."""
     first_seed: int | None = None
-    """Resets without a seed take this one, then the next; None leaves it to the environment."""
+    """Seed of the first reset without a seed; later resets count up. None sets no seed."""
     is_deterministic: bool = False
-    """What check_environment has shown."""
+    """True if `check_environment` found the environment deterministic."""
     server_id: str = field(default_factory=new_server_id)
     key: SessionKey | None = None
-    """Lets clients open sessions under ids that a gateway with the same key signed."""
+    """Key of session ids that a gateway signs; None refuses such ids."""

@@ -1,4 +1,4 @@
-"""Why sessions ended, and what is remembered of those that are gone: their last answer."""
+"""Records of sessions that have ended: the reason and the last result."""
 
 from __future__ import annotations
 
@@ -11,84 +11,88 @@ from ludus.proto.errors import SessionLostError
 
 MAX_REMEMBERED_SESSIONS = 1024
 MAX_REMEMBERED_BYTES = 64 * 1024 * 1024
-"""Of their last answers; beyond it the oldest are dropped, and why their sessions ended is kept."""
+"""Maximum size of the remembered results. Above it the oldest results are dropped."""
 
 
 class SessionEnd(StrEnum):
-    """How a session can end; a closed set, for metrics and for the close codes of sockets."""
+    """Kind of a session's end, for metrics and for the close codes of sockets."""
 
     CLOSED = "closed"
     CONNECTION_ENDED = "connection_ended"
     EPISODE_ENDED = "episode_ended"
     IDLE = "idle"
     TIMEOUT = "timeout"
-    """A call of its own took too long; where another session's did, it is LOST."""
+    """A call of this session took too long. If another session's call did, the kind is LOST."""
     SHUTDOWN = "shutdown"
     LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTombstone:
-    """Why a session ended: the kind for programs, the reason for people."""
+    """The reason why a session ended: a kind for programs and a text for people."""
 
     kind: SessionEnd
     reason: str
-    """A clause that follows "the session is gone:"."""
+    """A clause that completes "the session is gone:"."""
 
 
 class Tombstones:
-    """The last sessions of a server, by id; older ones are forgotten."""
+    """The most recently ended sessions of a server, by id."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, SessionTombstone] = OrderedDict()
-        self._answers: OrderedDict[str, EncodedResult] = OrderedDict()
+        self._tombstones: OrderedDict[str, SessionTombstone] = OrderedDict()
+        self._results: OrderedDict[str, EncodedResult] = OrderedDict()
         self._num_bytes = 0
-        """Of the answers."""
+        """Size of the results."""
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._ended
+        return session_id in self._tombstones
 
     def __len__(self) -> int:
-        return len(self._ended)
+        return len(self._tombstones)
 
     def remember(
-        self, session_id: str, ended: SessionTombstone, last: EncodedResult | None
+        self, session_id: str, tombstone: SessionTombstone, last: EncodedResult | None
     ) -> None:
-        """Note why a session ended; what was noted first holds."""
-        if session_id in self._ended:
+        """Record why a session ended, unless a reason is already recorded."""
+        if session_id in self._tombstones:
             return
-        self._ended[session_id] = ended
+        self._tombstones[session_id] = tombstone
         if last is not None:
-            self._answers[session_id] = last
+            self._results[session_id] = last
             self._num_bytes += last.num_bytes
         while self._num_bytes > MAX_REMEMBERED_BYTES:
-            self._num_bytes -= self._answers.popitem(last=False)[1].num_bytes
-        if len(self._ended) > MAX_REMEMBERED_SESSIONS:
+            self._num_bytes -= self._results.popitem(last=False)[1].num_bytes
+        if len(self._tombstones) > MAX_REMEMBERED_SESSIONS:
             self._forget_oldest()
 
-    def ended(self, session_id: str) -> SessionTombstone | None:
-        """Why it ended; None where that is unknown."""
-        return self._ended.get(session_id)
+    def find(self, session_id: str) -> SessionTombstone | None:
+        """Return the tombstone of a session, or None if there is none."""
+        return self._tombstones.get(session_id)
 
-    def lost(self, session_id: str) -> SessionLostError:
-        """What a call to it is answered with."""
-        ended = self.ended(session_id)
-        reason = ended.reason if ended else "this server does not know it (it may have restarted)"
+    def lost_error(self, session_id: str) -> SessionLostError:
+        """Build the error of a call to a session that has ended."""
+        tombstone = self.find(session_id)
+        reason = (
+            tombstone.reason
+            if tombstone
+            else "this server has no session with this id (it may have restarted)"
+        )
         return SessionLostError(f"session {session_id!r} is gone: {reason}; open a new one")
 
     def recall(self, session_id: str, step_index: int) -> EncodedResult:
-        """Its last answer, where the step that is asked for is that one.
+        """Return the last result, if it is the result of the requested step.
 
         Raises:
-            SessionLostError: it is another, or nothing is known.
+            SessionLostError: the result of that step is not remembered.
         """
-        last = self._answers.get(session_id)
+        last = self._results.get(session_id)
         if last is not None and 0 < step_index == last.step_index:
             return last
-        raise self.lost(session_id)
+        raise self.lost_error(session_id)
 
     def _forget_oldest(self) -> None:
-        session_id, _ = self._ended.popitem(last=False)
-        last = self._answers.pop(session_id, None)
+        session_id, _ = self._tombstones.popitem(last=False)
+        last = self._results.pop(session_id, None)
         if last is not None:
             self._num_bytes -= last.num_bytes

@@ -1,1 +1,1 @@
-"""Strings that name environments, and what they build."""
+"""Targets: the strings that name environments, and their factories."""

@@ -1,4 +1,4 @@
-"""Writing a new environment: a working one in OpenEnv's folder shape, to be changed.
+"""Templates of a new environment in OpenEnv's folder layout.
 
 scaffold/*.tmpl --names filled in--> NAME_env/
 """
@@ -16,69 +16,68 @@ from ludus.proto.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _TEMPLATE_SUFFIX = ".tmpl"
-_MAX_NAME_LENGTH = 40
+_MAX_NAME_CHARS = 40
 
 
 def write_environment(name: str, parent: Path) -> list[Path]:
-    """The files of a new environment in `parent`/NAME_env.
+    """Write the files of a new environment to `parent`/NAME_env and return their paths.
 
     Args:
-        name: with or without "_env" at its end.
+        name: name of the environment, with or without the ending "_env".
 
     Raises:
-        ConfigError: it is no name for a package, or the folder exists.
+        ConfigError: the name is not valid, or the folder exists.
     """
-    name = checked_name(name)
+    name = validate_name(name)
     folder = parent / f"{name}{SUFFIX}"
     if folder.exists():
-        inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        said = f"it holds {', '.join(inside[:8])}" if inside else "it is there already"
-        raise ConfigError(
-            f"expected no '{folder}' yet, but {said}; choose another name, or remove it"
-        )
+        content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        state = f"contains {', '.join(content[:8])}" if content else "exists already"
+        raise ConfigError(f"'{folder}' {state}; choose another name, or remove it")
     title = "".join(part.capitalize() for part in name.split("_"))
-    words = {"__NAME__": name, "__CLASS__": title, "__DASHED__": name.replace("_", "-")}
-    written = []
-    for place, template in _templates():
-        path = folder / _filled(place, words).removesuffix(_TEMPLATE_SUFFIX)
+    replacements = {"__NAME__": name, "__CLASS__": title, "__DASHED__": name.replace("_", "-")}
+    paths = []
+    for relative_path, template in _templates():
+        path = folder / _fill_in(relative_path, replacements).removesuffix(_TEMPLATE_SUFFIX)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_filled(template.read_text(encoding="utf-8"), words), encoding="utf-8")
-        written.append(path)
-    return written
+        text = _fill_in(template.read_text(encoding="utf-8"), replacements)
+        path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths
 
 
-def checked_name(name: str) -> str:
-    """The name without "_env".
+def validate_name(name: str) -> str:
+    """Return the name without "_env".
 
     Raises:
-        ConfigError: no package can be called so.
+        ConfigError: the name is not valid for a package.
     """
     bare = name.removesuffix(SUFFIX)
-    if not _NAME.fullmatch(bare) or keyword.iskeyword(bare) or len(bare) > _MAX_NAME_LENGTH:
+    if not _NAME.fullmatch(bare) or keyword.iskeyword(bare) or len(bare) > _MAX_NAME_CHARS:
         raise ConfigError(
-            f"expected a name of lower-case words joined by underscores, like grid_maze, of at"
-            f" most {_MAX_NAME_LENGTH} letters; got '{name}'"
+            f"'{name}' is not a valid name: use lower-case words joined by underscores, like"
+            f" grid_maze, with at most {_MAX_NAME_CHARS} characters"
         )
     return bare
 
 
 def _templates() -> list[tuple[str, Traversable]]:
     root = files("ludus.env").joinpath("scaffold")
-    return sorted(_found_in(root, ""), key=lambda pair: pair[0])
+    return sorted(_find_templates(root, ""), key=lambda pair: pair[0])
 
 
-def _found_in(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    found: list[tuple[str, Traversable]] = []
+def _find_templates(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
+    templates: list[tuple[str, Traversable]] = []
     for entry in folder.iterdir():
-        place = f"{prefix}{entry.name}"
+        relative_path = f"{prefix}{entry.name}"
         if entry.is_dir():
-            found += _found_in(entry, f"{place}/")
+            templates += _find_templates(entry, f"{relative_path}/")
         elif entry.name.endswith(_TEMPLATE_SUFFIX):
-            found.append((place, entry))
-    return found
+            templates.append((relative_path, entry))
+    return templates
 
 
-def _filled(text: str, words: dict[str, str]) -> str:
-    for token, word in words.items():
-        text = text.replace(token, word)
+def _fill_in(text: str, replacements: dict[str, str]) -> str:
+    for token, replacement in replacements.items():
+        text = text.replace(token, replacement)
     return text

@@ -1,17 +1,17 @@
-"""One string names an environment everywhere: on the command line, in a server, in a worker.
+"""Targets: one string names an environment on the command line, in servers and in workers.
 
-| target                    | what it names                                                  |
+| target                    | environment                                                    |
 |---------------------------|----------------------------------------------------------------|
 | `openspiel_env`           | an installed package with `make_environment`                   |
-| `module:Class`            | an `Environment` subclass, or anything that returns one        |
-| `gymnasium:CartPole-v1`   | what `gymnasium.make` knows by that id, also `module:id`       |
+| `module:Class`            | an `Environment` subclass, or a function that returns one      |
+| `gymnasium:CartPole-v1`   | an id of `gymnasium.make`, also `module:id`                    |
 | `openenv:module:Class`    | an environment class written for OpenEnv, unchanged            |
 | `openenv:module:app`      | the application that OpenEnv's `create_app` returned           |
 
     (target, options) --environment_factory--> TargetFactory --()--> Environment
 
-A `TargetFactory` is nothing but target and options: another process that is told the two
-makes the same environments. Modules are also found in the working directory.
+A `TargetFactory` contains only the target and its options, so another process with the same two
+values makes the same environments. Modules are also imported from the working directory.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 SUFFIX = "_env"
-"""Environment packages are called `<something>_env`."""
+"""Ending of the names of environment packages."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFactory:
-    """Makes the environments of one target."""
+    """A factory of one target's environments."""
 
     target: str
     options: JsonObject = field(default_factory=dict)
 
     @property
     def one_per_process(self) -> bool:
-        """True when a process can hold only one of its environments at a time."""
-        return bool(getattr(_builder_of(self.target), "one_per_process", False))
+        """True if a process can have only one of its environments at a time."""
+        return bool(getattr(_find_builder(self.target), "one_per_process", False))
 
     @property
     def isolation(self) -> Literal["inline", "process"]:
-        """Where a server runs its sessions unless it is told."""
+        """Default isolation of its sessions on a server."""
         return "process" if self.one_per_process else "inline"
 
     def __call__(self) -> AnyEnvironment:
-        """A new environment.
+        """Make a new environment.
 
         Raises:
-            ConfigError: it cannot be built with these options.
+            ConfigError: the environment cannot be made with these options.
         """
         try:
-            environment = _builder_of(self.target)(**self.options)
+            environment = _find_builder(self.target)(**self.options)
         except TypeError as error:
             raise ConfigError(
-                f"environment '{self.target}' cannot be built with {self.options}: {error}"
+                f"environment '{self.target}' cannot be made with {self.options}: {error}"
             ) from error
         if not isinstance(environment, Environment):
             raise ConfigError(
-                f"expected '{self.target}' to make a ludus.env.Environment, got"
-                f" {type(environment).__name__}; {_other_kinds(self.target, environment)}"
+                f"'{self.target}' must make a ludus.env.Environment, got"
+                f" {type(environment).__name__}; {_suggest_target(self.target, environment)}"
             )
         return environment
 
@@ -84,45 +84,45 @@ class EnvironmentPackage:
 
 
 def environment_factory(target: str, options: JsonObject) -> TargetFactory:
-    """What makes the environments that the target names, built with `options`.
+    """Return a factory of the target's environments with `options`.
 
     Raises:
-        NotFoundError: no such package, module, class or id.
-        ConfigError: it is there but is no environment, or a library it needs is not.
+        NotFoundError: the package, module, class or id does not exist.
+        ConfigError: it is not an environment, or a library that it needs is missing.
     """
-    _builder_of(target)
+    _find_builder(target)
     return TargetFactory(target, options)
 
 
 def make_environment(target: str, options: JsonObject) -> AnyEnvironment:
-    """A new environment of the target: what a worker process that is told the two calls."""
+    """Make a new environment of the target."""
     return environment_factory(target, options)()
 
 
 def is_package(target: str) -> bool:
-    """True when the target names an environment package and nothing within one."""
+    """Return True if the target is the name of an environment package."""
     return ":" not in target
 
 
 def installed_packages() -> list[EnvironmentPackage]:
-    """The environment packages of this Python, by name; none of them is imported."""
-    found = packages_distributions()
-    names = sorted(name for name in found if name.endswith(SUFFIX) and _has_server(name))
-    return [_describe(name, found[name][0]) for name in names]
+    """List the installed environment packages by name, without importing them."""
+    distributions = packages_distributions()
+    names = sorted(name for name in distributions if name.endswith(SUFFIX) and _has_server(name))
+    return [_describe(name, distributions[name][0]) for name in names]
 
 
 def require_package(name: str) -> None:
-    """Refuse a name under which no module can be imported.
+    """Check that a package of this name can be imported.
 
     Raises:
-        NotFoundError: there is none; the message names what is close.
+        NotFoundError: it cannot; the message suggests similar names.
     """
-    _see_working_directory()
+    _add_working_directory()
     try:
-        is_there = importlib.util.find_spec(name) is not None
+        exists = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
-        is_there = False
-    if is_there:
+        exists = False
+    if exists:
         return
     names = [package.name for package in installed_packages()]
     hint = did_you_mean(name, names) or f"installed: {', '.join(names) or 'none'}"
@@ -130,28 +130,28 @@ def require_package(name: str) -> None:
 
 
 def load_object(target: str, path: str) -> Any:
-    """What `module:attribute` names.
+    """Return the object that `module:attribute` names.
 
     Raises:
-        NotFoundError: no such module or attribute.
+        NotFoundError: the module or attribute does not exist.
         ConfigError: the path has another form, or the module cannot be imported.
     """
     module_name, _, attributes = path.partition(":")
     if not module_name or not attributes:
-        raise ConfigError(f"expected a target like module:Class, got '{target}'")
+        raise ConfigError(f"the target must be like module:Class, got '{target}'")
     module = _import(target, module_name)
-    found: Any = module
+    value: Any = module
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            names = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(value, attribute):
+            names = [name for name in vars(value) if not name.startswith("_")]
             hint = did_you_mean(attribute, names) or f"see {getattr(module, '__file__', '')}"
             raise NotFoundError(f"'{module_name}' has no '{attributes}'; {hint}")
-        found = getattr(found, attribute)
-    return found
+        value = getattr(value, attribute)
+    return value
 
 
 @functools.lru_cache(maxsize=64)
-def _builder_of(target: str) -> Builder:
+def _find_builder(target: str) -> Builder:
     kind, _, rest = target.partition(":")
     if kind == GYMNASIUM and rest:
         return _gymnasium_builder(rest)
@@ -172,18 +172,18 @@ def _builder_of(target: str) -> Builder:
 
 
 def _object_builder(target: str) -> Builder:
-    found = load_object(target, target)
-    if inspect.isclass(found) and not issubclass(found, Environment):
+    value = load_object(target, target)
+    if inspect.isclass(value) and not issubclass(value, Environment):
         raise ConfigError(
-            f"expected '{target}' to be a ludus.env.Environment, got a class that is none;"
-            f" {_other_kinds(target, found)}"
+            f"'{target}' must be a subclass of ludus.env.Environment;"
+            f" {_suggest_target(target, value)}"
         )
-    if not callable(found):
+    if not callable(value):
         raise ConfigError(
-            f"expected '{target}' to be an Environment class or a function that makes one,"
-            f" got {type(found).__name__}; {_other_kinds(target, found)}"
+            f"'{target}' must be an Environment class or a function that makes one,"
+            f" got {type(value).__name__}; {_suggest_target(target, value)}"
         )
-    builder: Builder = found
+    builder: Builder = value
     return builder
 
 
@@ -196,23 +196,23 @@ def _gymnasium_builder(env_id: str) -> Builder:
         raise ConfigError(
             f"'{GYMNASIUM}:{env_id}' needs Gymnasium, which is not installed; pip install gymnasium"
         ) from None
-    _see_working_directory()
+    _add_working_directory()
     return gymnasium_builder(env_id)
 
 
-def _other_kinds(target: str, found: object) -> str:
-    """What else the user may have meant."""
-    kind = found if inspect.isclass(found) else type(found)
+def _suggest_target(target: str, value: object) -> str:
+    """Suggest what the user may have meant."""
+    kind = value if inspect.isclass(value) else type(value)
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if modules & {"openenv", "openenv_core"} or kind.__name__ == "FastAPI":
-        return f"for what was written for OpenEnv, name openenv:{target}"
+        return f"for an environment written for OpenEnv, use the target openenv:{target}"
     if GYMNASIUM in modules:
-        return "for a Gymnasium environment, register it and name gymnasium:<id>"
+        return "for a Gymnasium environment, register it and use the target gymnasium:<id>"
     return "subclass ludus.env.Environment"
 
 
 def _import(target: str, name: str) -> ModuleType:
-    _see_working_directory()
+    _add_working_directory()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -220,7 +220,7 @@ def _import(target: str, name: str) -> ModuleType:
         if name == missing or name.startswith(f"{missing}."):
             raise NotFoundError(
                 f"no module '{name}', which '{target}' names, in {Path.cwd()} or among the"
-                " installed ones; check the spelling, or go to the folder it is in"
+                " installed modules; check the spelling, or change to its folder"
             ) from None
         raise ConfigError(
             f"'{target}' needs the module '{missing}', which is not installed;"
@@ -230,8 +230,8 @@ def _import(target: str, name: str) -> ModuleType:
         raise ConfigError(f"'{target}' cannot be imported: {error}") from error
 
 
-def _see_working_directory() -> None:
-    # Installed commands do not look there; `python -m` does.
+def _add_working_directory() -> None:
+    # Installed commands do not import from the working directory; `python -m` does.
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
@@ -239,10 +239,10 @@ def _see_working_directory() -> None:
 
 def _has_server(name: str) -> bool:
     spec = importlib.util.find_spec(name)
-    places = spec.submodule_search_locations if spec is not None else None
-    return any((Path(place) / "server" / "app.py").is_file() for place in places or ())
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "server" / "app.py").is_file() for folder in folders or ())
 
 
 def _describe(name: str, distribution: str) -> EnvironmentPackage:
-    about = metadata(distribution)
-    return EnvironmentPackage(name, about["Version"], about["Summary"] or "")
+    fields = metadata(distribution)
+    return EnvironmentPackage(name, fields["Version"], fields["Summary"] or "")

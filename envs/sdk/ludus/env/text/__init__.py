@@ -1,1 +1,1 @@
-"""What renderers share: reading which move a language model means."""
+"""Text parsing and field rendering, shared by the renderers of environments."""

@@ -1,4 +1,4 @@
-"""Which of some named moves a language model's text means: what renderers share in reading it.
+"""Parsing of moves in a completion, shared by renderers.
 
 "<think>LEFT?</think> I go <answer>RIGHT</answer>"  --extract_answer-->  "RIGHT"
 "I go right."  --find_named_move(.., ["LEFT", "RIGHT"])-->  "RIGHT"
@@ -15,29 +15,29 @@ _MAX_QUOTED_CHARS = 200
 
 
 def extract_answer(text: str) -> str:
-    """The text in the last <answer> tags, or the whole text; what is in <think> does not count."""
-    spoken = _THOUGHT.sub("", text)
-    answers = _ANSWER.findall(spoken)
-    return (answers[-1] if answers else spoken).strip()
+    """Return the text in the last <answer> tags, or the whole text, without <think> parts."""
+    answer = _THOUGHT.sub("", text)
+    tagged = _ANSWER.findall(answer)
+    return (tagged[-1] if tagged else answer).strip()
 
 
-def find_named_move(said: str, names: Iterable[str]) -> str | None:
-    """The name that is all of what was said, else the only one in it as whole words; None for none.
+def find_named_move(text: str, names: Iterable[str]) -> str | None:
+    """Return the name that the text equals, or the only name that it contains as whole words.
 
-    A name within a longer one that was said, such as "red 2" in "wild red 2", is not another one.
+    A name inside a longer name, such as "red 2" in "wild red 2", is not counted.
     """
     by_folded = {name.casefold(): name for name in names}
-    folded = " ".join(said.split()).casefold()
+    folded = " ".join(text.split()).casefold()
     if folded in by_folded:
         return by_folded[folded]
     longest_first = sorted(filter(None, by_folded), key=len, reverse=True)
     if not longest_first:
         return None
     pattern = "|".join(map(re.escape, longest_first))
-    found = set(re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", folded))
-    return by_folded[found.pop()] if len(found) == 1 else None
+    matches = set(re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", folded))
+    return by_folded[matches.pop()] if len(matches) == 1 else None
 
 
-def quoted(text: str) -> str:
-    """The end of a text, quoted, for a message that refuses it."""
+def quote_end(text: str) -> str:
+    """Quote the end of a text, for an error message."""
     return repr(text[-_MAX_QUOTED_CHARS:])

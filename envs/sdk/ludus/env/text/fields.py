@@ -1,7 +1,7 @@
-"""Text for environments that have none of their own: fields to read, and an action to answer.
+"""Text for environments without a renderer: a list of fields, and an action to answer.
 
-A language model is shown the observation's fields. It answers with the action's only required
-field as text, or with the whole action as JSON.
+A language model sees the observation's fields. It answers with the action's only required field
+as text, or with the whole action as JSON.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ludus.proto.errors import ActionParseError
 
 JsonObject = dict[str, Any]
 
-_BESIDE = ("metadata", "legal_actions")
-_MAX_SHOWN = 4000
-"""Characters of one field; pixels as numbers say nothing to a reader."""
+_HIDDEN_FIELDS = ("metadata", "legal_actions")
+_MAX_FIELD_CHARS = 4000
+"""Maximum length of a shown field, because long fields such as pixels do not help the model."""
 
 
 class FieldsText:
-    """One environment as text, by its name and the JSON schema of its actions."""
+    """The text of one environment, from its name and the JSON schema of its actions."""
 
     def __init__(self, name: str, schema: JsonObject) -> None:
         self._name = name
@@ -30,20 +30,20 @@ class FieldsText:
         self._kind = properties.get(self._field, {}).get("type") if self._field else None
 
     def content(self, observation: JsonObject, *, first: bool) -> str:
-        """What one message shows: the fields, one a line, and after a reset what to answer."""
-        lines = [self._ask()] if first else []
+        """Render a message with one field per line, preceded by instructions after a reset."""
+        lines = [self._instructions()] if first else []
         lines += [
-            f"{name}: {_shortened(item if isinstance(item, str) else json.dumps(item))}"
+            f"{name}: {_shorten(item if isinstance(item, str) else json.dumps(item))}"
             for name, item in observation.items()
-            if name not in _BESIDE and item is not None
+            if name not in _HIDDEN_FIELDS and item is not None
         ]
         return "\n".join(lines) or "Nothing to see."
 
     def action(self, text: str, observation: JsonObject) -> JsonObject:
-        """The action's JSON that the text means.
+        """Parse the action, as JSON, that the text means.
 
         Raises:
-            ActionParseError: it means none, or one that is not legal.
+            ActionParseError: the text is not an action, or the action is not legal.
         """
         data = self._read(text)
         legal = self._legal(observation)
@@ -52,9 +52,10 @@ class FieldsText:
         return data
 
     def legal_answers(self, observation: JsonObject) -> list[str]:
-        """The observation's `legal_actions` as text, or the values of an enum."""
+        """Return the observation's `legal_actions` as text, or the values of an enum."""
         return [
-            one if isinstance(one, str) else json.dumps(one) for one in self._legal(observation)
+            action if isinstance(action, str) else json.dumps(action)
+            for action in self._legal(observation)
         ]
 
     def _legal(self, observation: JsonObject) -> list[Any]:
@@ -74,23 +75,29 @@ class FieldsText:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
-            raise ActionParseError(f"expected JSON, got {text[-200:]!r}; {self._ask()}") from None
+            raise ActionParseError(
+                f"expected JSON, got {text[-200:]!r}; {self._instructions()}"
+            ) from None
         if isinstance(data, dict):
             return data
         if not self._field:
             raise ActionParseError(f"expected a JSON object, got {text[-200:]!r}")
         return {self._field: data}
 
-    def _ask(self) -> str:
+    def _instructions(self) -> str:
         if self._kind == "string":
             return f"You play {self._name}. Answer with the {self._field}."
         if self._field:
-            described = json.dumps(self._schema["properties"][self._field])
-            return f"You play {self._name}. Answer with the {self._field}, JSON like {described}."
+            field_schema = json.dumps(self._schema["properties"][self._field])
+            return (
+                f"You play {self._name}. Answer with the {self._field}, JSON like {field_schema}."
+            )
         properties = json.dumps(self._schema.get("properties", {}))
         return f"You play {self._name}. Answer with a JSON object of these fields: {properties}."
 
 
-def _shortened(text: str) -> str:
-    rest = len(text) - _MAX_SHOWN
-    return text if rest <= 0 else f"{text[:_MAX_SHOWN]}... ({rest} more characters)"
+def _shorten(text: str) -> str:
+    num_hidden = len(text) - _MAX_FIELD_CHARS
+    return (
+        text if num_hidden <= 0 else f"{text[:_MAX_FIELD_CHARS]}... ({num_hidden} more characters)"
+    )

@@ -1,1 +1,1 @@
-"""Sessions in worker processes: what one does to its process, no other feels."""
+"""Sessions in worker processes, isolated from the server and from each other."""

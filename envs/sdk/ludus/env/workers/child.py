@@ -1,10 +1,10 @@
-"""What runs in a worker process: sessions, called over a socket by the server.
+"""The code of a worker process: sessions that the server calls over a socket.
 
     socket --CallBatch--> sessions of this worker --ReplyBatch--> socket
 
-One session, or environments that promise to answer at once: calls run one after another in
-the main thread. Else they run in threads, so that a slow environment keeps nobody else
-waiting; the server makes one call of a session at a time. The worker ends with its socket.
+With one session, or environments that promise to return at once, calls run one after another in
+the main thread. Otherwise they run in threads, so that a slow environment does not delay other
+sessions; the server makes one call of a session at a time. The worker exits with its socket.
 """
 
 from __future__ import annotations
@@ -50,43 +50,45 @@ from ludus.proto.errors import (
 
 _log = logging.getLogger(__name__)
 
+_EXIT_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFacts:
-    """What a server has to know of an environment beside its description."""
+    """Facts about an environment that a server needs in addition to its description."""
 
     steps_on_event_loop: bool = False
     memory_mb: float = 0.0
-    """Of a worker with one environment, before its first step."""
+    """Memory of a worker with one environment, before its first step."""
     modules: list[str] = field(default_factory=list)
-    """What building it has imported."""
+    """Modules that building the environment imported."""
 
 
 def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -> None:
-    """Answer calls until the server ends the connection, then close every environment."""
-    _end_with(connection)
+    """Serve calls until the server closes the connection, then close every environment."""
+    _exit_with(connection)
     sessions = WorkerSessions(factory)
     stream: BufferedReader = connection.makefile("rb")
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         if num_threads:
             _serve_in_threads(stream, connection, sessions, num_threads)
         else:
-            _serve_in_turn(stream, connection, sessions)
+            _serve_in_order(stream, connection, sessions)
     sessions.close_all()
 
 
 def describe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
-    """Send an Error (empty when all is well), a description, and facts.
+    """Send an Error (empty without an error), a description, and facts.
 
     Args:
-        check_s: how long to try whether the environment is deterministic, which is one more
-            frame; 0 does not try.
+        check_s: time to check whether the environment is deterministic, whose result is one
+            more frame; 0 skips the check.
     """
-    error, described, facts = pb.Error(), pb.DescribeResponse(), EnvironmentFacts()
+    error, description, facts = pb.Error(), pb.DescribeResponse(), EnvironmentFacts()
     imported = set(sys.modules)
     try:
         sample = factory()
-        described = describe_message(describe_environment(sample))
+        description = describe_message(describe_environment(sample))
         sample.close()
         facts = EnvironmentFacts(
             steps_on_event_loop=sample.steps_on_event_loop,
@@ -101,14 +103,14 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
         )
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
     facts_json = orjson.dumps(asdict(facts))
-    for frame in (error.SerializeToString(), described.SerializeToString(), facts_json):
+    for frame in (error.SerializeToString(), description.SerializeToString(), facts_json):
         connection.sendall(make_frame(frame))
     if check_s > 0 and not error.code:
         connection.sendall(make_frame(b"\1" if is_deterministic(factory, check_s) else b"\0"))
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process; 0 where the system does not tell."""
+    """Return the resident memory of a process; 0 if it cannot be read."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
     except (OSError, IndexError, ValueError):
@@ -124,15 +126,15 @@ class WorkerSessions:
         self._sessions: dict[str, EnvironmentSession] = {}
 
     def answer(self, call: pb.Call, reply: pb.Reply) -> int:
-        """About how many bytes it has added to the reply, whatever the environment does."""
+        """Fill in the reply to a call and return its approximate size; never raises."""
         kind = call.WhichOneof("call")
         session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
         try:
             return self._answer(kind, session_id, call, reply)
         except Exception as error:  # noqa: BLE001 - one call's failure must not end the worker
-            failed = to_env_error(error)
-            fill_error(reply.error, failed, session_id)
-            return len(failed.message)
+            env_error = to_env_error(error)
+            fill_error(reply.error, env_error, session_id)
+            return len(env_error.message)
 
     def close_all(self) -> None:
         """Close every environment."""
@@ -150,9 +152,8 @@ class WorkerSessions:
                 reply.open.session_id = session_id
                 return 0
             case "close":
-                closed = self._sessions.pop(session_id, None)
-                if closed is not None:
-                    closed.close()
+                if session := self._sessions.pop(session_id, None):
+                    session.close()
                 reply.close.SetInParent()
                 return 0
             case "state":
@@ -165,7 +166,7 @@ class WorkerSessions:
                 )
                 return len(reply.call_tool.result_json)
             case _:
-                raise InvalidCallError(f"expected a call that workers answer, got {kind}")
+                raise InvalidCallError(f"workers do not support the call {kind}")
         fill_result(reply.result, session_id, result)
         return result.num_bytes
 
@@ -181,7 +182,7 @@ class WorkerSessions:
         return session
 
 
-def _serve_in_turn(
+def _serve_in_order(
     stream: BufferedReader, connection: socket.socket, sessions: WorkerSessions
 ) -> None:
     while (frame := read_frame(stream)) is not None:
@@ -216,23 +217,20 @@ def _serve_in_threads(
     threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with(connection: socket.socket) -> None:
-    """End this process with its server, also when a step hangs.
+def _exit_with(connection: socket.socket) -> None:
+    """Kill this process when its server disconnects, even if a step hangs.
 
-    The fork server ends its workers too, but it may have died before the server did.
+    The fork server does the same, but it may die before the server.
     """
     if not hasattr(select, "POLLRDHUP"):
         return
-    threading.Thread(target=_watch, args=(connection.fileno(),), daemon=True).start()
+    threading.Thread(target=_kill_after_hang_up, args=(connection.fileno(),), daemon=True).start()
 
 
-def _watch(descriptor: int) -> None:
-    waiting = select.poll()
-    waiting.register(descriptor, select.POLLRDHUP)
-    waiting.poll()
-    # Whoever stops the worker in good order waits for less long than this.
-    threading.Event().wait(_END_WITHIN_S)
+def _kill_after_hang_up(descriptor: int) -> None:
+    hang_up = select.poll()
+    hang_up.register(descriptor, select.POLLRDHUP)
+    hang_up.poll()
+    # A server that stops the worker in order waits for a shorter time.
+    threading.Event().wait(_EXIT_TIMEOUT_S)
     os.killpg(0, signal.SIGKILL)
-
-
-_END_WITHIN_S = 5.0

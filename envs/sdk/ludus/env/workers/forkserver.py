@@ -1,13 +1,12 @@
-"""`python -m ludus.env.workers.forkserver FD`: the process from which workers are forked.
+"""`python -m ludus.env.workers.forkserver FD`: the process that forks workers.
 
-    server --start, with a socket--> fork server --fork--> worker <--calls, answers--> server
+    server --start, with a socket--> fork server --fork--> worker <--calls, replies--> server
     server <--started, exited------- fork server              (confined before it builds anything)
 
-It imports the environment's module once and builds nothing, so a fork is quick, its memory
-is shared, and no thread is lost in it. It is the parent of whatever its workers leave behind,
-in sessions of their own too, and kills that with the worker. When its server ends, however, it
-kills what is left. Nothing waits for the environment here: a worker that hangs never delays
-another.
+It imports the environment's module once and builds nothing, so that forks are fast, memory is
+shared, and no thread is lost in a fork. It is the parent of all orphans of its workers, including
+those in other process sessions, and kills them with their worker. When its server exits, it kills
+everything. It never waits for an environment, so a worker that hangs does not delay others.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from ludus.env.sandbox.namespaces import (
     require_namespaces,
 )
 from ludus.env.sandbox.privileges import hide_process, show_process
+from ludus.env.sandbox.processes import child_pids, kill_group, pid_outside_namespace
 from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, code_paths, remove_folder
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
@@ -50,7 +50,6 @@ from ludus.env.workers.protocol import (
     OrderKind,
     ReportKind,
     WorkerLimits,
-    kill_group,
     make_frame,
     read_frame,
 )
@@ -62,11 +61,11 @@ _MAX_FILE_BYTES = 1 << 30
 _MAX_FAILURE_CHARS = 2_000
 _FAILED_EXIT_CODE = 70
 _OOM_SCORE = b"500"
-"""When memory runs out the kernel ends workers before it ends their server."""
+"""Score that makes the kernel kill workers before their server when memory runs out."""
 
 
 class ForkServer:
-    """Forks workers on orders from the control socket, and reports their ends."""
+    """Forks workers on orders from the control socket, and reports their exits."""
 
     def __init__(
         self,
@@ -81,13 +80,13 @@ class ForkServer:
         self._sandbox = sandbox
         self._code = code_paths(Path(sandbox.folder))
         self._workers: dict[int, ForkedProcess] = {}
-        """Those that live, by worker id."""
-        with contextlib.suppress(OSError, AttributeError):  # only Linux has them
+        """Live workers by worker id."""
+        with contextlib.suppress(OSError, AttributeError):  # only Linux supports these
             adopt_orphans()
             hide_process()
-        self._own_children = _children()
-        """What importing the environment has started; it is no worker's."""
-        self._find_sharing_reason = _find_sharing_reason(sandbox)
+        self._own_children = child_pids()
+        """Processes that importing the environment started; they belong to no worker."""
+        self._sharing_reason = _find_sharing_reason(sandbox)
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
@@ -96,17 +95,17 @@ class ForkServer:
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Obey until the server is gone, then kill all workers."""
-        waiting = select.poll()
-        waiting.register(self._control, select.POLLIN)
-        waiting.register(self._wake, select.POLLIN)
+        """Carry out orders until the server disconnects, then kill all workers."""
+        events = select.poll()
+        events.register(self._control, select.POLLIN)
+        events.register(self._wake, select.POLLIN)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._report(ReportKind.READY)
             while True:
-                for descriptor, _ in waiting.poll():
+                for descriptor, _ in events.poll():
                     if descriptor == self._wake.fileno():
                         self._reap()
-                    elif not self._obey():
+                    elif not self._carry_out_order():
                         break
                 else:
                     continue
@@ -115,14 +114,14 @@ class ForkServer:
             kill_group(forked.pid)
         for forked in self._workers.values():
             os.waitpid(forked.pid, 0)
-        while left := _children():
-            for pid in left:
+        while orphans := child_pids():
+            for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
         remove_folder(Path(self._sandbox.folder))
 
-    def _obey(self) -> bool:
-        """False when there will be no more orders."""
+    def _carry_out_order(self) -> bool:
+        """Carry out the next order; return False if the server has disconnected."""
         order, descriptors, _, _ = socket.recv_fds(self._control, ORDER.size, 1)
         if len(order) < ORDER.size:
             return False
@@ -132,7 +131,7 @@ class ForkServer:
                 kill_group(self._workers[worker_id].pid)
             return True
         if kind == OrderKind.IMPORT:
-            _import_all(orjson.loads(_Unbuffered(self._control).read(worker_id)))
+            _import_all(orjson.loads(_UnbufferedStream(self._control).read(worker_id)))
             self._code = code_paths(Path(self._sandbox.folder))
             return True
         connection = socket.socket(fileno=descriptors[0])
@@ -155,7 +154,7 @@ class ForkServer:
         return fork_into_namespaces(without_network=self._sandbox.without_network)
 
     def _refuse(self, worker_id: int, error: Exception) -> None:
-        """Processes, memory or namespaces are used up, perhaps for a moment: go on without it."""
+        """Report that no process can be forked, perhaps for a moment, and continue."""
         _log.error("no process for a worker: %s", error)
         text = str(error).encode()
         self._report(ReportKind.REFUSED, worker_id, status=len(text))
@@ -164,7 +163,7 @@ class ForkServer:
     def _become_worker(
         self, connection: socket.socket, kind: int, worker_id: int, argument: int
     ) -> None:
-        """Never returns: this is the child now."""
+        """Run the worker in this forked process. Never returns."""
         exit_code = _FAILED_EXIT_CODE
         try:
             signal.set_wakeup_fd(-1)
@@ -174,8 +173,8 @@ class ForkServer:
             connection.set_inheritable(False)
             os.setsid()
             with contextlib.suppress(OSError, AttributeError):
-                show_process()  # or its own limits would be closed to it; `confine` hides it again
-            _limit(self._limits)
+                show_process()  # its own limits would be hidden otherwise; `confine` hides it again
+            _apply_limits(self._limits)
             random.seed()
             np.random.seed()
             self._confine(connection, kind, worker_id)
@@ -184,7 +183,7 @@ class ForkServer:
             else:
                 worker.serve(connection, self._factory, argument)
             exit_code = 0
-        except BaseException:  # noqa: BLE001 - the process ends here, with its traceback
+        except BaseException:  # noqa: BLE001 - the process exits here, with its traceback
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
@@ -193,17 +192,17 @@ class ForkServer:
             os._exit(exit_code)
 
     def _confine(self, connection: socket.socket, kind: int, worker_id: int) -> None:
-        pid = _own_pid()
+        pid = pid_outside_namespace()
         os.environ[WORKER_PID_VARIABLE] = str(pid)
-        if self._find_sharing_reason:
+        if self._sharing_reason:
             with contextlib.suppress(OSError, AttributeError):
-                adopt_orphans()  # so that they are still there, to be killed, at the worker's end
+                adopt_orphans()  # so that they can be killed when the worker exits
         else:
             enter_namespaces()
-        missing = confine(self._sandbox, worker_id, pid, self._code, self._find_sharing_reason)
+        missing = confine(self._sandbox, worker_id, pid, self._code, self._sharing_reason)
         if kind == OrderKind.DESCRIBE:
-            told = {layer.value: why for layer, why in missing.items()}
-            connection.sendall(make_frame(orjson.dumps(told)))
+            report = {layer.value: reason for layer, reason in missing.items()}
+            connection.sendall(make_frame(orjson.dumps(report)))
         elif missing and self._sandbox.is_required:
             raise SandboxError(f"the sandbox lacks {describe_missing_layers(missing)}")
 
@@ -211,25 +210,25 @@ class ForkServer:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         for worker_id, forked in list(self._workers.items()):
-            ended = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if ended is None:
+            has_exited = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if has_exited is None:
                 continue
-            # Before its id can belong to somebody else: what the worker itself had started.
+            # Kill the worker's group before its id can be reused.
             kill_group(forked.pid)
             _, status, usage = os.wait4(forked.pid, 0)
             del self._workers[worker_id]
             cpu_s = usage.ru_utime + usage.ru_stime
             self._report(ReportKind.EXITED, worker_id, forked.pid, status, cpu_s)
-        self._kill_what_was_left_behind()
+        self._kill_orphans()
 
-    def _kill_what_was_left_behind(self) -> None:
-        """End the children that are no worker's; their own become this process's, in turn."""
-        known = {
+    def _kill_orphans(self) -> None:
+        """Kill children that are no workers; their own children become children of this process."""
+        worker_pids = {
             pid for forked in self._workers.values() for pid in (forked.pid, forked.keeper_pid)
         }
-        for pid in _children() - known - self._own_children:
+        for pid in child_pids() - worker_pids - self._own_children:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)  # else at the signal that tells of its end
+            os.waitpid(pid, os.WNOHANG)  # otherwise reaped at the next SIGCHLD
 
     def _report(
         self,
@@ -243,10 +242,10 @@ class ForkServer:
 
 
 def main(descriptor: int) -> None:
-    """Serve until the server is gone."""
+    """Serve until the server disconnects."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     control = socket.socket(fileno=descriptor)
-    setup_json = read_frame(_Unbuffered(control))
+    setup_json = read_frame(_UnbufferedStream(control))
     if setup_json is None:
         return
     setup = ForkServerSetup.from_json(setup_json)
@@ -254,35 +253,36 @@ def main(descriptor: int) -> None:
     try:
         factory = setup.factory.resolve()
     except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
-        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        text = said[:_MAX_FAILURE_CHARS].encode()
+        is_user_error = isinstance(error, UserError)
+        message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        text = message[:_MAX_FAILURE_CHARS].encode()
         control.sendall(REPORT.pack(ReportKind.FAILED, 0, 0, len(text), 0.0) + text)
         return
     if threading.active_count() > 1:
         _log.warning(
-            "importing the environment started %d threads; they do not live on in workers",
+            "importing the environment started %d threads, which do not exist in workers",
             threading.active_count() - 1,
         )
     _import_all(setup.modules)
     ForkServer(control, factory, setup.limits, setup.sandbox).run()
 
 
-class _Unbuffered:
-    """A socket to read frames from, and nothing beyond them."""
+class _UnbufferedStream:
+    """A socket whose frames are read without reading ahead."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def read(self, size: int, /) -> bytes:
-        """So many bytes, or fewer at the end."""
-        read = b""
-        while len(read) < size and (more := self._connection.recv(size - len(read))):
-            read += more
-        return read
+        """Read `size` bytes, or fewer at the end of the stream."""
+        received = b""
+        while len(received) < size and (chunk := self._connection.recv(size - len(received))):
+            received += chunk
+        return received
 
 
 def _find_sharing_reason(sandbox: Sandbox) -> str:
-    """Why workers share this process's namespaces; empty where each has its own."""
+    """Return why workers share this process's namespaces, or "" if each worker gets its own."""
     try:
         require_namespaces(without_network=sandbox.without_network)
     except LayerUnavailableError as error:
@@ -290,48 +290,33 @@ def _find_sharing_reason(sandbox: Sandbox) -> str:
     return ""
 
 
-def _own_pid() -> int:
-    """This process as its parent sees it: /proc is still the parent's."""
-    try:
-        return int(os.readlink("/proc/self"))
-    except OSError:
-        return os.getpid()
-
-
-def _children() -> set[int]:
-    """All children, also those that have ended."""
-    with contextlib.suppress(OSError):
-        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
-    return set()
-
-
 def _import_all(modules: list[str]) -> None:
-    """Import once, to be shared, what workers would import one by one."""
+    """Import modules once, so that workers share them."""
     for name in modules:
-        with contextlib.suppress(Exception):  # then the worker says what is wrong
+        with contextlib.suppress(Exception):  # the worker will report the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else the first collection in a worker copies all that it shares
+    gc.freeze()  # otherwise the first collection in a worker copies all shared memory
 
 
-def _limit(limits: WorkerLimits) -> None:
-    """Set what the kernel holds this process to."""
+def _apply_limits(limits: WorkerLimits) -> None:
+    """Set the kernel's limits of this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _set_limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     if limits.cpu_s > 0:
         seconds = max(1, round(limits.cpu_s))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    with contextlib.suppress(OSError):  # only Linux has it
+    with contextlib.suppress(OSError):  # only Linux has the file
         Path("/proc/self/oom_score_adj").write_bytes(_OOM_SCORE)
     if limits.memory_mb > 0:
-        # The server looks at what is resident. This stops what grows faster than it looks,
-        # and leaves room for what is reserved and never used.
+        # The server watches the resident memory. This limit stops faster growth than the server
+        # notices, with room for memory that is reserved and never used.
         _set_limit(resource.RLIMIT_DATA, _data_bytes() + (2 * limits.memory_mb + 256) * 2**20)
 
 
 def _set_limit(kind: int, size: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    size = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    hard_limit = resource.getrlimit(kind)[1]
+    size = size if hard_limit == resource.RLIM_INFINITY else min(size, hard_limit)
     resource.setrlimit(kind, (size, size))
 
 

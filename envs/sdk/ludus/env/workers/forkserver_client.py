@@ -1,10 +1,10 @@
-"""The server's side of its fork server: orders workers and hears of their ends.
+"""The server's client of its fork server, which sends orders and receives reports.
 
     start() --order and socket--> fork server --fork--> worker
     on_exit <--report------------ fork server
 
-A fork server that dies is restarted with the next worker that is wanted. Its workers live
-on as orphans: nobody will tell how they end.
+A fork server that dies is restarted for the next worker. Its workers continue as orphans, and
+their exit status is never known.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 
 from ludus.env.sandbox.confine import Sandbox
+from ludus.env.sandbox.processes import kill_group
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.env.targets.importable import FactoryName
 from ludus.env.workers.protocol import (
@@ -33,7 +34,6 @@ from ludus.env.workers.protocol import (
     OrderKind,
     ReportKind,
     WorkerLimits,
-    kill_group,
     make_frame,
 )
 from ludus.proto.errors import ConfigError, UnavailableError
@@ -47,36 +47,36 @@ _BUSY_PAUSE_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker process ended."""
+    """The exit of a worker process."""
 
     status: int
-    """As `os.wait` has it."""
+    """Status in the encoding of `os.wait`."""
     cpu_s: float
     refusal: str = ""
-    """Why there was none to begin with."""
+    """Reason why no process could be forked; "" if one was."""
 
 
 @dataclass(slots=True, eq=False)
 class EnvWorkerProcess:
-    """A worker process as the fork server knows it."""
+    """A worker process of a fork server."""
 
     id: int
     on_exit: Callable[[WorkerExit], None]
-    """Told how it ended, unless its fork server has died."""
+    """Called when the process has exited, unless its fork server has died."""
     pid: int | None = None
-    """Known a moment after it was ordered."""
+    """Process id, set soon after the order."""
     is_orphan: bool = False
-    """Its fork server has died."""
+    """True if its fork server has died."""
 
 
 class ForkServerClient:
-    """Starts the fork server when it is needed, and talks to it; belongs to one event loop.
+    """Starts the fork server on demand and sends it orders; belongs to one event loop.
 
     Args:
-        name: the environment factory of all workers.
-        limits: for each worker.
-        sandbox: what each worker may do.
-        pass_env: environment variables that workers get beside the harmless ones.
+        name: environment factory of all workers.
+        limits: limits of each worker.
+        sandbox: permissions of each worker.
+        pass_env: environment variables of workers in addition to the harmless ones.
     """
 
     def __init__(
@@ -87,27 +87,27 @@ class ForkServerClient:
         pass_env: Iterable[str] = (),
     ) -> None:
         self.pid: int | None = None
-        """Of the latest fork server."""
+        """Process id of the latest fork server."""
         self._setup = ForkServerSetup(name, list(sys.path), limits, sandbox, [])
         self._variables = filter_variables(os.environ, pass_env)
         self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
 
     async def start(self, process: EnvWorkerProcess, num_threads: int) -> socket.socket:
-        """The server's end of the connection to a new worker.
+        """Start a worker and return the server's end of its connection.
 
         Raises:
             ConfigError: the environment's module cannot be imported.
-            UnavailableError: there is no fork server to be had now.
+            UnavailableError: no fork server can be started now.
         """
         return await self._order(OrderKind.START, process, num_threads)
 
     async def describe(self, process: EnvWorkerProcess, check_ms: int) -> socket.socket:
-        """The server's end of the connection to a worker that describes the environment."""
+        """Start a worker that describes the environment; return the connection to it."""
         return await self._order(OrderKind.DESCRIBE, process, check_ms)
 
     async def import_all(self, modules: list[str]) -> None:
-        """Have the fork server import these modules, now and after a restart."""
+        """Let the fork server import these modules, now and after a restart."""
         self._setup = dataclasses.replace(self._setup, modules=modules)
         if modules and self._link is not None:
             names = orjson.dumps(modules)
@@ -115,15 +115,15 @@ class ForkServerClient:
             await self._link.send(names)
 
     def kill(self, process: EnvWorkerProcess) -> None:
-        """Have the worker killed in a moment, with what it has started itself."""
+        """Kill a worker and its child processes soon."""
         link = self._link
         if link is not None and process.id in link.processes:
             link.send_soon(ORDER.pack(OrderKind.KILL, process.id, 0))
         elif process.is_orphan and process.pid is not None:
-            kill_group(process.pid)  # nobody else is left to do it
+            kill_group(process.pid)  # its fork server cannot do it
 
     async def stop(self) -> None:
-        """End the fork server and all its workers."""
+        """Stop the fork server and all its workers."""
         async with self._starting:
             if self._link is not None:
                 await self._link.stop()
@@ -131,30 +131,30 @@ class ForkServerClient:
     async def _order(
         self, kind: OrderKind, process: EnvWorkerProcess, argument: int
     ) -> socket.socket:
-        link = await self._live_link()
+        link = await self._ensure_link()
         try:
-            return await self._order_from(link, kind, process, argument)
-        except UnavailableError:  # it died unnoticed; no reason to refuse what a new one can do
-            link = await self._live_link()
-            return await self._order_from(link, kind, process, argument)
+            return await self._send_order(link, kind, process, argument)
+        except UnavailableError:  # it died unnoticed; a new fork server can do the same
+            link = await self._ensure_link()
+            return await self._send_order(link, kind, process, argument)
 
-    async def _order_from(
+    async def _send_order(
         self, link: _ForkServerProcess, kind: OrderKind, process: EnvWorkerProcess, argument: int
     ) -> socket.socket:
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         process.is_orphan = False
         link.processes[process.id] = process
         try:
-            await link.send(ORDER.pack(kind, process.id, argument), theirs)
+            await link.send(ORDER.pack(kind, process.id, argument), remote)
         except BaseException:
             link.processes.pop(process.id, None)
-            ours.close()
+            local.close()
             raise
         finally:
-            theirs.close()
-        return ours
+            remote.close()
+        return local
 
-    async def _live_link(self) -> _ForkServerProcess:
+    async def _ensure_link(self) -> _ForkServerProcess:
         async with self._starting:
             if self._link is None or self._link.is_broken:
                 link = _ForkServerProcess(self._setup, self._variables)
@@ -169,29 +169,29 @@ class _ForkServerProcess:
 
     def __init__(self, setup: ForkServerSetup, variables: Mapping[str, str]) -> None:
         self.processes: dict[int, EnvWorkerProcess] = {}
-        """Workers that live or are ordered, by id."""
+        """Live and ordered workers by id."""
         self.is_broken = False
-        self._orders, theirs = socket.socketpair()
+        self._orders, remote = socket.socketpair()
         self._orders.setblocking(False)
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._setup = setup
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ludus.env.workers.forkserver", str(theirs.fileno())],
+                [sys.executable, "-m", "ludus.env.workers.forkserver", str(remote.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env=variables,
-                # A terminal's Ctrl-C is for the server, which then stops its workers.
+                # Ctrl-C in a terminal is for the server, which then stops its workers.
                 start_new_session=True,
             )
         finally:
-            theirs.close()
+            remote.close()
         self.pid = self._process.pid
 
     async def wait_until_ready(self) -> None:
-        """Wait until the environment's module is imported there."""
-        # A duplicate, because a socket that a transport reads is not to be written directly.
+        """Wait until the environment's module is imported."""
+        # A duplicate, because a socket that a transport reads must not be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
         try:
             await self.send(make_frame(self._setup.to_json()))
@@ -201,14 +201,13 @@ class _ForkServerProcess:
         except TimeoutError:
             await self.stop()
             raise UnavailableError(
-                "expected the environment's module to be imported within"
-                f" {_START_TIMEOUT_S:g} s, but it was not"
+                f"the environment's module was not imported within {_START_TIMEOUT_S:g} s"
             ) from None
         except (asyncio.IncompleteReadError, OSError):
             await self.stop()
             raise UnavailableError(
-                "the fork server ended while it imported the environment's"
-                f" module (exit code {self._process.returncode}); its output says more"
+                "the fork server exited while it imported the environment's module"
+                f" (exit code {self._process.returncode}); see its output"
             ) from None
         if kind == ReportKind.FAILED:
             await self.stop()
@@ -216,7 +215,7 @@ class _ForkServerProcess:
         self._start(self._read_reports(reader))
 
     async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
-        """Send an order, with a socket where it asks for one.
+        """Send an order, with a socket if the order needs one.
 
         Raises:
             UnavailableError: the fork server is dead.
@@ -225,31 +224,31 @@ class _ForkServerProcess:
         async with self._sending:
             while order:
                 try:
-                    sent = socket.send_fds(self._orders, [order], descriptors)
+                    num_sent = socket.send_fds(self._orders, [order], descriptors)
                 except BlockingIOError:
                     await asyncio.sleep(_BUSY_PAUSE_S)
                 except OSError as error:
-                    self._notice_end()
+                    self._on_death()
                     raise UnavailableError(
-                        f"the fork server has ended: {error}; try again",
+                        f"the fork server has died: {error}; try again",
                         retry_after_s=1.0,
                     ) from None
                 else:
-                    order, descriptors = order[sent:], []
+                    order, descriptors = order[num_sent:], []
 
     def send_soon(self, order: bytes) -> None:
-        """Send without a wait; to a dead fork server, in vain."""
+        """Send an order without waiting; an order to a dead fork server is dropped."""
         self._start(self._send_or_drop(order))
 
     async def stop(self) -> None:
-        """End the process, and with it its workers."""
+        """Stop the fork server, and with it its workers."""
         self.is_broken = True
         self._orders.close()
         self._transport.close()
         deadline_s = asyncio.get_running_loop().time() + _STOP_TIMEOUT_S
         while self._process.poll() is None:
             if asyncio.get_running_loop().time() > deadline_s:
-                _log.warning("the fork server did not end; it is killed")
+                _log.warning("the fork server did not exit and is killed")
                 self._process.kill()
                 self._process.wait()
                 for process in self.processes.values():
@@ -257,7 +256,7 @@ class _ForkServerProcess:
                         kill_group(process.pid)
                 break
             await asyncio.sleep(_BUSY_PAUSE_S)
-        self._end()
+        self._disconnect()
 
     async def _send_or_drop(self, order: bytes) -> None:
         with contextlib.suppress(UnavailableError):
@@ -273,19 +272,19 @@ class _ForkServerProcess:
                 elif kind == ReportKind.EXITED and worker_id in self.processes:
                     self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
                 elif kind == ReportKind.REFUSED:
-                    why = (await reader.readexactly(status)).decode(errors="replace")
+                    reason = (await reader.readexactly(status)).decode(errors="replace")
                     if worker_id in self.processes:
-                        self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, why))
-        self._notice_end()
+                        self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, reason))
+        self._on_death()
         while self._process.poll() is None:
             await asyncio.sleep(_BUSY_PAUSE_S)
 
-    def _notice_end(self) -> None:
+    def _on_death(self) -> None:
         if not self.is_broken:
-            _log.error("the fork server (pid %d) has ended", self.pid)
-            self._end()
+            _log.error("the fork server (pid %d) has died", self.pid)
+            self._disconnect()
 
-    def _end(self) -> None:
+    def _disconnect(self) -> None:
         self.is_broken = True
         self._orders.close()
         self._transport.close()

@@ -1,13 +1,13 @@
-"""Sessions in worker processes: what one does to its process, no other feels.
+"""Sessions in worker processes, isolated from each other.
 
-                     +-- pool: a fixed number; each takes many sessions, the least loaded first
-    open --place--> worker
+                     +-- pool: a fixed number; each runs many sessions, the least loaded first
+    open --assign--> worker
                      +-- process: one for each session; a few wait warm for the next opens
 
-Who waits for whom: an open waits for a living worker, at most `_PLACE_WITHIN_S`; calls wait
-for their own worker only. A worker that dies, of itself or killed for a hanging step or for
-its memory, takes its own sessions with it and is replaced; when workers keep dying before
-they have held a session, new ones come ever more slowly and opens are told why.
+An open waits for a live worker, at most `_ASSIGN_TIMEOUT_S`. A call waits only for its own worker.
+A worker that dies, or is killed because of a hanging step or its memory, ends its own sessions and
+is replaced. If workers keep dying before they have a session, replacements start more and more
+slowly, and opens fail with the reason.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from ludus.proto.errors import (
 
 _log = logging.getLogger(__name__)
 
-_PLACE_WITHIN_S = 10.0
-_CLOSE_WITHIN_S = 10.0
-_EXIT_WITHIN_S = 1.0
+_ASSIGN_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 1.0
 _MEMORY_PERIOD_S = 0.25
 _DISK_PERIOD_S = 1.0
 _CHECK_S = 2.0
-_MAX_ENDING = 32
-"""Workers of ended sessions that may still be closing their environments."""
+_MAX_CLOSING_WORKERS = 32
+"""Maximum number of workers that are closing the environments of ended sessions."""
 _NUM_FREE_FAILURES = 3
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -65,32 +65,32 @@ _MAX_DELAY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How many workers there are, and what they may use."""
+    """The number of workers and their limits."""
 
     isolation: Literal["pool", "process"] = "pool"
     num_workers: int = 1
-    """Of a pool."""
+    """Number of workers in a pool."""
     num_warm: int = 4
-    """Where each session has its own: how many wait for the next opens."""
+    """Number of warm workers, if each session has its own worker."""
     max_sessions: int = 256
     num_threads: int = 32
-    """Of a worker in a pool, for environments that do not step on the event loop."""
+    """Threads of a worker in a pool, for environments that do not step on the event loop."""
     step_timeout_s: float = 60.0
-    """The limit for building and closing an environment, too; 0 is none."""
+    """Time limit to build or close an environment; 0 sets no limit."""
     limits: WorkerLimits = dataclasses.field(default_factory=WorkerLimits)
     check_determinism: bool = False
     pass_env: tuple[str, ...] = ()
-    """Environment variables that workers get beside the harmless ones."""
+    """Environment variables of workers in addition to the harmless ones."""
     readable: tuple[Path, ...] = ()
-    """Beside the system, the code, and what the environment's options name."""
+    """Readable paths in addition to the system, the code, and the paths in environment options."""
     writable: tuple[Path, ...] = ()
-    """Beside each worker's own folder."""
+    """Writable paths in addition to each worker's folder."""
     without_network: bool = False
     requires_sandbox: bool = False
 
 
 class WorkerHost:
-    """Sessions in worker processes; implements `SessionHost`. `start` makes one."""
+    """Sessions in worker processes; implements `SessionHost`. Use `start` to make one."""
 
     runs_inline = False
     is_stuck = False
@@ -104,19 +104,19 @@ class WorkerHost:
     ) -> None:
         self.name = name.target
         self.num_ended = 0
-        """Workers that ended without being told to by this host's owner."""
+        """Number of workers that ended without a request of this host."""
         self.shares_workers = options.isolation == "pool"
         self.step_timeout_s = options.step_timeout_s
         self._options = options
         self._fork_server = fork_server
         self._ids = itertools.count(1)
-        self._workers: set[Worker] = set()
-        """All that may still have a process."""
-        self._ready: list[Worker] = []
-        """In a pool those that live, else those that wait for a session."""
+        self.live_workers: set[Worker] = set()
+        """All workers that may have a process."""
+        self.ready_workers: list[Worker] = []
+        """Live workers of a pool, or warm workers that wait for a session."""
         self._changed = asyncio.Event()
-        """Set whenever a worker came or went."""
-        self._failures = _Failures()
+        """Set when a worker starts or ends."""
+        self._failures = _WorkerFailures()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refilling: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -124,95 +124,96 @@ class WorkerHost:
 
     @classmethod
     async def start(cls, name: FactoryName, options: WorkerOptions) -> WorkerHost:
-        """A host whose workers are being started.
+        """Describe the environment and start a host with its workers.
 
         Raises:
-            ConfigError: the environment cannot be imported or built, or not within its limits.
+            ConfigError: the environment cannot be imported, or cannot be built within the limits.
         """
-        sandbox = _sandbox_of(name, options)
+        sandbox = _make_sandbox(name, options)
         fork_server = ForkServerClient(name, options.limits, sandbox, options.pass_env)
         host = cls(name, options, fork_server, sandbox)
         check_s = _CHECK_S if options.check_determinism else 0.0
         try:
-            found = await describe(fork_server, options.limits, sandbox, check_s)
+            report = await describe(fork_server, options.limits, sandbox, check_s)
         except BaseException:
             await fork_server.stop()
             remove_folder(Path(sandbox.folder))
             raise
-        host.description = found.description
-        host.layers = {layer: layer not in found.missing for layer in Layer}
-        host.missing_layers = describe_missing_layers(found.missing)
-        if host.shares_workers and not found.steps_on_event_loop:
+        host.description = report.description
+        host.layers = {layer: layer not in report.missing for layer in Layer}
+        host.missing_layers = describe_missing_layers(report.missing)
+        if host.shares_workers and not report.steps_on_event_loop:
             host._num_threads = options.num_threads
         if options.limits.memory_mb:
-            host._begin(host._watch_memory())
+            host._start_task(host._watch_memory())
         if options.limits.disk_mb:
-            host._begin(host._watch_disk())
+            host._start_task(host._watch_disk())
         host._refill()
         return host
 
     description: EnvironmentDescription
-    """What the environment is."""
+    """Description of the environment."""
     layers: dict[Layer, bool]
-    """Of the sandbox, and whether they are in force."""
+    """Layers of the sandbox, and whether each is active."""
     missing_layers: str
-    """Those that are not, and why, for people."""
+    """Missing layers and the reasons, as text."""
     _num_threads: int = 0
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of workers that may live."""
-        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+        """Process ids of workers that may be alive."""
+        return [
+            worker.process.pid for worker in self.live_workers if worker.process.pid is not None
+        ]
 
     @property
-    def workers(self) -> WorkerCounts:
-        """How many there are, and how many ended without being told to."""
-        num_usable = sum(one.is_usable for one in self._workers)
+    def worker_counts(self) -> WorkerCounts:
+        """Counts of usable workers and of workers that ended without a request."""
+        num_usable = sum(worker.is_usable for worker in self.live_workers)
         return WorkerCounts(num_usable, self.num_ended, self.layers)
 
     @property
-    def trouble(self) -> str:
-        """Why it can serve no session now; empty where it can. It goes on trying."""
-        return "" if any(one.is_usable for one in self._workers) else self._failures.said
+    def unavailable_reason(self) -> str:
+        """Reason why no session can be served now; "" if sessions can be served."""
+        is_usable = any(worker.is_usable for worker in self.live_workers)
+        return "" if is_usable else self._failures.summary
 
     @property
     def fork_server_pid(self) -> int | None:
-        """The process from which workers are forked."""
+        """Process id of the fork server."""
         return self._fork_server.pid
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> WorkerSession:
-        """A new session, to be reset.
+        """Open a session, which must then be reset.
 
         Raises:
             SessionLostError: its worker died meanwhile.
-            CallTimeoutError: its environment took too long to build.
-            UnavailableError: there is no worker to be had.
+            CallTimeoutError: the environment took too long to build.
+            UnavailableError: no worker is available.
         """
         while True:
-            worker = await self._place(session_id)
+            worker = await self._assign_worker(session_id)
             try:
                 session = await self._open_on(worker, session_id, with_text=with_text)
             except SessionLostError:
                 if not worker.was_never_forked:
                     raise
-                continue  # nothing was begun, and the next fork server's workers are as good
+                continue  # nothing has started; another worker can open the session
             worker.sessions[session_id] = on_lost
             return session
 
     async def _open_on(self, worker: Worker, session_id: str, *, with_text: bool) -> WorkerSession:
-        worker.was_asked = True
+        worker.was_used = True
         session = WorkerSession(session_id, worker, self)
         limit_s = self.step_timeout_s or None
         try:
             await asyncio.wait_for(session.open(with_text), limit_s)
-            if not worker.is_usable:  # between the answer and now
+            if not worker.is_usable:  # it may have died after the reply
                 raise SessionLostError(f"the session is gone: {worker.end_reason}; open it again")
         except TimeoutError:
             worker.sessions.pop(session_id, None)
             session.worker.kill(f"an environment took longer than {limit_s:g} s to build")
-            raise CallTimeoutError(
-                f"expected the environment to be built within {limit_s:g} s, but it was not"
-            ) from None
+            raise CallTimeoutError(f"the environment was not built within {limit_s:g} s") from None
         except BaseException:
             worker.sessions.pop(session_id, None)
             if not self.shares_workers:
@@ -223,7 +224,7 @@ class WorkerHost:
         return session
 
     async def close_session(self, session: WorkerSession) -> None:
-        """Close its environment, or find its worker gone."""
+        """Close a session's environment, unless its worker is gone."""
         worker = session.worker
         worker.sessions.pop(session.id, None)
         if not self.shares_workers:
@@ -232,7 +233,7 @@ class WorkerHost:
             return
         if not worker.is_usable:
             return
-        limit_s = self.step_timeout_s or _CLOSE_WITHIN_S
+        limit_s = self.step_timeout_s or _CLOSE_TIMEOUT_S
         try:
             await asyncio.wait_for(session.send_close(), limit_s)
         except TimeoutError:
@@ -241,144 +242,140 @@ class WorkerHost:
             return
 
     async def shut_down(self) -> None:
-        """End the fork server and all workers."""
+        """Stop the fork server and all workers."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in list(self._workers):
+        for worker in list(self.live_workers):
             worker.retire()
         await self._wait_for_exits()
-        for worker in list(self._workers):
+        for worker in list(self.live_workers):
             worker.kill("its server is shutting down")
         await self._wait_for_exits()
         await self._fork_server.stop()
-        for worker in list(self._workers):
+        for worker in list(self.live_workers):
             await worker.stream.close()
-        # The fork server has done it, unless it was killed.
+        # The fork server has removed the folder, unless it was killed.
         await asyncio.to_thread(remove_folder, Path(self._sandbox.folder))
 
-    # -- placement ---------------------------------------------------------------------
-
-    async def _place(self, session_id: str) -> Worker:
-        """A worker that counts the session already; whoever opens it hears of its end."""
-        deadline_s = asyncio.get_running_loop().time() + _PLACE_WITHIN_S
+    async def _assign_worker(self, session_id: str) -> Worker:
+        """Return a worker that already counts the session; the caller then sets its callback."""
+        deadline_s = asyncio.get_running_loop().time() + _ASSIGN_TIMEOUT_S
         while not self._is_stopping:
             worker = self._pick() or await self._start_for_session()
             if worker is not None and worker.is_usable:
-                worker.sessions[session_id] = _tell_nobody
+                worker.sessions[session_id] = _ignore_end
                 self._refill()
                 return worker
             self._failures.raise_if_many()
             self._refill()
             self._changed.clear()
-            left_s = deadline_s - asyncio.get_running_loop().time()
+            remaining_s = deadline_s - asyncio.get_running_loop().time()
             try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
+                await asyncio.wait_for(self._changed.wait(), remaining_s)
             except TimeoutError:
                 break
         raise UnavailableError(
-            f"expected a worker process within {_PLACE_WITHIN_S:g} s, got none; try again",
+            f"no worker process became available within {_ASSIGN_TIMEOUT_S:g} s; try again",
             retry_after_s=1.0,
         )
 
     def _pick(self) -> Worker | None:
         if self.shares_workers:
-            return min(self._ready, key=lambda worker: len(worker.sessions), default=None)
-        if len(self._workers) > self._max_workers:
+            return min(self.ready_workers, key=lambda worker: len(worker.sessions), default=None)
+        if len(self.live_workers) > self._max_workers:
             return None
-        return self._ready.pop() if self._ready else None
+        return self.ready_workers.pop() if self.ready_workers else None
 
     async def _start_for_session(self) -> Worker | None:
-        """A worker of its own for a session that found none warm."""
-        if self.shares_workers or len(self._workers) >= self._max_workers:
+        """Start a worker for a session that found no warm worker."""
+        if self.shares_workers or len(self.live_workers) >= self._max_workers:
             return None
         self._failures.raise_if_many()
-        return await self._started()
+        return await self._start_worker()
 
     @property
     def _max_workers(self) -> int:
         options = self._options
         if self.shares_workers:
             return options.num_workers
-        return options.max_sessions + options.num_warm + _MAX_ENDING
+        return options.max_sessions + options.num_warm + _MAX_CLOSING_WORKERS
 
-    # -- workers -----------------------------------------------------------------------
-
-    async def _started(self) -> Worker | None:
+    async def _start_worker(self) -> Worker | None:
         worker = Worker(next(self._ids), self._fork_server, self._options.limits, self._on_end)
-        self._workers.add(worker)
+        self.live_workers.add(worker)
         try:
             await worker.start(self._num_threads)
         except (ConfigError, UnavailableError, OSError) as error:
-            self._workers.discard(worker)
-            self._failures.note(str(error), while_building=isinstance(error, ConfigError))
+            self.live_workers.discard(worker)
+            self._failures.record(str(error), while_building=isinstance(error, ConfigError))
             return None
         except BaseException:
-            self._workers.discard(worker)
+            self.live_workers.discard(worker)
             raise
         if self._is_stopping:
             worker.retire()
         return worker
 
     def _refill(self) -> None:
-        """See to it that there are as many workers as there should be."""
+        """Start workers until their number is right."""
         is_busy = self._refilling is not None and not self._refilling.done()
-        if not is_busy and not self._is_stopping and self._num_wanted() > 0:
-            self._refilling = self._begin(self._fill())
+        if not is_busy and not self._is_stopping and self._num_missing() > 0:
+            self._refilling = self._start_task(self._fill())
 
-    def _num_wanted(self) -> int:
+    def _num_missing(self) -> int:
         options = self._options
         if self.shares_workers:
-            return options.num_workers - len(self._ready)
-        room = options.max_sessions + options.num_warm - len(self._workers)
-        return min(options.num_warm - len(self._ready), room)
+            return options.num_workers - len(self.ready_workers)
+        room = options.max_sessions + options.num_warm - len(self.live_workers)
+        return min(options.num_warm - len(self.ready_workers), room)
 
     async def _fill(self) -> None:
-        while self._num_wanted() > 0:
+        while self._num_missing() > 0:
             await asyncio.sleep(self._failures.delay_s)
-            worker = await self._started()
+            worker = await self._start_worker()
             if worker is not None and worker.is_usable:
-                self._ready.append(worker)
+                self.ready_workers.append(worker)
             self._changed.set()
 
     def _on_end(self, worker: Worker) -> None:
-        if worker in self._ready:
-            self._ready.remove(worker)
+        if worker in self.ready_workers:
+            self.ready_workers.remove(worker)
         if not worker.is_retired and not self._is_stopping:
             self.num_ended += 1
             _log.warning("worker %s: %s", worker.process.pid, worker.end_reason)
             if worker.was_refused:
-                self._failures.note(worker.end_reason, while_building=False)
+                self._failures.record(worker.end_reason, while_building=False)
             elif not (worker.has_opened or worker.was_never_forked):
-                self._failures.note(worker.end_reason, while_building=worker.was_asked)
-        self._begin(self._forget_when_gone(worker))
+                self._failures.record(worker.end_reason, while_building=worker.was_used)
+        self._start_task(self._forget_after_exit(worker))
         self._changed.set()
         self._refill()
 
-    async def _forget_when_gone(self, worker: Worker) -> None:
+    async def _forget_after_exit(self, worker: Worker) -> None:
         await worker.exited.wait()
-        self._workers.discard(worker)
+        self.live_workers.discard(worker)
         self._changed.set()
         self._refill()
         await asyncio.to_thread(remove_folder, self._sandbox.worker_folder(worker.process.id))
 
     async def _wait_for_exits(self) -> None:
-        waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers]
+        waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self.live_workers]
         if waits:
-            _, late = await asyncio.wait(waits, timeout=_EXIT_WITHIN_S)
-            for wait in late:
+            _, pending = await asyncio.wait(waits, timeout=_EXIT_TIMEOUT_S)
+            for wait in pending:
                 wait.cancel()
 
     async def _watch_memory(self) -> None:
         limit_mb = self._options.limits.memory_mb
         while True:
             await asyncio.sleep(_MEMORY_PERIOD_S)
-            for worker, pid in self._running():
+            for worker, pid in self._usable_workers():
                 used_mb = memory_mb(pid)
                 if used_mb > limit_mb:
                     worker.kill(
-                        f"it used {used_mb:.0f} MB of memory, and its limit is {limit_mb} MB"
+                        f"it used {used_mb:.0f} MB of memory, more than its limit of {limit_mb} MB"
                         " (memory_limit_mb)"
                     )
 
@@ -386,30 +383,30 @@ class WorkerHost:
         limit_mb = self._options.limits.disk_mb
         while True:
             await asyncio.sleep(_DISK_PERIOD_S)
-            for worker, _ in self._running():
+            for worker, _ in self._usable_workers():
                 folder = self._sandbox.worker_folder(worker.process.id)
                 used_mb = await asyncio.to_thread(disk_usage_bytes, folder) / 2**20
                 if used_mb > limit_mb:
                     worker.kill(
-                        f"its folder took {used_mb:.0f} MB, and its limit is {limit_mb} MB"
+                        f"its folder used {used_mb:.0f} MB, more than its limit of {limit_mb} MB"
                         " (disk_limit_mb)"
                     )
 
-    def _running(self) -> list[tuple[Worker, int]]:
+    def _usable_workers(self) -> list[tuple[Worker, int]]:
         return [
             (worker, worker.process.pid)
-            for worker in self._workers
+            for worker in self.live_workers
             if worker.process.pid is not None and worker.is_usable
         ]
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
-def _sandbox_of(name: FactoryName, options: WorkerOptions) -> Sandbox:
+def _make_sandbox(name: FactoryName, options: WorkerOptions) -> Sandbox:
     readable = [*options.readable, *paths_in_options(name.options)]
     return Sandbox(
         folder=str(make_workers_folder()),
@@ -420,12 +417,12 @@ def _sandbox_of(name: FactoryName, options: WorkerOptions) -> Sandbox:
     )
 
 
-def _tell_nobody(_: str) -> None:
-    """Stand in for a session that is not open yet."""
+def _ignore_end(_: str) -> None:
+    """Callback of a session that is not open yet."""
 
 
-class _Failures:
-    """Workers that ended one after another before they had ever held a session."""
+class _WorkerFailures:
+    """Consecutive failures of workers that ended before they had a session."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -436,21 +433,21 @@ class _Failures:
 
     @property
     def delay_s(self) -> float:
-        """How long to wait before the next worker is started."""
+        """Time to wait before the next worker is started."""
         return max(0.0, self._retry_at_s - asyncio.get_running_loop().time())
 
     @property
-    def said(self) -> str:
-        """What the last workers met; empty where they were too few to tell."""
+    def summary(self) -> str:
+        """Description of the last failures; "" if they are too few to matter."""
         if self._num < _NUM_FREE_FAILURES:
             return ""
         return (
-            f"the last {self._num} workers ended before they held a session;"
+            f"the last {self._num} workers ended before they had a session;"
             f" the latest: {self._reason}"
         )
 
-    def note(self, reason: str, *, while_building: bool) -> None:
-        """Count one more, that was building an environment or not yet asked to."""
+    def record(self, reason: str, *, while_building: bool) -> None:
+        """Count a failure, either while building an environment or before."""
         self._num += 1
         self._reason = reason
         self._while_building = while_building
@@ -458,19 +455,19 @@ class _Failures:
         self._retry_at_s = asyncio.get_running_loop().time() + delay_s
 
     def forget(self) -> None:
-        """A worker holds a session: all is well."""
+        """Forget all failures, because a worker has a session."""
         self._num, self._retry_at_s = 0, 0.0
         self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
 
     def raise_if_many(self) -> None:
-        """Refuse when the next worker is likely to fail as the last ones did.
+        """Raise the latest failure while the next worker is likely to fail too.
 
         Raises:
-            ExecutionError: the latest was building an environment (code FACTORY_ERROR).
-            UnavailableError: it had not been asked to yet, so this is not its doing.
+            ExecutionError: the latest worker failed to build an environment (code FACTORY_ERROR).
+            UnavailableError: the latest worker failed before it was used.
         """
-        if not self.said or self.delay_s <= 0:
+        if not self.summary or self.delay_s <= 0:
             return
         if self._while_building:
-            raise ExecutionError(self.said, ErrorCode.FACTORY_ERROR)
-        raise UnavailableError(self.said, retry_after_s=self.delay_s)
+            raise ExecutionError(self.summary, ErrorCode.FACTORY_ERROR)
+        raise UnavailableError(self.summary, retry_after_s=self.delay_s)

@@ -1,9 +1,9 @@
-"""One worker as the server sees it: its calls, its sessions, and why it ended.
+"""A worker as its server sees it: its calls, its sessions, and the reason of its end.
 
     session --call--> CallStream --frames--> worker process
-    end of the stream, or of the process --> why it ended --> every session it held
+    end of the stream or process --> reason --> every session of the worker
 
-A worker that has ended, or that was told to, is never used again.
+A worker that has ended, or was asked to stop, is never used again.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
 from ludus.env.limits import MAX_FRAME_BYTES, MAX_WORKER_CALL_BYTES
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
-from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, make_frame, parsed
+from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, make_frame, parse_message
 from ludus.proto.env.v1 import env_pb2 as pb
 
-_FOR_EVER_S = 1e8
-"""Time limits are the core's; three years are as good as none."""
-_EXIT_REPORT_WITHIN_S = 5.0
-"""After this a silent worker is taken to live on; on a busy machine the report is late."""
+_NO_TIMEOUT_S = 1e8
+"""Three years, because time limits are enforced by `SessionCore`."""
+_EXIT_REPORT_TIMEOUT_S = 5.0
+"""Maximum delay of an exit report, which is late on a busy machine."""
 _SOCKET_HELD_S = 0.2
-_RETIRE_WITHIN_S = 2.0
+_RETIRE_TIMEOUT_S = 2.0
 _READ_BUFFER_BYTES = 1 << 20
-_RETIRED = "its server has no more use for it"
+_RETIRED = "its server no longer needs it"
 
 
 class Worker:
-    """A worker process; `start` makes one.
+    """A worker process, started by `start`.
 
     Args:
-        on_end: told once when it can no longer be used.
+        on_end: called once, when the worker can no longer be used.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Worker:
     ) -> None:
         self.process = EnvWorkerProcess(worker_id, self._on_exit)
         self.sessions: dict[str, OnLost] = {}
-        """Whom to tell of its end, by session id."""
-        self.was_asked = False
-        """To build an environment."""
+        """Callbacks for the worker's end, by session id."""
+        self.was_used = False
+        """True if the worker was asked to build an environment."""
         self.has_opened = False
-        """It has built one."""
+        """True if the worker has built an environment."""
         self.is_retired = False
         self.exited = asyncio.Event()
-        """Set when the process is gone, as far as that can be known."""
+        """Set when the process has exited, as far as the server can know."""
         self._fork_server = fork_server
         self._limits = limits
         self._on_end = on_end
         self._duplex: WorkerDuplex | None = None
         self._exit: WorkerExit | None = None
-        self._killed_because = ""
+        self._kill_reason = ""
         self._has_ended = False
 
     async def start(self, num_threads: int) -> None:
-        """Connect to a new process; calls wait in the socket until it is there."""
+        """Connect to a new process. Calls wait in the socket until the process is ready."""
         connection = await self._fork_server.start(self.process, num_threads)
         try:
             reader, writer = await asyncio.open_unix_connection(
@@ -72,57 +72,57 @@ class Worker:
         except BaseException:
             connection.close()
             raise
-        self._duplex = WorkerDuplex(reader, writer, self._reason_of_end)
+        self._duplex = WorkerDuplex(reader, writer, self._find_end_reason)
         self.stream = CallStream(
             self._duplex,
             "its worker",
-            timeout_s=_FOR_EVER_S,
+            timeout_s=_NO_TIMEOUT_S,
             max_call_bytes=MAX_WORKER_CALL_BYTES,
             on_broken=self._on_broken,
         )
 
     @property
     def is_usable(self) -> bool:
-        """True when calls may be made."""
-        return not self._has_ended and not self.is_retired and not self._killed_because
+        """True if calls can be made."""
+        return not self._has_ended and not self.is_retired and not self._kill_reason
 
     @property
     def was_never_forked(self) -> bool:
-        """True when its fork server died before it carried the order out, or could not."""
+        """True if the fork server died before it forked the worker, or could not fork it."""
         return self.was_refused or (self.process.is_orphan and self.process.pid is None)
 
     @property
     def was_refused(self) -> bool:
-        """True when there was no process to be had."""
+        """True if no process could be forked."""
         return self._exit is not None and bool(self._exit.refusal)
 
     @property
     def end_reason(self) -> str:
-        """Why it ended."""
-        if self._killed_because:
-            return f"its worker was killed: {self._killed_because}"
+        """Reason of the worker's end, as a clause."""
+        if self._kill_reason:
+            return f"its worker was killed: {self._kill_reason}"
         if self.is_retired:
-            return f"its worker was ended: {_RETIRED}"
+            return f"its worker was stopped: {_RETIRED}"
         if self._exit is None:
-            return "its worker ended, and the process that could tell how had ended before"
+            return "its worker ended for an unknown reason, because the fork server had died"
         return describe_exit(self._exit, self._limits)
 
     def kill(self, reason: str) -> None:
-        """End it at once, in the middle of whatever it does."""
+        """Kill the worker at once, even during a call."""
         if self.is_usable:
-            self._killed_because = reason
+            self._kill_reason = reason
         self._fork_server.kill(self.process)
-        self._hang_up()
+        self._disconnect()
 
     def retire(self) -> None:
-        """Let it close its environments and go; kill it when it does not."""
+        """Let the worker close its environments and exit; kill it if it does not."""
         if not self.is_usable:
             return
         self.is_retired = True
-        self._hang_up()
-        asyncio.get_running_loop().call_later(_RETIRE_WITHIN_S, self._kill_if_alive)
+        self._disconnect()
+        asyncio.get_running_loop().call_later(_RETIRE_TIMEOUT_S, self._kill_if_alive)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._duplex is not None:
             self._duplex.cancel()
 
@@ -130,19 +130,19 @@ class Worker:
         if not self.exited.is_set():
             self._fork_server.kill(self.process)
 
-    def _on_exit(self, ended: WorkerExit) -> None:
-        self._exit = ended
+    def _on_exit(self, worker_exit: WorkerExit) -> None:
+        self._exit = worker_exit
         self.exited.set()
-        # Its own children may still hold the socket.
-        asyncio.get_running_loop().call_later(_SOCKET_HELD_S, self._hang_up)
+        # The worker's child processes may still keep the socket open.
+        asyncio.get_running_loop().call_later(_SOCKET_HELD_S, self._disconnect)
 
-    async def _reason_of_end(self, complaint: str) -> str:
-        """Why the stream ended; a worker that still lives without its stream is killed."""
-        if complaint:
-            self.kill(complaint)
-        if not self._killed_because and not self.is_retired and not self.process.is_orphan:
+    async def _find_end_reason(self, fault: str) -> str:
+        """Return why the stream ended; a worker that is alive without its stream is killed."""
+        if fault:
+            self.kill(fault)
+        if not self._kill_reason and not self.is_retired and not self.process.is_orphan:
             try:
-                await asyncio.wait_for(self.exited.wait(), _EXIT_REPORT_WITHIN_S)
+                await asyncio.wait_for(self.exited.wait(), _EXIT_REPORT_TIMEOUT_S)
             except TimeoutError:
                 if not self.process.is_orphan:
                     self.kill("it closed its connection to the server")
@@ -163,22 +163,22 @@ class WorkerDuplex:
     """Frames over the socket to a worker, for `CallStream`.
 
     Args:
-        reason_of_end: given a complaint about what was read, or nothing, it says why the
-            worker ended.
+        find_end_reason: called at the end of the stream with the fault in the last frame, or "";
+            returns the reason of the worker's end.
     """
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        reason_of_end: Callable[[str], Awaitable[str]],
+        find_end_reason: Callable[[str], Awaitable[str]],
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._reason_of_end = reason_of_end
+        self._find_end_reason = find_end_reason
 
     async def write(self, batch: pb.CallBatch) -> None:
-        """Send the batch."""
+        """Send a batch."""
         self._writer.write(make_frame(batch.SerializeToString()))
         try:
             await self._writer.drain()
@@ -186,52 +186,53 @@ class WorkerDuplex:
             raise StreamBrokenError(str(error)) from None
 
     async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """The batches of replies."""
+        """Yield the batches of replies."""
         while True:
-            complaint = ""
+            fault = ""
             try:
                 frame = await receive_frame(self._reader)
-                batch = parsed(pb.ReplyBatch, frame)
+                batch = parse_message(pb.ReplyBatch, frame)
             except (asyncio.IncompleteReadError, OSError):
                 break
             except (StreamBrokenError, ValueError) as error:
-                complaint = f"it answered nonsense: {error}"
+                fault = f"it sent an invalid reply: {error}"
                 break
             yield batch
-        raise StreamBrokenError(await self._reason_of_end(complaint))
+        raise StreamBrokenError(await self._find_end_reason(fault))
 
     def cancel(self) -> None:
-        """End the stream."""
+        """Close the stream."""
         self._writer.transport.abort()
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame.
+    """Read the next frame.
 
     Raises:
-        StreamBrokenError: it claims to be larger than frames may be.
+        StreamBrokenError: the frame is too large.
         IncompleteReadError: the stream has ended.
     """
     (size,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
     if size > MAX_FRAME_BYTES:
-        raise StreamBrokenError(f"a frame of {size} bytes, and at most {MAX_FRAME_BYTES} may be")
+        raise StreamBrokenError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES} bytes")
     return await reader.readexactly(size)
 
 
-def describe_exit(ended: WorkerExit, limits: WorkerLimits) -> str:
-    """How a worker ended, as a clause."""
-    if ended.refusal:
-        return f"no process was to be had for its worker: {ended.refusal}"
-    code = os.waitstatus_to_exitcode(ended.status)
+def describe_exit(worker_exit: WorkerExit, limits: WorkerLimits) -> str:
+    """Describe how a worker ended, as a clause."""
+    if worker_exit.refusal:
+        return f"no process could be started for its worker: {worker_exit.refusal}"
+    code = os.waitstatus_to_exitcode(worker_exit.status)
     if code >= 0:
-        return f"its worker ended by itself with exit code {code}"
+        return f"its worker exited with code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    said = f"its worker was killed by {name}"
-    if limits.cpu_s and ended.cpu_s >= 0.9 * limits.cpu_s and name in ("SIGXCPU", "SIGKILL"):
-        return f"{said}: it used up its {limits.cpu_s:g} s of CPU time (cpu_limit_s)"
+    clause = f"its worker was killed by {name}"
+    used_up = limits.cpu_s and worker_exit.cpu_s >= 0.9 * limits.cpu_s
+    if used_up and name in ("SIGXCPU", "SIGKILL"):
+        return f"{clause}: it used up its {limits.cpu_s:g} s of CPU time (cpu_limit_s)"
     if name == "SIGKILL":
-        return f"{said}, by hand or by the kernel when memory ran out"
-    return said
+        return f"{clause}, by hand or by the kernel when memory ran out"
+    return clause

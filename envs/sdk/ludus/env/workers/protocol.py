@@ -1,18 +1,15 @@
-"""What a server, its fork server and its workers say to each other over their sockets.
+"""Messages between a server, its fork server and its workers, over sockets.
 
     server   --orders (fixed size, with a socket)--> fork server
     server   <--reports (fixed size)---------------- fork server
     server   <--frames: CallBatch | ReplyBatch-----> worker
 
-A frame is a length and a protobuf message. A worker runs foreign code, so nothing that
-comes from one is ever unpickled, and its frames are bounded.
+A frame is a length and a protobuf message. A worker runs third-party code, so its messages are
+never unpickled and the size of its frames is limited.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,82 +27,82 @@ MessageT = TypeVar("MessageT")
 
 FRAME_HEADER = struct.Struct("<I")
 ORDER = struct.Struct("<BIH")
-"""Order, worker id (or a length), and the worker's threads or milliseconds to check."""
+"""Kind, worker id (or length of a text), and number of threads or milliseconds of a check."""
 REPORT = struct.Struct("<BIiid")
-"""Report, worker id, process id, wait status (or a text's length), CPU seconds."""
+"""Kind, worker id, process id, wait status (or length of a text), CPU seconds."""
 
 
 class OrderKind(IntEnum):
-    """What a server tells its fork server."""
+    """Kinds of orders from a server to its fork server."""
 
     START = 1
-    """A worker on the socket that comes along."""
+    """Start a worker that uses the attached socket."""
     DESCRIBE = 2
-    """A worker that describes the environment and ends."""
+    """Start a worker that describes the environment and exits."""
     KILL = 3
     IMPORT = 4
-    """Modules that building an environment loads; so many bytes of JSON follow."""
+    """Import modules that environments load; their names follow as JSON."""
 
 
 class ReportKind(IntEnum):
-    """What a fork server tells its server."""
+    """Kinds of reports from a fork server to its server."""
 
     READY = 1
     """The environment's module is imported."""
     FAILED = 2
-    """It is not; a text of so many bytes follows."""
+    """The import failed; the error's text follows."""
     STARTED = 3
     EXITED = 4
     REFUSED = 5
-    """There is no process to be had for a worker; a text of so many bytes follows."""
+    """No process can be forked for a worker; the error's text follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What one worker may use; 0 sets no limit."""
+    """Limits of one worker; 0 sets no limit."""
 
     memory_mb: int = 0
     cpu_s: float = 0.0
     disk_mb: int = 0
-    """Of its own folder."""
+    """Limit of the worker's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkServerSetup:
-    """The first frame that a fork server reads."""
+    """First frame that a fork server reads."""
 
     factory: FactoryName
     sys_path: list[str]
     limits: WorkerLimits
     sandbox: Sandbox
     modules: list[str]
-    """What to import beside the factory's own module."""
+    """Modules to import in addition to the factory's module."""
 
     def to_json(self) -> bytes:
-        """What `from_json` reads back."""
+        """Encode the setup."""
         return orjson.dumps(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> ForkServerSetup:
-        """The setup that `to_json` wrote."""
-        found = orjson.loads(text)
-        found["factory"] = FactoryName(**found["factory"])
-        found["limits"] = WorkerLimits(**found["limits"])
-        found["sandbox"] = Sandbox(**found["sandbox"])
-        return cls(**found)
+        """Decode a setup that `to_json` encoded."""
+        fields = orjson.loads(text)
+        fields["factory"] = FactoryName(**fields["factory"])
+        fields["limits"] = WorkerLimits(**fields["limits"])
+        fields["sandbox"] = Sandbox(**fields["sandbox"])
+        return cls(**fields)
 
 
-class _Readable(Protocol):
+class _BlockingStream(Protocol):
     def read(self, size: int, /) -> bytes | None: ...
 
 
 def make_frame(message: bytes) -> bytes:
-    """The message with its length before it."""
+    """Return the message with its length in front."""
     return FRAME_HEADER.pack(len(message)) + message
 
 
-def read_frame(stream: _Readable) -> bytes | None:
-    """The next message of a blocking stream; None at its end."""
+def read_frame(stream: _BlockingStream) -> bytes | None:
+    """Read the next message, or None at the end of the stream."""
     header = stream.read(FRAME_HEADER.size) or b""
     if len(header) < FRAME_HEADER.size:
         return None
@@ -114,11 +111,11 @@ def read_frame(stream: _Readable) -> bytes | None:
     return message if len(message) == size else None
 
 
-def parsed(kind: type[MessageT], frame: bytes) -> MessageT:
-    """The frame as a protobuf message of that kind.
+def parse_message(kind: type[MessageT], frame: bytes) -> MessageT:
+    """Parse a frame as a protobuf message of the given class.
 
     Raises:
-        ValueError: it is none, or holds far too much.
+        ValueError: the frame is not such a message, or has too many fields.
     """
     check_fields(kind, frame, MAX_REPLY_FIELDS)
     message_type: Any = kind
@@ -127,10 +124,3 @@ def parsed(kind: type[MessageT], frame: bytes) -> MessageT:
     except DecodeError as error:
         raise ValueError(f"expected a {kind.__name__}: {error}") from None
     return message
-
-
-def kill_group(pid: int) -> None:
-    """Kill a worker and what it has started, or the worker alone before it has a group."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)

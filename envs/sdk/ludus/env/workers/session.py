@@ -1,4 +1,4 @@
-"""A session in a worker process, as the server calls it."""
+"""A session in a worker process, as its server sees it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ludus.proto.errors import SessionLostError
 
 ReadT = TypeVar("ReadT")
 
-_ALMOST = 0.1
-"""Of a time limit: clocks and timers are not exact."""
+_CLOCK_TOLERANCE = 0.1
+"""Share of a time limit that counts as expired, because timers are not exact."""
 
 
 class _Host(Protocol):
-    """What a session has to know of its host."""
+    """The parts of a host that a session uses."""
 
     @property
     def step_timeout_s(self) -> float:
-        """The server's own limit; 0 is none."""
+        """Time limit of a step; 0 sets no limit."""
 
     async def close_session(self, session: WorkerSession) -> None:
-        """Close its environment, or find its worker gone."""
+        """Close the session's environment, unless its worker is gone."""
 
     @property
     def shares_workers(self) -> bool:
-        """True when other sessions may live in the same worker."""
+        """True if several sessions share a worker."""
 
 
 class WorkerSession:
-    """One session; `SessionCore` makes one call at a time."""
+    """A session in a worker; implements `HostedSession`, which documents its methods."""
 
-    __slots__ = ("_begun_s", "_call", "_host", "_last", "id", "worker")
+    __slots__ = ("_call", "_host", "_last", "_started_s", "id", "worker")
     direct = None
 
     def __init__(self, session_id: str, worker: Worker, host: _Host) -> None:
@@ -47,40 +47,34 @@ class WorkerSession:
         self._host = host
         self._last: EncodedResult | None = None
         self._call: asyncio.Future[pb.Reply] | None = None
-        self._begun_s = 0.0
+        self._started_s = 0.0
 
     @property
     def last(self) -> EncodedResult | None:
-        """The latest answer, None before the first reset."""
         return self._last
 
-    def left_s(self, limit_s: float) -> float:
-        """How much is left for its call, that was made so long ago: nothing."""
+    def remaining_s(self, limit_s: float) -> float:
         return 0.0
 
     async def open(self, with_text: bool) -> None:
-        """Build its environment."""
+        """Build the environment."""
 
         def fill(call: pb.Call) -> None:
             call.open.session_id = self.id
             call.open.without_text = not with_text
 
-        await self._settled(fill, lambda reply: None)
+        await self._call_worker(fill, lambda reply: None)
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
-
         def fill(call: pb.Call) -> None:
             call.reset.session_id = self.id
             fill_reset_args(call.reset.args, args)
 
         self._last = None
-        self._last = await self._settled(fill, _read_result)
+        self._last = await self._call_worker(fill, _read_result)
         return self._last
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
-        """The answer to one action."""
-
         def fill(call: pb.Call) -> None:
             step = call.step
             step.session_id = self.id
@@ -90,45 +84,40 @@ class WorkerSession:
             else:
                 step.action_text = action
 
-        result = await self._settled(fill, _read_result)
+        result = await self._call_worker(fill, _read_result)
         if self._last is None or result.step_index != self._last.step_index:
             self._last = result
         return self._last
 
     async def state_json(self) -> bytes:
-        """The environment's state."""
-
         def fill(call: pb.Call) -> None:
             call.state.session_id = self.id
 
-        return await self._settled(fill, lambda reply: reply.state.state_json)
+        return await self._call_worker(fill, lambda reply: reply.state.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """What a tool returned, as JSON."""
-
         def fill(call: pb.Call) -> None:
             call.call_tool.session_id = self.id
             call.call_tool.name = name
             call.call_tool.arguments_json = plain_json(arguments, "arguments")
 
-        return await self._settled(fill, lambda reply: reply.call_tool.result_json)
+        return await self._call_worker(fill, lambda reply: reply.call_tool.result_json)
 
     async def send_close(self) -> None:
-        """Close its environment."""
+        """Close the environment."""
 
         def fill(call: pb.Call) -> None:
             call.close.session_id = self.id
 
-        await self._settled(fill, lambda reply: None)
+        await self._call_worker(fill, lambda reply: None)
 
     async def close(self) -> None:
-        """Free its environment."""
         await self._host.close_session(self)
 
     def kill(self, reason: str) -> None:
-        """End the worker, as soon as the server's own limit has passed where it is shared.
+        """Kill the worker. If sessions share it, wait until the server's own limit has passed.
 
-        A client may ask for a shorter limit, but not for the end of other sessions.
+        A client may request a shorter limit, but must not end other sessions with it.
         """
         limit_s = self._host.step_timeout_s
         if not self._host.shares_workers:
@@ -137,21 +126,21 @@ class WorkerSession:
         if limit_s <= 0:
             return
         loop = asyncio.get_running_loop()
-        left_s = limit_s - (loop.time() - self._begun_s)
-        if left_s < limit_s * _ALMOST:
+        remaining_s = limit_s - (loop.time() - self._started_s)
+        if remaining_s < limit_s * _CLOCK_TOLERANCE:
             self.worker.kill(reason)
         elif self._call is not None:
-            loop.call_later(left_s, self._kill_unless_done, self._call, reason)
+            loop.call_later(remaining_s, self._kill_unless_done, self._call, reason)
 
     def _kill_unless_done(self, call: asyncio.Future[pb.Reply], reason: str) -> None:
         if self._call is call:
             self.worker.kill(reason)
 
-    def _begin(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
+    def _start_call(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
         if not self.worker.is_usable:
-            raise self._lost()
+            raise self._lost_error()
         future = self.worker.stream.begin(fill)
-        self._begun_s = asyncio.get_running_loop().time()
+        self._started_s = asyncio.get_running_loop().time()
         self._call = future
         future.add_done_callback(self._forget)
         return future
@@ -160,20 +149,20 @@ class WorkerSession:
         if self._call is future:
             self._call = None
 
-    async def _settled(
+    async def _call_worker(
         self, fill: Callable[[pb.Call], None], read: Callable[[pb.Reply], ReadT]
     ) -> ReadT:
         try:
-            reply = await self._begin(fill)
+            reply = await self._start_call(fill)
         except ConnectionLostError:
-            raise self._lost() from None
+            raise self._lost_error() from None
         try:
             return read(reply)
-        except (ValueError, TypeError) as error:  # a worker runs foreign code
-            self.worker.kill(f"it answered nonsense: {error}")
-            raise self._lost() from None
+        except (ValueError, TypeError) as error:  # a worker runs third-party code
+            self.worker.kill(f"it sent an invalid reply: {error}")
+            raise self._lost_error() from None
 
-    def _lost(self) -> SessionLostError:
+    def _lost_error(self) -> SessionLostError:
         return SessionLostError(
             f"session {self.id!r} is gone: {self.worker.end_reason}; open a new one"
         )

@@ -80,8 +80,8 @@ class GatewaySessions:
     """The sessions of one environment on all servers of its fleet."""
 
     counts = None
-    workers = None
-    trouble = ""
+    worker_counts = None
+    unavailable_reason = ""
     immediate = None
 
     def __init__(self, environment: str, context: GatewayContext) -> None:

@@ -151,7 +151,7 @@ class TrackedSessions:
         if tracked is None:
             return None
         self._quotas.release(tracked.tenant, 1)
-        self._events.ended(session_id, tombstone)
+        self._events.notify_end(session_id, tombstone)
         return tracked
 
     def close(self) -> None:
