@@ -280,9 +280,7 @@ def test_without_a_release_the_way_out_is_to_install_one(ludus: RunCli, cluster:
 def test_a_name_that_is_taken_says_how_to_go_on(ludus: RunCli, cluster: Call) -> None:
     running(ludus, cluster)
     said = one_error(ludus("submit", "run.toml"))
-    assert (
-        "run 'demo' already exists in namespace 'arena' (running); see: ludus status demo" in said
-    )
+    assert "already exists in namespace 'arena' (running); see: ludus status demo" in said
     ended(cluster)
     assert "resume it with: ludus resume demo" in one_error(ludus("submit", "run.toml"))
 

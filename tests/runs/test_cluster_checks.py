@@ -181,9 +181,7 @@ async def test_a_quota_that_is_too_small_or_used_up_is_told_with_its_numbers(
 ) -> None:
     cluster.put(quota("0", "2"))
     said = await problem_in(cluster)
-    assert (
-        "starts with 3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in said
-    )
+    assert "3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in said
     cluster.put(quota("6500m", "8"))
     assert "quota 'team' has 1.5 left of 8; wait for other runs to end" in await problem_in(cluster)
     cluster.put(quota("1", "8"))

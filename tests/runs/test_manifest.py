@@ -177,9 +177,7 @@ def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
     one, two = config_map(), config_map(release="second")
     assert choose_release([one], None, "here").platform.release == "ludus"
     assert choose_release([one, two], "second", "here").platform.release == "second"
-    with pytest.raises(
-        ConfigError, match="several releases, ludus, second; choose one with --release"
-    ):
+    with pytest.raises(ConfigError, match="ludus, second; choose one with --release"):
         choose_release([one, two], None, "here")
     with pytest.raises(NotFoundError, match="did you mean 'second'"):
         choose_release([one, two], "secnd", "here")

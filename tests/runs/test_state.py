@@ -86,7 +86,7 @@ def waiting(reason: str, message: str = "", **more: Any) -> Json:
         (waiting("ImagePullBackOff", "not\nfound"), "not found; push the image, or set"),
         (
             waiting("CreateContainerConfigError", 'secret "a" not found'),
-            "create the missing object",
+            "create the missing",
         ),
         (
             waiting("CrashLoopBackOff", "back-off 10s", lastState={"terminated": {"exitCode": 3}}),

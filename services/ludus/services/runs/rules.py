@@ -105,8 +105,8 @@ def _check_mode(job: JsonObject) -> Iterator[str]:
     head_params = (_cluster(job).get("headGroupSpec") or {}).get("rayStartParams") or {}
     if worker_fields and str(head_params.get("num-cpus")) == "0":
         yield (
-            f"{worker_fields[0]} with num-cpus: '0' on the head places the driver on a worker, and the "
-            "run would end with that worker; remove it"
+            f"{worker_fields[0]} with num-cpus: '0' on the head places the driver on a worker, and "
+            "the run would end with that worker; remove it"
         )
 
 
