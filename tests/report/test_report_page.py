@@ -13,7 +13,7 @@ from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
 from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
 from ludus.services.numbers import format_compact
 from ludus.services.report import write_figure, write_report
-from ludus.services.report.policy_grid import num_agreeing
+from ludus.services.report.policy_grid import count_agreements
 from tests.report.synthetic_run import (
     BASELINES,
     NUM_STEPS,
@@ -106,10 +106,10 @@ def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(pa
     root = parse(page)
     letters = by_class(root, "letter")
     assert len(letters) == 2 * len(chart.cells)
-    num_different = len(chart.cells) - num_agreeing(chart)
+    num_different = len(chart.cells) - count_agreements(chart)
     assert num_different > 0
     assert len(by_class(root, "differs")) == num_different
-    assert f"{num_agreeing(chart)} of {len(chart.cells)} situations" in text_of(root)
+    assert f"{count_agreements(chart)} of {len(chart.cells)} situations" in text_of(root)
     titles = [title.text or "" for title in root.iter("title")]
     assert any(title.startswith("hard hands 16 against 10: HIT ") for title in titles)
 
@@ -126,7 +126,7 @@ def test_what_goes_wrong_in_episodes_and_how_long_they_are_has_curves(page: str)
     last = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
     share = format_compact(sum(last) / (10 * 512))
     assert f"Invalid answers share of episodes {share}" in captions
-    assert "Cut off share of episodes 0" in captions
+    assert "Truncated share of episodes 0" in captions
     assert any(caption.startswith("Turns mean per episode 2.") for caption in captions)
 
 
@@ -282,7 +282,7 @@ def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> None:
     build_run(tmp_path / "demo")
-    with pytest.raises(NotFoundError, match="does not exist; beside it there is: demo"):
+    with pytest.raises(NotFoundError, match="does not exist; .* has demo"):
         write_report(tmp_path / "dmeo")
 
 
@@ -297,7 +297,7 @@ def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
     root = ET.parse(path).getroot()
     assert root.tag == f"{SVG}svg"
     said = text_of(root)
-    assert "Win rate over games trained" in said
+    assert "Win rate over episodes trained" in said
     assert "basic strategy, hard hands" in said
     content = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|href=", content)
@@ -345,14 +345,14 @@ def test_where_nobody_says_what_a_win_is_the_report_shows_the_return(
         row = next(text_of(node) for node in root.iter("tr") if "basic strategy" in text_of(node))
         assert "–––" in row, "rate, interval and draws"
     figure = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
-    assert "Expected return over games trained" in figure
+    assert "Expected return over episodes trained" in figure
     assert "wins" not in figure
 
 
 def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo", finished=False)
     (run_dir / METRICS_FILE).write_text("")
-    with pytest.raises(ConfigError, match="at least one evaluation"):
+    with pytest.raises(ConfigError, match="has no evaluation yet"):
         write_figure(run_dir, tmp_path / "figure.svg")
 
 

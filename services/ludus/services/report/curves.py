@@ -1,4 +1,4 @@
-"""The charts of a run: learning curves over games, and what training looked like inside."""
+"""Charts of a run: learning curves, and training metrics over the number of episodes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,33 @@ from ludus.services.report.run_files import RunFiles
 from ludus.services.results import readable_policy_name
 
 MEAN_WINDOW = 10
-"""Training steps over which the small charts average."""
+"""Number of training steps over which the small charts average."""
 
-CURVE_FRAME = Frame(width=570, height=350, left=54, right=158, top=14, bottom=46)
+CURVE_FRAME = Frame(
+    width=570, height=350, margin_left=54, margin_right=158, margin_top=14, margin_bottom=46
+)
 SMALL_FRAME = Frame(
-    width=350, height=170, left=52, right=12, top=10, bottom=28, num_x_ticks=4, num_y_ticks=3
+    width=350,
+    height=170,
+    margin_left=52,
+    margin_right=12,
+    margin_top=10,
+    margin_bottom=28,
+    num_x_ticks=4,
+    num_y_ticks=3,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One quantity of an evaluation: where rows and results keep it, and how it is written."""
+    """A quantity of an evaluation: its metrics, and its text format."""
 
     name: str
     value: EvalMetric
     low: EvalMetric
     high: EvalMetric
-    of_result: Callable[[PolicyResult], tuple[float | None, tuple[float, float] | None]]
-    """None where the environment has no such thing."""
+    read_result: Callable[[PolicyResult], tuple[float | None, tuple[float, float] | None]]
+    """Returns the value and its interval; None if the environment does not report them."""
     format: Callable[[float], str]
     format_tick: Callable[[float], str]
     format_interval: Callable[[tuple[float, float]], str]
@@ -48,7 +57,7 @@ WIN_RATE = Measure(
     value=EvalMetric.WIN_RATE,
     low=EvalMetric.WIN_RATE_CI95_LOW,
     high=EvalMetric.WIN_RATE_CI95_HIGH,
-    of_result=lambda result: (result.win_rate, result.win_rate_ci95),
+    read_result=lambda result: (result.win_rate, result.win_rate_ci95),
     format=format_percent,
     format_tick=lambda share: format_percent(share, 0),
     format_interval=format_percent_interval,
@@ -58,7 +67,7 @@ EXPECTED_RETURN = Measure(
     value=EvalMetric.RETURN_MEAN,
     low=EvalMetric.RETURN_CI95_LOW,
     high=EvalMetric.RETURN_CI95_HIGH,
-    of_result=lambda result: (result.expected_return, result.expected_return_ci95),
+    read_result=lambda result: (result.expected_return, result.expected_return_ci95),
     format=lambda value: format_fixed(value, 3),
     format_tick=lambda value: format_fixed(value, 2),
     format_interval=format_fixed_interval,
@@ -68,21 +77,21 @@ EXPECTED_RETURN = Measure(
 @dataclass(frozen=True, slots=True)
 class _TrainingCurve:
     metric: TrainMetric | str
-    """A reward term has a name alone."""
+    """Metric, or the name of a reward term."""
     title: str
     unit: str
     per: TrainMetric | None = None
-    """What the metric is divided by."""
+    """Metric by which the value is divided."""
     needs: TrainMetric | None = None
-    """The curve is left out where this was 0 all the time."""
+    """Metric that is 0 in every step if the curve does not apply."""
 
     def value(self, steps: Sequence[Mapping[str, float]]) -> float | None:
-        """What the curve shows of steps together, by their values; None where nothing was."""
+        """Combine the metric values of several steps; None if there are none."""
         value = combine_metric(self.metric, steps)
         if value is None or self.per is None:
             return value
-        whole = combine_metric(self.per, steps)
-        return value / whole if whole else None
+        divisor = combine_metric(self.per, steps)
+        return value / divisor if divisor else None
 
 
 def _share(metric: TrainMetric, title: str) -> _TrainingCurve:
@@ -109,10 +118,10 @@ SHARED_CURVES = (
         TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
     ),
 )
-"""What the whole run shows, too: of each environment only where there are several."""
+"""Curves of the run that are repeated per environment if there are several environments."""
 ENVIRONMENT_CURVES = (
     _share(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
-    _share(TrainMetric.NUM_EPISODES_TRUNCATED, "Cut off"),
+    _share(TrainMetric.NUM_EPISODES_TRUNCATED, "Truncated"),
     _TrainingCurve(TrainMetric.NUM_TURNS_MEAN, "Turns", "mean per episode"),
     _TrainingCurve(
         TrainMetric.NUM_TOOL_CALLS,
@@ -128,13 +137,13 @@ ENVIRONMENT_CURVES = (
         per=TrainMetric.NUM_TOOL_CALLS,
     ),
 )
-"""What every environment shows."""
-_OWN_RETURN = REWARD_TERM_PREFIX + "environment"
+"""Curves of every environment."""
+_ENVIRONMENT_RETURN = REWARD_TERM_PREFIX + "environment"
 
 
 @dataclass(frozen=True, slots=True)
 class SmallChart:
-    """One training metric over games."""
+    """A training metric over the number of episodes."""
 
     title: str
     unit: str
@@ -145,42 +154,42 @@ class SmallChart:
 def learning_curve(
     run: RunFiles, environment: str, measure: Measure, frame: Frame = CURVE_FRAME
 ) -> Drawing | None:
-    """An evaluation measure over games trained, with 95 % band and baselines; None without data."""
+    """Draw an evaluation measure with its 95 % band and the baselines; None without data."""
     points = _eval_points(run, environment, measure)
     if not points:
         return None
     chart = LineChart(
-        label=f"{measure.name} over games trained",
+        label=f"{measure.name} over episodes trained",
         points=points,
         levels=_levels(run, environment, measure),
         marks=_marks(run),
         format_y=measure.format,
         format_tick=measure.format_tick,
         final_label="this policy",
-        x_title="games trained",
+        x_title="episodes trained",
         x_high=float(max(row.num_games_trained for row in run.metrics)) if run.metrics else None,
     )
     return draw(chart, frame)
 
 
 def training_curves(run: RunFiles) -> list[SmallChart]:
-    """A chart of each training metric that the run recorded."""
+    """Draw a chart of each training metric that the run recorded."""
     return _small_charts(run.train_rows, TRAINING_CURVES, _marks(run))
 
 
 def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
-    """A chart of each training metric that an environment has of its own."""
+    """Draw a chart of each training metric of one environment."""
     rows = run.environment_rows(environment)
     shared = SHARED_CURVES if len(run.environments) > 1 else ()
     return _small_charts(rows, (*shared, *ENVIRONMENT_CURVES, *_term_curves(rows)), _marks(run))
 
 
 def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
-    """One for each term of the reward; none where the environment's own return is all of it."""
+    """Return a curve per reward term; none if the environment's return is the only term."""
     terms = dict.fromkeys(
         name for row in rows for name in row.values if name.startswith(REWARD_TERM_PREFIX)
     )
-    if list(terms) == [_OWN_RETURN]:
+    if list(terms) == [_ENVIRONMENT_RETURN]:
         return []
     return [
         _TrainingCurve(name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, unweighted")
@@ -189,9 +198,9 @@ def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
 
 
 def _marks(run: RunFiles) -> list[Mark]:
-    """Where the curriculum opened an environment."""
+    """Return a mark for each environment that the curriculum opened."""
     return [
-        Mark(float(games), f"after {games:,} games: the curriculum opens {environment}")
+        Mark(float(games), f"after {games:,} episodes: the curriculum opens {environment}")
         for games, environment in run.unlocks
     ]
 
@@ -209,7 +218,7 @@ def _small_charts(
         if measured:
             means = _moving_means(curve, [row for row, _ in measured])
             chart = LineChart(
-                label=f"{curve.title} over games trained",
+                label=f"{curve.title} over episodes trained",
                 points=[Point(row.num_games_trained, mean) for row, mean in means],
                 raw=[Point(row.num_games_trained, value) for row, value in measured],
                 marks=marks,
@@ -220,22 +229,22 @@ def _small_charts(
 
 
 def _moving_means(curve: _TrainingCurve, rows: list[MetricsRow]) -> list[tuple[MetricsRow, float]]:
-    """Of the newest rows up to each, combined as the metric says."""
+    """Combine each row with the rows before it, up to `MEAN_WINDOW` rows."""
     windows = [
-        (row, [one.values for one in rows[max(0, end - MEAN_WINDOW) : end]])
+        (row, [past.values for past in rows[max(0, end - MEAN_WINDOW) : end]])
         for end, row in enumerate(rows, start=1)
     ]
     return [(row, mean) for row, window in windows if (mean := curve.value(window)) is not None]
 
 
 def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
-    """The fixed policies: as the summary has them, or as the newest evaluation did."""
+    """Return the baselines from the summary, or from the latest evaluation."""
     config = run.environment_config(environment)
     goal = config.optimal_policy if config is not None else None
     if run.summary is not None:
         results = run.summary.results[environment].report.baselines
-        found = {name: measure.of_result(result)[0] for name, result in results.items()}
-        values = {name: value for name, value in found.items() if value is not None}
+        all_values = {name: measure.read_result(result)[0] for name, result in results.items()}
+        values = {name: value for name, value in all_values.items() if value is not None}
     else:
         rows = run.baseline_rows(environment)
         values = {
@@ -250,7 +259,7 @@ def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
 
 
 def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
-    """One point per evaluation; the summary's, on more games, replaces the one at the end."""
+    """Return a point per evaluation; the summary, on more episodes, replaces the last point."""
     summary = run.summary
     points = [
         _row_point(row, measure)
@@ -260,7 +269,7 @@ def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Poin
     ]
     if summary is not None:
         policy = summary.results[environment].report.policy
-        value, interval = measure.of_result(policy)
+        value, interval = measure.read_result(policy)
         if value is not None:
             points.append(_point(summary.games_trained, value, interval, measure))
     return sorted(points, key=lambda point: point.x)
@@ -278,5 +287,5 @@ def _point(
     num_games: int, value: float, interval: tuple[float, float] | None, measure: Measure
 ) -> Point:
     spread = f" ({measure.format_interval(interval)})" if interval else ""
-    hover = f"after {num_games:,} games: {measure.format(value)}{spread}"
+    hover = f"after {num_games:,} episodes: {measure.format(value)}{spread}"
     return Point(float(num_games), value, interval, hover)

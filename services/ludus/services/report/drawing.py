@@ -1,4 +1,4 @@
-"""A piece of SVG of known size, and how it is put on a page or beside another one."""
+"""SVG drawings of known size, which can be combined or put on a page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Drawing:
     height: float
     body: Markup
     label: str
-    """What the drawing shows, for people who cannot see it."""
+    """Description for screen readers."""
 
     def inline(self, class_: str | None = None) -> Markup:
-        """An `svg` element for a page; it fills the width that the page gives it."""
+        """Return an `svg` element that fills the available width of a page."""
         return element(
             "svg",
             self.body,
@@ -28,23 +28,23 @@ class Drawing:
             aria_label=self.label,
         )
 
-    def placed(self, x: float, y: float) -> Markup:
-        """The content moved to (x, y) of a larger drawing."""
+    def move_to(self, x: float, y: float) -> Markup:
+        """Return the content, moved to (x, y) of a larger drawing."""
         return element("g", self.body, transform=f"translate({x:g} {y:g})")
 
 
 def text(
     x: float, y: float, *content: Child, class_: str = "tick", anchor: str = "start"
 ) -> Markup:
-    """A line of text whose baseline is at y."""
+    """Draw a line of text whose baseline is at y."""
     return element("text", *content, x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight line."""
+    """Draw a straight line."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def hover(title: str, *children: Child) -> Markup:
-    """A group that shows `title` under the pointer."""
+    """Group elements; `title` is shown under the pointer."""
     return element("g", element("title", title), join(*children))

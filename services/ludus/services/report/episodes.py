@@ -1,4 +1,4 @@
-"""The section of the report that shows what the policy said."""
+"""The report's section with transcripts of episodes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from ludus.services.report.markup import Markup, element
 from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 NUM_SHOWN = 3
-"""Episodes of one environment, of the beginning and of the end each."""
+"""Number of first episodes, and of last episodes, per environment."""
 
 
-def choice(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """The first ones and the last ones of what was written down of an environment."""
+def select_transcripts(transcripts: Sequence[Transcript]) -> list[Transcript]:
+    """Return the first and the last transcripts of an environment."""
     first = transcripts[:NUM_SHOWN]
     return [*first, *transcripts[max(len(first), len(transcripts) - NUM_SHOWN) :]]
 
 
-def episodes(transcripts: Sequence[Transcript]) -> Markup:
-    """Episodes of one environment, closed but for the first and the last."""
-    shown = choice(transcripts)
-    opened = {0, len(shown) - 1}
-    parts = [_episode(one, is_open=n in opened) for n, one in enumerate(shown)]
+def render_episodes(transcripts: Sequence[Transcript]) -> Markup:
+    """Render episodes of one environment; only the first and the last are expanded."""
+    shown = select_transcripts(transcripts)
+    expanded = {0, len(shown) - 1}
+    parts = [
+        _episode(transcript, is_open=index in expanded) for index, transcript in enumerate(shown)
+    ]
     return element("div", *parts, class_="episodes")
 
 
 def _episode(transcript: Transcript, *, is_open: bool) -> Markup:
-    left_out = None
+    omitted = None
     if transcript.num_turns_left_out:
-        left_out = element("p", f"... and {transcript.num_turns_left_out} turns more")
+        omitted = element("p", f"... and {transcript.num_turns_left_out} more turns")
     return element(
         "details",
         element(
@@ -38,20 +40,20 @@ def _episode(transcript: Transcript, *, is_open: bool) -> Markup:
             element("em", describe_outcome(transcript)),
         ),
         *(part for turn in transcript.turns for part in _turn(turn)),
-        left_out,
-        _words("failure", transcript.failure, "failure") if transcript.failure else None,
+        omitted,
+        _message("failure", transcript.failure, "failure") if transcript.failure else None,
         open="" if is_open else None,
     )
 
 
 def _turn(turn: TranscriptTurn) -> list[Markup]:
-    parts = [_words(said.role, said.text, "shown") for said in turn.shown]
-    parts.append(_words("policy", turn.answer or "(nothing)", "said"))
-    came_of_it = describe_consequence(turn)
-    if came_of_it:
-        parts.append(element("p", came_of_it, class_="came"))
+    parts = [_message(message.role, message.text, "shown") for message in turn.shown]
+    parts.append(_message("policy", turn.answer or "(empty)", "said"))
+    consequence = describe_consequence(turn)
+    if consequence:
+        parts.append(element("p", consequence, class_="came"))
     return parts
 
 
-def _words(who: str, words: str, class_: str) -> Markup:
-    return element("div", element("span", who), element("pre", words), class_=f"words {class_}")
+def _message(role: str, content: str, class_: str) -> Markup:
+    return element("div", element("span", role), element("pre", content), class_=f"words {class_}")

@@ -1,4 +1,4 @@
-"""One picture of a run for a README: the win-rate curve and the learned policy chart."""
+"""An SVG picture of a run for a README: the win-rate curve and the policy chart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ludus.services.report.curves import EXPECTED_RETURN, WIN_RATE, learning_cur
 from ludus.services.report.drawing import Drawing, text
 from ludus.services.report.line_chart import Frame
 from ludus.services.report.markup import Markup, element, join
-from ludus.services.report.page import style_sheet, write_whole
+from ludus.services.report.page import style_sheet, write_atomically
 from ludus.services.report.policy_grid import (
     ROW_LABELS,
+    count_agreements,
     draw_policy,
     draw_reference,
-    num_agreeing,
-    panels,
+    split_panels,
 )
 from ludus.services.report.run_files import RunFiles, load_run_files
 
@@ -25,77 +25,78 @@ MARGIN = 26.0
 TITLE = 34.0
 CAPTION = 24.0
 TWIN_GAP = 18.0
-CURVE = Frame(width=520, height=470, left=46, right=158, top=12, bottom=46)
+CURVE = Frame(
+    width=520, height=470, margin_left=46, margin_right=158, margin_top=12, margin_bottom=46
+)
 
 
 def write_figure(run_dir: Path, path: Path) -> Path:
-    """The path of a standalone SVG.
+    """Write a standalone SVG and return its path.
 
     Raises:
-        NotFoundError: the folder holds no run.
+        NotFoundError: the folder contains no run.
         ConfigError: the run has no evaluation yet, or the file cannot be written.
     """
-    return write_whole(path, render_figure(load_run_files(run_dir)))
+    return write_atomically(path, render_figure(load_run_files(run_dir)))
 
 
 def render_figure(run: RunFiles) -> str:
-    """The SVG as text; of several environments it shows the one that has a chart, or the first."""
+    """Render the environment that has a policy chart, or the first one, as SVG."""
     chart = run.chart if run.chart is not None and run.chart.cells else None
     environment = chart.environment if chart is not None else next(iter(run.environments), "")
     measure = WIN_RATE
     curve = learning_curve(run, environment, measure, CURVE)
-    if curve is None:  # the environment does not say what a win is
+    if curve is None:  # the environment does not report wins
         measure = EXPECTED_RETURN
         curve = learning_curve(run, environment, measure, CURVE)
     if curve is None:
         raise ConfigError(
-            f"expected a run with at least one evaluation, got '{run.run_dir}' without; "
-            "train it first with `ludus train`"
+            f"run '{run.run_dir}' has no evaluation yet; train it first with `ludus train`"
         )
-    parts = [_titled(f"{measure.name} over games trained", curve)]
+    parts = [_add_title(f"{measure.name} over episodes trained", curve)]
     if chart is not None:
-        agreement = f"{num_agreeing(chart)} of {len(chart.cells)}"
-        title = f"What it learned: {agreement} answers as {run.reference_name(environment)}"
-        parts.append(_titled(title, _twins(run, chart)))
+        agreement = f"{count_agreements(chart)} of {len(chart.cells)}"
+        title = f"Learned policy: {agreement} actions agree with {run.reference_name(environment)}"
+        parts.append(_add_title(title, _twins(run, chart)))
     return _card(run, environment, parts)
 
 
 def _twins(run: RunFiles, chart: PolicyChart) -> Drawing:
-    """The first panel of the policy chart beside the reference's, and how to read them."""
-    panel = panels(chart)[0]
+    """Draw the first panel of the policy chart next to the reference's, with a legend."""
+    panel = split_panels(chart)[0]
     policy = draw_policy(chart, panel, f"this policy, {panel.name}")
     reference = draw_reference(
         chart, panel, f"{run.reference_name(chart.environment)}, {panel.name}"
     )
     caption = (
-        f"Orange {chart.answers[0]}, blue {chart.answers[-1]}; paler where the policy is less "
-        "sure; outlined where the two differ."
+        f"Orange {chart.answers[0]}, blue {chart.answers[-1]}; paler if the policy is less "
+        "certain; outlined if it differs from the reference."
     )
-    at = policy.width + TWIN_GAP
+    x_reference = policy.width + TWIN_GAP
     return Drawing(
-        at + reference.width,
+        x_reference + reference.width,
         policy.height + CAPTION,
         join(
-            policy.placed(0, 0),
-            reference.placed(at, 0),
+            policy.move_to(0, 0),
+            reference.move_to(x_reference, 0),
             text(ROW_LABELS, policy.height + CAPTION - 4, caption),
         ),
         policy.label,
     )
 
 
-def _titled(title: str, drawing: Drawing) -> Drawing:
-    body = join(text(0, 16, title, class_="figure-title"), drawing.placed(0, TITLE))
+def _add_title(title: str, drawing: Drawing) -> Drawing:
+    body = join(text(0, 16, title, class_="figure-title"), drawing.move_to(0, TITLE))
     return Drawing(drawing.width, drawing.height + TITLE, body, title)
 
 
 def _card(run: RunFiles, environment: str, parts: list[Drawing]) -> str:
-    """The parts side by side on a sheet of their own, so that any page's colour will do."""
+    """Draw the parts side by side on a sheet, so that the picture suits any background."""
     height = max(part.height for part in parts) + 2 * MARGIN
-    placed: list[Markup] = []
+    groups: list[Markup] = []
     x = MARGIN
     for part in parts:
-        placed.append(part.placed(x, MARGIN))
+        groups.append(part.move_to(x, MARGIN))
         x += part.width + MARGIN
     sheet = element("rect", x=0.5, y=0.5, width=x - 1, height=height - 1, rx=14, class_="paper")
     title = run.name
@@ -110,7 +111,7 @@ def _card(run: RunFiles, environment: str, parts: list[Drawing]) -> str:
         element("title", title),
         element("style", style_sheet("style.css")),
         sheet,
-        join(*placed),
+        join(*groups),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {x:g} {height:g}",
         width=x,

@@ -1,4 +1,4 @@
-"""The top of the report: what the run was, what is missing, and the numbers that matter."""
+"""The top of the report: description of the run, notices, and key figures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ludus.services.report.run_files import RunFiles
 from ludus.services.results import readable_policy_name
 
 
-def header(run: RunFiles) -> Markup:
-    """Name of the run and what it was."""
+def render_header(run: RunFiles) -> Markup:
+    """Render the name and a one-line description of the run."""
     return element(
         "header",
         element("p", "Ludus run report", class_="kicker"),
@@ -32,8 +32,8 @@ def header(run: RunFiles) -> Markup:
     )
 
 
-def notices(run: RunFiles) -> Markup | None:
-    """What is missing or unfinished; None when all is there."""
+def render_notices(run: RunFiles) -> Markup | None:
+    """Render notices about missing files or an unfinished run; None if there are none."""
     texts = list(run.notices)
     if run.summary is not None and not run.summary.finished:
         texts.insert(0, f"The run was stopped before its last step: {_progress(run)}.")
@@ -46,18 +46,18 @@ def notices(run: RunFiles) -> Markup | None:
     return element("ul", *(element("li", text) for text in texts), class_="notices", role="status")
 
 
-def headline(run: RunFiles) -> Markup | None:
-    """The numbers that matter, large; None before the first evaluation."""
-    parts = [part for name in run.environments for part in _of_environment(run, name)]
+def render_key_figures(run: RunFiles) -> Markup | None:
+    """Render the key figures as tiles; None before the first evaluation."""
+    parts = [part for name in run.environments for part in _environment_tiles(run, name)]
     if not parts:
         return None
     if len(run.environments) == 1:
-        return element("dl", join(*parts), *_of_run(run), class_="tiles")
-    return join(*parts, element("dl", *_of_run(run), class_="tiles"))
+        return element("dl", join(*parts), *_run_tiles(run), class_="tiles")
+    return join(*parts, element("dl", *_run_tiles(run), class_="tiles"))
 
 
-def _of_environment(run: RunFiles, name: str) -> list[Markup]:
-    """The tiles of one environment; with several, under its name."""
+def _environment_tiles(run: RunFiles, name: str) -> list[Markup]:
+    """Render the tiles of one environment, with its name if there are several."""
     rows = run.eval_rows(name)
     if run.summary is not None:
         tiles = _result_tiles(run, name, run.summary.results[name])
@@ -75,24 +75,24 @@ def _lead(run: RunFiles) -> str:
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
     if isinstance(config, NetworkRun):
-        num = config.ppo.num_environments
         return (
-            f"{_environments_of(config)} · a network, by classic PPO · {config.training.num_steps} "
-            f"steps at most · {num} environments side by side · seed {config.seed}"
+            f"{_describe_environments(config)} · network, classic PPO · at most "
+            f"{config.training.num_steps} steps · {config.ppo.num_environments} parallel "
+            f"environments · seed {config.seed}"
         )
-    # What really ran: the generator falls back where vLLM is not installed.
+    # The summary has the engine that ran: transformers replaces vLLM if it is not installed.
     generator = run.summary.generator if run.summary is not None else config.generator.kind
     return (
-        f"{_environments_of(config)} · {config.training.num_steps} steps · "
-        f"{generator} generator · seed {config.seed}"
+        f"{_describe_environments(config)} · {config.training.num_steps} steps · "
+        f"{generator} engine · seed {config.seed}"
     )
 
 
-def _environments_of(config: RunConfig) -> str:
-    return " and ".join(_described(one) for one in config.environments.values())
+def _describe_environments(config: RunConfig) -> str:
+    return " and ".join(map(_describe_environment, config.environments.values()))
 
 
-def _described(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
+def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
     if environment.kind == "remote":
         return environment.address
     options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
@@ -100,27 +100,27 @@ def _described(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str
 
 
 def _progress(run: RunFiles) -> str:
-    wanted = run.config.training.num_steps if run.config is not None else None
-    of_all = f" of {wanted}" if wanted is not None else ""
-    return f"step {run.num_steps_done}{of_all}"
+    if run.config is None:
+        return f"step {run.num_steps_done}"
+    return f"step {run.num_steps_done} of {run.config.training.num_steps}"
 
 
 def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Markup]:
     start, policy = result.start, result.report.policy
-    before = [f"{format_percent(start.win_rate)} before training"] if start else []
-    return_before = [f"{format_fixed(start.expected_return, 3)} before training"] if start else []
+    initial_wins = [f"{format_percent(start.win_rate)} before training"] if start else []
+    initial_return = [f"{format_fixed(start.expected_return, 3)} before training"] if start else []
     has_wins = policy.win_rate is not None
     tiles = []
     if has_wins:
         interval = f"{format_percent_interval(policy.win_rate_ci95)} (95%)"
         tiles.append(
-            _tile("Win rate", format_percent(policy.win_rate), [interval, *before], main=True)
+            _tile("Win rate", format_percent(policy.win_rate), [interval, *initial_wins], main=True)
         )
     tiles.append(
         _tile(
             "Expected return",
             format_fixed(policy.expected_return, 3),
-            [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)", *return_before],
+            [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)", *initial_return],
             main=not has_wins,
         )
     )
@@ -160,27 +160,27 @@ def _latest_tiles(row: MetricsRow) -> list[Markup]:
     return tiles
 
 
-def _of_run(run: RunFiles) -> list[Markup]:
-    """The tiles of the whole run."""
+def _run_tiles(run: RunFiles) -> list[Markup]:
+    """Render the tiles of the whole run."""
     summary = run.summary
     if summary is None:
         last = run.metrics[-1]
         num_games = max(row.num_games_trained for row in run.metrics)
         return [
-            _tile("Games trained", f"{num_games:,}", []),
+            _tile("Episodes trained", f"{num_games:,}", []),
             _tile("Training time", format_duration(last.elapsed_s), []),
         ]
-    in_all = f"{format_duration(summary.wall_seconds_total)} in all"
+    total_time = f"{format_duration(summary.wall_seconds_total)} in total"
     return [
         _tile(
-            "Games trained",
+            "Episodes trained",
             f"{summary.games_trained:,}",
-            [f"{summary.games_played:,} played", _void(summary)],
+            [f"{summary.games_played:,} played", _describe_void(summary)],
         ),
         _tile(
             "Training time",
             format_duration(summary.wall_seconds_training),
-            [in_all, _workers(summary)],
+            [total_time, _describe_processes(summary)],
         ),
     ]
 
@@ -195,12 +195,12 @@ def _tile(title: str, figure: str, notes: list[str], *, main: bool = False) -> M
     )
 
 
-def _void(summary: Summary) -> str:
+def _describe_void(summary: Summary) -> str:
     lost = f"{summary.episodes_lost:,} lost"
     return f"{lost}, {summary.episodes_failed:,} failed" if summary.episodes_failed else lost
 
 
-def _workers(summary: Summary) -> str:
+def _describe_processes(summary: Summary) -> str:
     if summary.generator == NETWORK:
         return "in one process"
     workers, ranks = summary.num_rollout_workers, summary.num_learner_ranks

@@ -1,4 +1,8 @@
-"""Line charts with confidence bands, labelled levels and hover text."""
+"""Line charts with confidence bands, labeled levels and hover text.
+
+The report draws its own SVG: the page stays one small file that follows the reader's light or dark
+mode and shows values under the pointer, and `ludus report` needs no plotting library.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from ludus.services.report.markup import Markup, element, join, number
 from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
 
 LABEL_GAP = 15.0
-"""Pixels between the baselines of two labels."""
+"""Minimum distance of two labels in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal line to compare with."""
+    """A horizontal line for comparison."""
 
     name: str
     value: float
@@ -35,7 +39,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line: something happened there."""
+    """A vertical line that marks an event."""
 
     x: float
     hover: str
@@ -43,21 +47,21 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """What a chart shows; `draw` decides how it looks."""
+    """Content of a chart; `draw` determines its appearance."""
 
     label: str
     points: Sequence[Point]
     raw: Sequence[Point] = ()
-    """Noisy measurements behind the line, drawn faintly."""
+    """Noisy measurements, drawn faintly behind the line."""
     levels: Sequence[Level] = ()
     marks: Sequence[Mark] = ()
     format_y: Callable[[float], str] = format_compact
     format_tick: Callable[[float], str] = format_compact
     final_label: str | None = None
-    """Written at the end of the line, beside the levels' names."""
+    """Label at the end of the line."""
     x_title: str = ""
     x_high: float | None = None
-    """Where the x axis ends; None ends it at the last point."""
+    """End of the x axis. None: the last point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +70,18 @@ class Frame:
 
     width: float
     height: float
-    left: float = 52
-    right: float = 16
-    top: float = 12
-    bottom: float = 28
+    margin_left: float = 52
+    margin_right: float = 16
+    margin_top: float = 12
+    margin_bottom: float = 28
     num_x_ticks: int = 6
     num_y_ticks: int = 5
 
 
 def draw(chart: LineChart, frame: Frame) -> Drawing:
-    """The chart as SVG."""
-    x = Scale(0.0, _x_end(chart), frame.left, frame.width - frame.right)
-    y = Scale(*_y_range(chart), frame.height - frame.bottom, frame.top)
+    """Draw the chart as SVG."""
+    x = Scale(0.0, _x_end(chart), frame.margin_left, frame.width - frame.margin_right)
+    y = Scale(*_y_range(chart), frame.height - frame.margin_bottom, frame.margin_top)
     layers = [
         _grid(chart, frame, x, y),
         _levels(chart, x, y),
@@ -92,8 +96,8 @@ def draw(chart: LineChart, frame: Frame) -> Drawing:
 
 
 def _x_end(chart: LineChart) -> float:
-    known = [point.x for point in (*chart.points, *chart.raw)]
-    return max([*known, chart.x_high or 0.0]) or 1.0
+    values = [point.x for point in (*chart.points, *chart.raw)]
+    return max([*values, chart.x_high or 0.0]) or 1.0
 
 
 def _y_range(chart: LineChart) -> tuple[float, float]:
@@ -149,20 +153,20 @@ def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
     ends = [(x(point.x), *point.interval) for point in points if point.interval]
     if len(ends) < 2:
         return Markup("")
-    upper = [(at, y(high)) for at, _, high in ends]
-    lower = [(at, y(low)) for at, low, _ in reversed(ends)]
+    upper = [(x_pixel, y(high)) for x_pixel, _, high in ends]
+    lower = [(x_pixel, y(low)) for x_pixel, low, _ in reversed(ends)]
     return element("polygon", points=_coordinates([*upper, *lower]), class_="band")
 
 
 def _polyline(points: Sequence[Point], x: Scale, y: Scale, class_: str) -> Markup:
     if len(points) < 2:
         return Markup("")
-    places = [(x(point.x), y(point.y)) for point in points]
-    return element("polyline", points=_coordinates(places), class_=class_)
+    pixels = [(x(point.x), y(point.y)) for point in points]
+    return element("polyline", points=_coordinates(pixels), class_=class_)
 
 
 def _dots(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
-    """A dot where there is something to say under the pointer, or nothing to join."""
+    """Draw a dot for each point that has hover text, or for a single point."""
     marked = [point for point in points if point.hover or len(points) == 1]
     return join(
         *(
@@ -177,7 +181,7 @@ def _dots(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
 
 
 def _labels(chart: LineChart, frame: Frame, y: Scale) -> Markup:
-    """Names of the levels and the end of the line, in the right margin."""
+    """Draw the names of the levels and of the line in the right margin."""
     entries = [
         (y(level.value), level.name, chart.format_y(level.value), _label_class(level))
         for level in chart.levels
@@ -185,14 +189,23 @@ def _labels(chart: LineChart, frame: Frame, y: Scale) -> Markup:
     if chart.final_label and chart.points:
         last = chart.points[-1]
         entries.append((y(last.y), chart.final_label, chart.format_y(last.y), "label policy"))
-    places = spread(
-        [place for place, *_ in entries], LABEL_GAP, frame.top, frame.height - frame.bottom
+    y_labels = spread(
+        [y_label for y_label, *_ in entries],
+        LABEL_GAP,
+        frame.margin_top,
+        frame.height - frame.margin_bottom,
     )
-    at = frame.width - frame.right + 10
+    x_labels = frame.width - frame.margin_right + 10
     return join(
         *(
-            text(at, place + 4, element("tspan", value, class_="value"), f" {name}", class_=class_)
-            for place, (_, name, value, class_) in zip(places, entries, strict=True)
+            text(
+                x_labels,
+                y_label + 4,
+                element("tspan", value, class_="value"),
+                f" {name}",
+                class_=class_,
+            )
+            for y_label, (_, name, value, class_) in zip(y_labels, entries, strict=True)
         )
     )
 
@@ -201,5 +214,5 @@ def _label_class(level: Level) -> str:
     return "label goal" if level.is_goal else "label"
 
 
-def _coordinates(places: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{number(at_x)},{number(at_y)}" for at_x, at_y in places)
+def _coordinates(pixels: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{number(x)},{number(y)}" for x, y in pixels)

@@ -1,4 +1,4 @@
-"""Building HTML and SVG out of elements, so that no text reaches a page unescaped."""
+"""HTML and SVG elements that escape all plain text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID_ELEMENTS: Final = frozenset({"br", "hr", "img", "link", "meta"})
 
 
 class Markup(str):
-    """Text that is markup already and is inserted as it stands."""
+    """Text that is already markup and is not escaped again."""
 
     __slots__ = ()
 
@@ -19,10 +19,10 @@ Attribute = str | float | int | None
 
 
 def element(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """One element, well-formed as XML too; plain text in it is escaped.
+    """Build an element, which is also well-formed XML; plain text is escaped.
 
-    A None child or attribute is left out. `class_` is written `class`, `fill_opacity`
-    becomes `fill-opacity`.
+    Children and attributes that are None are omitted. `class_` becomes `class`, and
+    `fill_opacity` becomes `fill-opacity`.
     """
     opening = name + "".join(_attribute(key, value) for key, value in attributes.items())
     content = join(*children)
@@ -32,12 +32,12 @@ def element(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """The children one after the other, plain text escaped."""
+    """Concatenate the children; plain text is escaped."""
     return Markup("".join(_inner(child) for child in children if child is not None))
 
 
 def number(value: float) -> str:
-    """A coordinate, short: at most two decimals and no trailing zeros."""
+    """Format a coordinate with at most two decimals and no trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 

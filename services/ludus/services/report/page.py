@@ -1,4 +1,4 @@
-"""The report page: one file that needs nothing else, in light and dark."""
+"""The report page: one self-contained file, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ludus.services.report.run_files import RunFiles, load_run_files
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """The path of the report, written into the run's folder or to `output`.
+    """Write the report to `output`, by default into the run folder; return its path.
 
     Raises:
-        NotFoundError: the folder holds no run.
+        NotFoundError: the folder contains no run.
         ConfigError: the file cannot be written.
     """
     page = render_report(load_run_files(run_dir))
-    return write_whole(output or run_dir / REPORT_FILE, page)
+    return write_atomically(output or run_dir / REPORT_FILE, page)
 
 
 def render_report(run: RunFiles) -> str:
-    """The page of a run, however far it came."""
+    """Render the page of a run, which may be unfinished."""
     return "<!doctype html>\n" + element(
         "html",
         element(
@@ -41,12 +41,16 @@ def render_report(run: RunFiles) -> str:
 
 
 def style_sheet(name: str) -> Markup:
-    """A style sheet of this package; none of them holds a character that needs escaping."""
+    """Read a style sheet of this package, which contains nothing to escape."""
     return Markup("\n" + files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
-def write_whole(path: Path, content: str) -> Path:
-    """The path, once the file stands there as a whole: never half-written."""
+def write_atomically(path: Path, content: str) -> Path:
+    """Write a file atomically and return its path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(content, encoding="utf-8")
@@ -54,21 +58,21 @@ def write_whole(path: Path, content: str) -> Path:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(
-            f"cannot write '{path}': {error.strerror}; choose another place with --output"
+            f"cannot write '{path}': {error.strerror}; choose another path with --output"
         ) from None
     return path
 
 
 def _content(run: RunFiles) -> list[Markup | None]:
     return [
-        headline.header(run),
-        headline.notices(run),
-        headline.headline(run),
-        sections.learning(run),
-        sections.learned_policy(run),
-        sections.policies(run),
-        sections.training(run),
-        sections.said(run),
-        sections.details(run),
-        join(element("footer", "Made by “ludus report” from the files of the run's folder.")),
+        headline.render_header(run),
+        headline.render_notices(run),
+        headline.render_key_figures(run),
+        sections.render_learning(run),
+        sections.render_learned_policy(run),
+        sections.render_policies(run),
+        sections.render_training(run),
+        sections.render_transcripts(run),
+        sections.render_details(run),
+        join(element("footer", "Written by “ludus report” from the files in the run folder.")),
     ]

@@ -1,4 +1,4 @@
-"""The policy chart: what the policy does in every situation, beside the best answer known."""
+"""The policy chart: the policy's action in each situation, next to the reference action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMN_LABELS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The cells of one panel, and the order of its rows and columns."""
+    """The cells of a panel, with its rows and columns in display order."""
 
     name: str
     rows: tuple[str, ...]
@@ -27,37 +27,37 @@ class Panel:
 
     @property
     def width(self) -> float:
-        """Pixels across."""
+        """Width in pixels."""
         return ROW_LABELS + CELL * len(self.columns) + 2
 
     @property
     def height(self) -> float:
-        """Pixels down."""
+        """Height in pixels."""
         return TITLE + COLUMN_LABELS + CELL * len(self.rows) + 2
 
 
-def panels(chart: PolicyChart) -> list[Panel]:
-    """The chart's panels, with rows and columns in the order in which cells name them."""
+def split_panels(chart: PolicyChart) -> list[Panel]:
+    """Split a chart into panels, with rows and columns in the order of the cells."""
     names = dict.fromkeys(cell.panel for cell in chart.cells)
     return [_panel(name, [cell for cell in chart.cells if cell.panel == name]) for name in names]
 
 
-def choice(chart: PolicyChart, cell: ChartCell) -> str:
-    """The answer that the policy likes best in a situation."""
-    best = max(range(len(cell.probabilities)), key=cell.probabilities.__getitem__)
-    return chart.answers[best]
+def most_likely_answer(chart: PolicyChart, cell: ChartCell) -> str:
+    """Return the policy's most likely answer in a situation."""
+    index = max(range(len(cell.probabilities)), key=cell.probabilities.__getitem__)
+    return chart.answers[index]
 
 
-def num_agreeing(chart: PolicyChart) -> int:
-    """Situations in which the policy's likeliest answer is the reference's."""
-    return sum(choice(chart, cell) == cell.reference for cell in chart.cells)
+def count_agreements(chart: PolicyChart) -> int:
+    """Count the situations in which the most likely answer is the reference's."""
+    return sum(most_likely_answer(chart, cell) == cell.reference for cell in chart.cells)
 
 
 def draw_policy(chart: PolicyChart, panel: Panel, title: str) -> Drawing:
-    """The policy's grid: colour is the probability of the first answer, letter the likeliest."""
+    """Draw the policy: color is the probability of the first answer, letter the most likely."""
 
     def draw_cell(cell: ChartCell, x: float, y: float) -> Markup:
-        answer = choice(chart, cell)
+        answer = most_likely_answer(chart, cell)
         probability = cell.probabilities[0]
         strength = abs(probability - 0.5) * 2
         classes = _cell_class(probability >= 0.5, strength)
@@ -69,7 +69,7 @@ def draw_policy(chart: PolicyChart, panel: Panel, title: str) -> Drawing:
 
 
 def draw_reference(chart: PolicyChart, panel: Panel, title: str) -> Drawing:
-    """The grid of the best answers known."""
+    """Draw the reference answers."""
 
     def draw_cell(cell: ChartCell, x: float, y: float) -> Markup:
         classes = _cell_class(cell.reference == chart.answers[0], 1.0)
@@ -79,7 +79,7 @@ def draw_reference(chart: PolicyChart, panel: Panel, title: str) -> Drawing:
 
 
 def draw_legend(chart: PolicyChart) -> Drawing:
-    """What the colours mean: the probability of the first answer from 100 to 0 %."""
+    """Draw the color scale: the probability of the first answer from 100 to 0 %."""
     num_steps, width = 11, 18.0
     parts: list[Markup] = []
     for index in range(num_steps):
@@ -89,7 +89,7 @@ def draw_legend(chart: PolicyChart) -> Drawing:
     end = num_steps * width
     parts.append(text(0, 34, f"always {chart.answers[0]}"))
     parts.append(text(end, 34, f"always {chart.answers[-1]}", anchor="end"))
-    return Drawing(end, 40, join(*parts), f"Colours: probability of {chart.answers[0]}")
+    return Drawing(end, 40, join(*parts), f"Colors: probability of {chart.answers[0]}")
 
 
 def _panel(name: str, cells: Sequence[ChartCell]) -> Panel:
@@ -108,8 +108,8 @@ def _draw_grid(
     middle = ROW_LABELS + CELL * len(panel.columns) / 2
     parts = [text(middle, 14, title, class_="grid-title", anchor="middle")]
     for index, column in enumerate(panel.columns):
-        at = ROW_LABELS + CELL * (index + 0.5)
-        parts.append(text(at, top - 6, column, anchor="middle"))
+        x = ROW_LABELS + CELL * (index + 0.5)
+        parts.append(text(x, top - 6, column, anchor="middle"))
     for index, row in enumerate(panel.rows):
         parts.append(text(ROW_LABELS - 7, top + CELL * (index + 0.5) + 4, row, anchor="end"))
     for cell in panel.cells:
@@ -168,8 +168,9 @@ def _opacity(strength: float) -> float:
 
 
 def _describe(chart: PolicyChart, cell: ChartCell) -> str:
-    chances = ", ".join(
+    probabilities = ", ".join(
         f"{answer} {format_percent(probability)}"
         for answer, probability in zip(chart.answers, cell.probabilities, strict=True)
     )
-    return f"{cell.panel} {cell.row} against {cell.column}: {chances}; best {cell.reference}"
+    situation = f"{cell.panel} {cell.row} against {cell.column}"
+    return f"{situation}: {probabilities}; reference {cell.reference}"

@@ -1,4 +1,4 @@
-"""Reading what a run left in its folder, however far it came."""
+"""The files of a run folder, which may be incomplete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """The files of one run; what is missing is None or empty, and a notice says so."""
+    """The files of a run; a missing file is None or empty and has a notice."""
 
     run_dir: Path
     config: RunConfig | None
@@ -45,14 +45,14 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         if self.summary is not None:
             return self.summary.name
         return self.config.name if self.config is not None else self.run_dir.resolve().name
 
     @property
     def environments(self) -> list[str]:
-        """The run's environments by name, the first one first."""
+        """Names of the run's environments, in order."""
         if self.summary is not None:
             return list(self.summary.results)
         if self.config is not None:
@@ -66,26 +66,26 @@ class RunFiles:
         return self.config.environments.get(environment)
 
     def eval_rows(self, environment: str) -> list[MetricsRow]:
-        """Rows of the trained policy's evaluations in an environment."""
+        """Return the rows of the trained policy's evaluations in an environment."""
         return [row for row in self._rows("eval") if row.environment == environment]
 
     def baseline_rows(self, environment: str) -> dict[str, MetricsRow]:
-        """The newest row of each fixed policy in an environment."""
+        """Return the latest row of each fixed policy in an environment."""
         rows = [row for row in self._rows("baseline") if row.environment == environment]
         return {row.policy or "": row for row in rows}
 
     def environment_rows(self, environment: str) -> list[MetricsRow]:
-        """Rows of training steps, as far as they are of one environment."""
+        """Return the rows of training steps for one environment."""
         return [row for row in self._rows("environment") if row.environment == environment]
 
     @property
     def train_rows(self) -> list[MetricsRow]:
-        """Rows of training steps, of the whole run."""
+        """Rows of training steps for the whole run."""
         return self._rows("train")
 
     @property
     def unlocks(self) -> list[tuple[int, str]]:
-        """After how many games the curriculum opened which environment."""
+        """Number of trained episodes and environment, for each opening by the curriculum."""
         return [
             (row.num_games_trained, row.environment or "")
             for row in self._rows("event")
@@ -94,11 +94,11 @@ class RunFiles:
 
     @property
     def num_steps_done(self) -> int:
-        """Training steps that the metrics know of."""
+        """Number of training steps in the metrics."""
         return max((row.step for row in self.train_rows), default=0)
 
     def reference_name(self, environment: str) -> str:
-        """What the best policy known is called."""
+        """Return the readable name of the reference policy."""
         config = self.environment_config(environment)
         optimal = config.optimal_policy if config is not None else None
         return readable_policy_name(optimal) if optimal else "the reference"
@@ -108,22 +108,24 @@ class RunFiles:
 
 
 def load_run_files(run_dir: Path) -> RunFiles:
-    """What is in a run's folder.
+    """Read the files of a run folder.
 
     Raises:
-        NotFoundError: the folder is not there, or holds no run.
+        NotFoundError: the folder does not exist or contains no run.
     """
-    known = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
-    if not any((run_dir / name).is_file() for name in known):
-        raise NotFoundError(_no_run(run_dir, known))
+    names = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
+    if not any((run_dir / name).is_file() for name in names):
+        raise NotFoundError(_explain_missing_run(run_dir, names))
     notices: list[str] = []
     config = _load(run_dir / CONFIG_FILE, validate_run_json, notices)
     summary = _load(run_dir / SUMMARY_FILE, Summary.model_validate_json, notices)
     chart = None
     if (run_dir / CHART_FILE).exists():
         chart = _load(run_dir / CHART_FILE, PolicyChart.model_validate_json, notices)
-    metrics = _guarded(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
-    transcripts = _guarded(lambda: read_transcripts(run_dir), TRANSCRIPTS_FILE, notices) or []
+    metrics = _read_or_notice(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
+    transcripts = (
+        _read_or_notice(lambda: read_transcripts(run_dir), TRANSCRIPTS_FILE, notices) or []
+    )
     return RunFiles(
         run_dir, config, summary, chart, tuple(metrics), tuple(transcripts), tuple(notices)
     )
@@ -133,27 +135,28 @@ def _load(path: Path, parse: Callable[[bytes], ValueT], notices: list[str]) -> V
     if not path.exists():
         notices.append(f"{path.name} is missing.")
         return None
-    return _guarded(lambda: parse(path.read_bytes()), path.name, notices)
+    return _read_or_notice(lambda: parse(path.read_bytes()), path.name, notices)
 
 
-def _guarded(read: Callable[[], ValueT], file: str, notices: list[str]) -> ValueT | None:
+def _read_or_notice(read: Callable[[], ValueT], file: str, notices: list[str]) -> ValueT | None:
     try:
         return read()
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        notices.append(f"{file} cannot be read: {where}: {first['msg']}.")
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        notices.append(f"{file} cannot be read: {field}: {first['msg']}.")
     except OSError as error:
         notices.append(f"{file} cannot be read: {error.strerror}.")
     return None
 
 
-def _no_run(run_dir: Path, known: list[str]) -> str:
-    wanted = f"expected a run's folder with one of {', '.join(known)}, got '{run_dir}'"
+def _explain_missing_run(run_dir: Path, names: list[str]) -> str:
+    if run_dir.is_dir():
+        problem = f"'{run_dir}' is not a run folder: it has none of {', '.join(names)}"
+    else:
+        problem = f"run folder '{run_dir}' does not exist"
     if not run_dir.parent.is_dir():
-        return f"{wanted}, which does not exist; runs usually stand in runs/"
-    others = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
-    close = difflib.get_close_matches(run_dir.name, others, n=3) or others[:5]
-    problem = "which holds none of them" if run_dir.is_dir() else "which does not exist"
-    hint = f"; beside it there is: {', '.join(close)}" if close else ""
-    return f"{wanted}, {problem}{hint}"
+        return f"{problem}; runs are usually in runs/"
+    siblings = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
+    similar = difflib.get_close_matches(run_dir.name, siblings, n=3) or siblings[:5]
+    return f"{problem}; '{run_dir.parent}' has {', '.join(similar)}" if similar else problem

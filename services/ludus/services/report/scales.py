@@ -1,4 +1,4 @@
-"""From data to coordinates: linear scales, round ticks, labels that do not overlap."""
+"""Linear scales, round ticks, and positions of labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
 
 def padded_range(values: Sequence[float], padding: float = 0.06) -> tuple[float, float]:
-    """The range of the values with some air; never empty."""
+    """Return the range of the values with padding; never empty."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        air = abs(low) * 0.5 or 1.0
+        margin = abs(low) * 0.5 or 1.0
     else:
-        air = (high - low) * padding
-    # Where nothing is negative, nothing negative should be on the axis.
-    return (max(low - air, 0.0) if low >= 0 else low - air), high + air
+        margin = (high - low) * padding
+    # The axis starts at 0 or above if no value is negative.
+    return (max(low - margin, 0.0) if low >= 0 else low - margin), high + margin
 
 
-def round_ticks(low: float, high: float, num_wanted: int) -> list[float]:
-    """About `num_wanted` round values within the range, evenly spaced."""
-    step = _round_step((high - low) / max(num_wanted, 1))
+def round_ticks(low: float, high: float, num_ticks: int) -> list[float]:
+    """Return about `num_ticks` round values within the range, evenly spaced."""
+    step = _round_step((high - low) / max(num_ticks, 1))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The positions moved as little as needed to lie `gap` apart within low .. high."""
+    """Move positions as little as possible so that they are `gap` apart within low .. high."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     moved = list(positions)
     floor = low

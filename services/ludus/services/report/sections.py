@@ -1,4 +1,4 @@
-"""The sections of the report, each a function from a run's files to markup."""
+"""Sections of the report; each function renders a section from the files of a run."""
 
 from __future__ import annotations
 
@@ -28,26 +28,35 @@ from ludus.services.report.curves import (
     training_curves,
 )
 from ludus.services.report.drawing import Drawing, hover, line
-from ludus.services.report.episodes import NUM_SHOWN, episodes
+from ludus.services.report.episodes import NUM_SHOWN, render_episodes
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.policy_grid import (
     Panel,
+    count_agreements,
     draw_legend,
     draw_policy,
     draw_reference,
-    num_agreeing,
-    panels,
+    split_panels,
 )
 from ludus.services.report.run_files import RunFiles
 from ludus.services.report.scales import Scale, padded_range
 from ludus.services.results import NamedResult, compare_policies
 
-POLICY_COLUMNS = ("Policy", "Games", "Wins", "95% interval", "Draws", "Return", "95% interval", "")
-NUMBER_COLUMNS = frozenset({"Games", "Wins", "Draws", "Return"})
+POLICY_COLUMNS = (
+    "Policy",
+    "Episodes",
+    "Wins",
+    "95% interval",
+    "Draws",
+    "Return",
+    "95% interval",
+    "",
+)
+NUMBER_COLUMNS = frozenset({"Episodes", "Wins", "Draws", "Return"})
 
 
-def learning(run: RunFiles) -> Markup | None:
-    """Win rate and return over games trained; None before the first evaluation."""
+def render_learning(run: RunFiles) -> Markup | None:
+    """Render win rate and return over episodes; None before the first evaluation."""
     pairs = []
     for environment in run.environments:
         figures = [
@@ -61,34 +70,32 @@ def learning(run: RunFiles) -> Markup | None:
     if not pairs:
         return None
     explanation = (
-        "Evaluations on deals that training never sees. Bands are 95% intervals; dashed lines "
-        "are fixed policies on the same deals."
+        "Evaluations on seeds that training never uses. Bands are 95% intervals; dashed lines "
+        "are fixed policies on the same seeds."
     )
     return _section("Learning", explanation + _unlocks(run), *pairs)
 
 
-def learned_policy(run: RunFiles) -> Markup | None:
-    """The policy chart beside the best answers known; None where the run has none."""
+def render_learned_policy(run: RunFiles) -> Markup | None:
+    """Render the policy chart next to the reference; None if the run has no chart."""
     chart = run.chart
     if chart is None or not chart.cells:
         return None
     reference_name = run.reference_name(chart.environment)
-    where = "every situation"
-    if len(run.environments) > 1:
-        where += f" of {chart.environment}"
+    scope = f" of {chart.environment}" if len(run.environments) > 1 else ""
     explanation = (
-        f"The likeliest answer in {where}, and how sure the policy is of it, beside "
+        f"The most likely answer in every situation{scope} and its probability, next to "
         f"{reference_name}. Outlined cells differ from it."
     )
-    drawn = [_panel(chart, panel, reference_name) for panel in panels(chart)]
-    # The last panel is usually the lowest: the legend stands under it.
-    *first, last = drawn
+    drawings = [_panel(chart, panel, reference_name) for panel in split_panels(chart)]
+    # The last panel is usually the shortest, so the legend is below it.
+    *first, last = drawings
     column = element("div", last, _legend(chart, reference_name))
-    return _section("What it learned", explanation, element("div", *first, column, class_="grids"))
+    return _section("Learned policy", explanation, element("div", *first, column, class_="grids"))
 
 
-def policies(run: RunFiles) -> Markup | None:
-    """The tables of policies; None before the summary is there."""
+def render_policies(run: RunFiles) -> Markup | None:
+    """Render the tables of policies; None without a summary."""
     if run.summary is None:
         return None
     tables = [
@@ -96,49 +103,51 @@ def policies(run: RunFiles) -> Markup | None:
         for environment, result in run.summary.results.items()
     ]
     explanation = (
-        f"Judged at temperature {run.summary.eval_temperature:g}. Fixed policies play the same "
-        "deals as the trained one."
+        f"Evaluated at temperature {run.summary.eval_temperature:g}. Fixed policies play the same "
+        "seeds as the trained policy."
     )
     return _section("Policies", explanation, *tables)
 
 
-def training(run: RunFiles) -> Markup | None:
-    """What training looked like inside, as small charts; None without training steps."""
+def render_training(run: RunFiles) -> Markup | None:
+    """Render small charts of the training metrics; None without training steps."""
     charts = training_curves(run)
     if not charts:
         return None
-    own = {name: environment_curves(run, name) for name in run.environments}
-    if len(own) == 1:
-        parts = [_small([*charts, *itertools.chain(*own.values())])]
+    by_environment = {name: environment_curves(run, name) for name in run.environments}
+    if len(by_environment) == 1:
+        parts = [_small([*charts, *itertools.chain(*by_environment.values())])]
     else:
         parts = [_small(charts)]
-        parts += [_part(run, name, _small(of_it)) for name, of_it in own.items() if of_it]
+        parts += [
+            _part(run, name, _small(curves)) for name, curves in by_environment.items() if curves
+        ]
     explanation = (
-        f"Over games trained: every step faintly, the mean of {MEAN_WINDOW} steps in full. "
-        "The number on the right is the latest mean."
+        f"Over episodes trained. Faint lines show every step, full lines the mean of {MEAN_WINDOW} "
+        "steps. The number on the right is the latest mean."
     )
     explanation += _unlocks(run)
     return _section("Training", explanation, *parts)
 
 
-def said(run: RunFiles) -> Markup | None:
-    """What the policy said, at first and at last; None where nothing was written down."""
-    parts = [
-        _part(run, environment, episodes(of_environment))
-        for environment in run.environments
-        if (of_environment := [one for one in run.transcripts if one.environment == environment])
-    ]
+def render_transcripts(run: RunFiles) -> Markup | None:
+    """Render the first and last episodes; None without transcripts."""
+    parts = []
+    for environment in run.environments:
+        transcripts = [item for item in run.transcripts if item.environment == environment]
+        if transcripts:
+            parts.append(_part(run, environment, render_episodes(transcripts)))
     if not parts:
         return None
     explanation = (
-        f"Episodes that were trained on: of each environment the first {NUM_SHOWN} that were "
-        f"written down, and the last {NUM_SHOWN}. All of them are in {TRANSCRIPTS_FILE}."
+        f"The first {NUM_SHOWN} and the last {NUM_SHOWN} recorded training episodes of each "
+        f"environment. {TRANSCRIPTS_FILE} has all of them."
     )
-    return _section("What it said", explanation, *parts)
+    return _section("Transcripts", explanation, *parts)
 
 
-def details(run: RunFiles) -> Markup | None:
-    """Counters, package versions and the resolved configuration."""
+def render_details(run: RunFiles) -> Markup | None:
+    """Render counters, package versions and the resolved configuration."""
     parts = []
     if run.summary is not None:
         parts.append(_facts(_run_facts(run.summary)))
@@ -150,15 +159,15 @@ def details(run: RunFiles) -> Markup | None:
 
 
 def _unlocks(run: RunFiles) -> str:
-    """Another sentence where a curriculum opened environments."""
+    """Return a sentence about the environments that a curriculum opened, or ''."""
     if not run.unlocks:
         return ""
-    opened = ", ".join(f"{name} after {games:,} games" for games, name in run.unlocks)
-    return f" Dotted upright lines: the curriculum opens {opened}."
+    opened = ", ".join(f"{name} after {games:,} episodes" for games, name in run.unlocks)
+    return f" Dotted vertical lines: the curriculum opens {opened}."
 
 
 def _part(run: RunFiles, environment: str, content: Markup) -> Markup:
-    """What belongs to one environment: under its name where there are several."""
+    """Add the environment's name to its content if there are several environments."""
     if len(run.environments) == 1:
         return content
     return element("div", element("h3", environment, class_="environment"), content)
@@ -216,8 +225,8 @@ def _legend(chart: PolicyChart, reference_name: str) -> Markup:
     return element(
         "div",
         draw_legend(chart).inline(),
-        element("strong", f"{num_agreeing(chart)} of {len(chart.cells)}"),
-        f" situations are answered as {reference_name} answers them.",
+        element("strong", f"{count_agreements(chart)} of {len(chart.cells)}"),
+        f" answers agree with {reference_name}.",
         class_="legend",
     )
 
@@ -239,7 +248,7 @@ def _policy_row(named: NamedResult, scale: Scale) -> Markup:
 
 
 def _whisker(result: PolicyResult, scale: Scale) -> Drawing:
-    """The return and its interval as a dot on a line."""
+    """Draw the return and its interval as a dot on a line."""
     interval = format_fixed_interval(result.expected_return_ci95)
     label = f"{format_fixed(result.expected_return, 3)} ({interval})"
     low, high = result.expected_return_ci95
@@ -254,7 +263,7 @@ def _whisker(result: PolicyResult, scale: Scale) -> Drawing:
 
 def _run_facts(summary: Summary) -> list[tuple[str, str]]:
     return [
-        ("Generator", summary.generator),
+        ("Engine", summary.generator),
         ("Rollout workers", str(summary.num_rollout_workers)),
         ("Learner ranks", str(summary.num_learner_ranks)),
         ("Weight syncs", f"{summary.weight_syncs:,}"),
