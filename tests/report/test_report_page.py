@@ -86,7 +86,7 @@ def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -
 
 
 def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) -> None:
-    curves = [svg for svg in parse(page).iter("svg") if "over games" in svg.get("aria-label", "")]
+    curves = [svg for svg in parse(page).iter("svg") if "over episodes" in svg.get("aria-label", "")]
     win_rate = curves[0]
     labels = [text_of(label) for label in by_class(win_rate, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
@@ -109,7 +109,7 @@ def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(pa
     num_different = len(chart.cells) - count_agreements(chart)
     assert num_different > 0
     assert len(by_class(root, "differs")) == num_different
-    assert f"{count_agreements(chart)} of {len(chart.cells)} situations" in text_of(root)
+    assert f"{count_agreements(chart)} of {len(chart.cells)} answers" in text_of(root)
     titles = [title.text or "" for title in root.iter("title")]
     assert any(title.startswith("hard hands 16 against 10: HIT ") for title in titles)
 
@@ -170,12 +170,12 @@ def test_what_the_curriculum_opened_is_marked_in_every_curve_over_games(tmp_path
     with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(unlock_row(60, "hard").model_dump_json() + "\n")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    curves = [svg for svg in root.iter("svg") if "over games" in svg.get("aria-label", "")]
+    curves = [svg for svg in root.iter("svg") if "over episodes" in svg.get("aria-label", "")]
     assert len(curves) > 4
     for curve in curves:
         assert len(by_class(curve, "mark")) == 1
-        assert "after 30,720 games: the curriculum opens hard" in text_of(curve)
-    assert text_of(root).count("the curriculum opens hard after 30,720 games") == 2
+        assert "after 30,720 episodes: the curriculum opens hard" in text_of(curve)
+    assert text_of(root).count("the curriculum opens hard after 30,720 episodes") == 2
 
 
 def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
