@@ -157,7 +157,7 @@ def run_program(code: str, calls: Sequence[Arguments], limits: ProgramLimits) ->
             file.close()
         with contextlib.suppress(BrokenPipeError), job_writer:
             job_writer.write(json.dumps(job).encode())
-        return _collect_result(*(reader for reader, _ in output_pipes), limits)
+        return _collect_result([reader for reader, _ in output_pipes], limits)
 
 
 def _open_pipe(stack: contextlib.ExitStack) -> tuple[io.FileIO, io.BufferedWriter]:
@@ -177,13 +177,9 @@ def _start_program(files: Sequence[io.IOBase]) -> None:
         _get_runner(os.getpid()).fork(descriptors)
 
 
-def _collect_result(
-    stdout: io.FileIO,
-    stderr: io.FileIO,
-    outcomes: io.FileIO,
-    exit_status: io.FileIO,
-    limits: ProgramLimits,
-) -> ProgramResult:
+def _collect_result(files: Sequence[io.FileIO], limits: ProgramLimits) -> ProgramResult:
+    """Read stdout, stderr, the outcomes and the exit status of a program from `files`."""
+    stdout, stderr, outcomes, exit_status = files
     pipes = {
         stdout: _Pipe(limits.output_bytes),
         stderr: _Pipe(limits.output_bytes),

@@ -33,7 +33,7 @@ def main() -> None:
     path.write_text(json.dumps(solutions, indent=1) + "\n")
 
 
-def _blackjack_values(chart: blackjack.Chart) -> dict[str, GameValue]:
+def _blackjack_values(chart: blackjack.StrategyChart) -> dict[str, GameValue]:
     outcomes = {
         "random": blackjack.evaluate(lambda hand, open_card: 0.5),
         "always_stand": blackjack.evaluate(lambda hand, open_card: 0.0),
@@ -61,7 +61,7 @@ def _round_values(values: Mapping[str, GameValue]) -> dict[str, dict[str, float]
     }
 
 
-def _chart_rows(chart: blackjack.Chart) -> dict[str, dict[str, str]]:
+def _chart_rows(chart: blackjack.StrategyChart) -> dict[str, dict[str, str]]:
     """Return the chart by total, with one letter per open card in the order of `UP_CARDS`."""
 
     def row_letters(total: int, is_soft: bool) -> str:

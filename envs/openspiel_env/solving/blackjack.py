@@ -223,7 +223,7 @@ def _dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
     hands = _dealer_hands(open_card)
     ways = hands.orders * _ARRANGEMENTS[np.array(deck), hands.drawn].prod(axis=1)
     p = ways / _ARRANGEMENTS[sum(deck), hands.drawn.sum(axis=1)]
-    return np.bincount(hands.totals, weights=p, minlength=22)
+    return np.bincount(hands.totals, weights=p, minlength=22).astype(np.float64, copy=False)
 
 
 def _draw_from(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:

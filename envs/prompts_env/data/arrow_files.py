@@ -92,7 +92,7 @@ def _data_set_folder(path: Path, split: str | None) -> Path:
     """Return the folder of one data set: `path` itself, or its split."""
     if (path / _SPLITS_FILE).is_file():
         splits = _read_json(path / _SPLITS_FILE)["splits"]
-        if split not in splits:
+        if split is None or split not in splits:
             raise ConfigError(
                 f"path = '{path}' has the splits {', '.join(splits)}, got split = {split!r}; set "
                 "split, or test_split, to one of them"

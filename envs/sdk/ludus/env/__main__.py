@@ -15,15 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import orjson
-
 from ludus.env.security.variables import TOKEN_VARIABLE
+from ludus.env.serving.application import parse_json_options
 from ludus.env.serving.cli import add_server_arguments
 from ludus.env.serving.options import DEFAULT_PORT
 from ludus.env.serving.server import run_server
 from ludus.env.targets.targets import environment_factory
-from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError, UserError
+from ludus.proto.errors import UserError
 
 PACKAGE_VARIABLE = "LUDUS_ENVIRONMENT"
 """Environment variable with the name of an image's package."""
@@ -56,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.exit_with_parent is not None:
         _exit_with_parent(arguments.exit_with_parent)
     try:
-        factory = environment_factory(arguments.package, _parse_options(arguments.options))
+        factory = environment_factory(arguments.package, parse_json_options(arguments.options))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
@@ -76,16 +74,6 @@ def _serve_in_container(package: str) -> NoReturn:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
     sys.exit(0)
-
-
-def _parse_options(text: str) -> JsonObject:
-    try:
-        options = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--options must be a JSON object, got '{text}': {error}") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f"--options must be a JSON object, got '{text}'")
-    return options
 
 
 def _exit_with_parent(parent_pid: int) -> None:

@@ -83,7 +83,7 @@ class ServerApplication:
         }
         if _MAX_SESSIONS_VARIABLE in os.environ:
             server_options.setdefault("max_sessions", os.environ[_MAX_SESSIONS_VARIABLE])
-        json_options = _parse_json_options(values.pop("options", "{}"))
+        json_options = parse_json_options(values.pop("options", "{}"))
         options = self._options_type.parse(
             {**self._read_variables(os.environ), **json_options, **values}, is_text=True
         )
@@ -106,7 +106,7 @@ class ServerApplication:
         return parser
 
     def _read_variables(self, variables: Mapping[str, str]) -> JsonObject:
-        json_options = _parse_json_options(variables.get(self._json_variable, "{}"))
+        json_options = parse_json_options(variables.get(self._json_variable, "{}"))
         texts = {
             option.name: variables[option.variable]
             for option in self._options
@@ -126,7 +126,12 @@ def _argument(option: Option) -> dict[str, Any]:
     return {**argument, "nargs": "+"} if option.is_list else argument
 
 
-def _parse_json_options(text: str) -> JsonObject:
+def parse_json_options(text: str) -> JsonObject:
+    """Return the options in the value of `--options`.
+
+    Raises:
+        ConfigError: The text is not a JSON object.
+    """
     try:
         options = orjson.loads(text)
     except orjson.JSONDecodeError as error:
