@@ -10,8 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from ludus.env.serving.cli import add_server_arguments, make_server_options
-from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
+from ludus.env.serving.application import add_server_arguments
+from ludus.env.serving.options import DEFAULT_PORT, ServerOptions, make_server_options
 from ludus.env.transports.address import parse_address
 from ludus.proto.config import LanguageModelRun
 from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import signal
@@ -11,7 +12,7 @@ import pytest
 
 from ludus.env.client import EnvClient
 from ludus.env.recording.format import read_recording
-from ludus.env.serving.cli import server_parser
+from ludus.env.serving.application import add_server_arguments
 from ludus.env.serving.options import DEFAULT_PORT
 from ludus.services.cli.env_serve import serve
 from tests.cli.commands import RunCli
@@ -20,12 +21,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> None:
-    flags = {
-        flag
-        for action in server_parser(DEFAULT_PORT)._actions
-        for flag in action.option_strings
-        if flag.startswith("--")
-    }
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser, DEFAULT_PORT)
+    flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_usage())) | {"--help"}
     help_text = ludus("env", "serve", "--help").out
     assert {flag for flag in flags if flag not in help_text} == set()
     assert len(inspect.signature(serve).parameters) == len(flags) + 1  # less --help

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ludus.env.security.variables import TOKEN_VARIABLE
-from ludus.env.serving.application import parse_json_options
-from ludus.env.serving.cli import add_server_arguments
+from ludus.env.serving.application import add_server_arguments, parse_json_options
 from ludus.env.serving.options import DEFAULT_PORT
 from ludus.env.serving.server import run_server
 from ludus.env.targets.targets import environment_factory

@@ -23,12 +23,12 @@ from typing import Annotated, Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ludus.env.options.validation import explain
 from ludus.env.security.session_ids import MIN_KEY_BYTES
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.options import Isolation, bound_grpc_port
 from ludus.env.types import JsonObject
-from ludus.env.validation import explain
 from ludus.proto.errors import ConfigError, NotFoundError
 
 TOKEN_VARIABLE = "LUDUS_GATEWAY_TOKEN"

@@ -3,6 +3,9 @@
     flags > --options JSON > environment variables > defaults --EnvironmentOptions--> environment
 
 A package's `server/app.py` binds `main` and `__getattr__` to those of a `ServerApplication`.
+
+Secrets come from environment variables only, because every user of a machine can read the
+arguments of its processes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import orjson
 from starlette.types import ASGIApp
@@ -24,14 +27,18 @@ from ludus.env.options import (
     list_options,
     variable_name,
 )
-from ludus.env.serving.cli import add_server_arguments
-from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
+from ludus.env.security.variables import SESSION_KEY_VARIABLE
+from ludus.env.serving.options import DEFAULT_PORT, Flag, ServerOptions, flags
 from ludus.env.serving.server import openenv_app, run_server
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 
 _MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
 """The variable that OpenEnv's images set; `--max-sessions` overrides it."""
+_EPILOG = (
+    f"If {SESSION_KEY_VARIABLE} is set, clients can open sessions with ids that a gateway with the"
+    " same key has signed. POD_UID identifies the server in these ids."
+)
 
 
 class ServerApplication:
@@ -96,7 +103,7 @@ class ServerApplication:
             description="Serve the environment over HTTP, WebSocket, MCP and gRPC.",
         )
         for option in self._options:
-            parser.add_argument(f"--{option.name.replace('_', '-')}", **_argument(option))
+            parser.add_argument(f"--{option.name.replace('_', '-')}", **_option_argument(option))
         if self._options:
             parser.add_argument(
                 "--options",
@@ -115,7 +122,7 @@ class ServerApplication:
         return {**json_options, **texts}
 
 
-def _argument(option: Option) -> dict[str, Any]:
+def _option_argument(option: Option) -> dict[str, Any]:
     """Return the arguments of `add_argument`. The options' model parses the values."""
     words = [option.help, f"Variable: {option.variable}."]
     if option.default:
@@ -139,3 +146,29 @@ def parse_json_options(text: str) -> JsonObject:
     if not isinstance(options, dict):
         raise ConfigError(f"--options must be a JSON object, got {text!r}")
     return options
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, default_port: int) -> None:
+    """Add a flag for each option of a server. Flags that are not given set no attribute."""
+    groups: dict[str, Any] = {}
+    for flag in flags(default_port):
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        default = flag.shown_default
+        groups[flag.group].add_argument(
+            flag.name,
+            dest=flag.field,
+            default=argparse.SUPPRESS,
+            help=f"{flag.help} Default: {default}" if default else flag.help,
+            **_flag_argument(flag),
+        )
+    parser.epilog = _EPILOG
+
+
+def _flag_argument(flag: Flag) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for a flag. The model checks types and bounds."""
+    if flag.is_switch:
+        return {"action": "store_const", "const": not flag.default}
+    if flag.is_repeated:
+        return {"action": "append"}
+    return {"choices": get_args(flag.annotation)} if get_origin(flag.annotation) is Literal else {}

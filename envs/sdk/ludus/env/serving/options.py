@@ -25,9 +25,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from ludus.env.options.validation import explain
 from ludus.env.security.session_ids import SessionKey, new_server_id, pod_server_id
-from ludus.env.security.variables import TOKEN_VARIABLE
-from ludus.env.validation import explain
+from ludus.env.security.variables import SESSION_KEY_VARIABLE, TOKEN_VARIABLE
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -308,3 +308,15 @@ def available_cpus() -> int:
         return max(1, min(num_cpus, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such file, or "max": no quota
         return num_cpus
+
+
+def make_server_options(values: Mapping[str, Any], default_port: int) -> ServerOptions:
+    """Return the options for the values of command-line flags; other names are ignored.
+
+    Raises:
+        ConfigError: The options are invalid or cannot be combined.
+    """
+    settings = command_defaults(default_port)
+    settings["session_key"] = os.environ.get(SESSION_KEY_VARIABLE)
+    settings |= {name: values[name] for name in ServerOptions.model_fields if name in values}
+    return ServerOptions(**settings)

@@ -32,7 +32,6 @@ from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving import forks
-from ludus.env.serving.cli import make_server_options
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -40,7 +39,12 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
-from ludus.env.serving.options import DEFAULT_PORT, ServerAddresses, ServerOptions
+from ludus.env.serving.options import (
+    DEFAULT_PORT,
+    ServerAddresses,
+    ServerOptions,
+    make_server_options,
+)
 from ludus.env.serving.watchdog import Watchdog
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import (

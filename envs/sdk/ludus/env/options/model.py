@@ -27,8 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticUndefined
 
+from ludus.env.options.validation import explain
 from ludus.env.types import JsonObject
-from ludus.env.validation import explain
 from ludus.proto.errors import ConfigError
 
 
