@@ -191,7 +191,7 @@ def test_problems_are_read_with_answers_that_explain_themselves(tmp_path: Path) 
     path.write_text("\n".join(map(json.dumps, rows)))
     assert [one.solution for one in read_problems(path)] == [4, 1001]
     path.write_text(json.dumps({"question": "Why?", "answer": "because"}))
-    with pytest.raises(ConfigError, match="row 1: expected an answer that is a number"):
+    with pytest.raises(ConfigError, match="row 1: the answer must be a number"):
         read_problems(path)
 
 

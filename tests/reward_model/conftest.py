@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/reward_model/make_preferences.py
 
 
 def load_example() -> ModuleType:
-    """The program that makes the example's data."""
+    """Import the program that makes the example's data."""
     spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -53,7 +53,7 @@ def model_path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny GPT-2 as it is known: dropout, positions of its own, no padding token, no template."""
+    """A tiny GPT-2: dropout, learned positions, no padding token, no chat template."""
     folder = tmp_path_factory.mktemp("gpt2") / "model"
     tokenizer = make_tokenizer(["Tell me about bread. good calm"] * 5, 300)
     tokenizer.chat_template = None
@@ -70,7 +70,7 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def preferences(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 comparisons of four answers."""
+    """A file with 64 comparisons of four answers."""
     path = tmp_path_factory.mktemp("data") / "preferences.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)))
     return path

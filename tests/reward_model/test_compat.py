@@ -1,4 +1,4 @@
-"""Gymformer's `train_reward`, its import line changed."""
+"""Gymformer's `train_reward`, with a changed import line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.trainer import train_reward
-from ludus.trainer.reward_model.model import begin_reward_model
+from ludus.trainer.reward_model.model import make_reward_model
 
 
-def test_the_call_of_the_readme_writes_a_reward_model_and_returns_it(
+def test_readme_call_writes_and_returns_a_reward_model(
     gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = train_reward(
@@ -31,11 +31,11 @@ def test_the_call_of_the_readme_writes_a_reward_model_and_returns_it(
     assert len(metrics["epochs"]) == 3
     assert {"accuracy", "mrr", "loss"} <= metrics.keys()
     assert "epoch 3/3: loss" in capsys.readouterr().err
-    # Once more replaces it, as a notebook's cell does.
+    # A second call replaces the model, for example in a notebook.
     assert train_reward(gpt2_path, preferences, tmp_path / "models/reward_model", epochs=1)
 
 
-def test_a_dry_run_looks_at_the_data_and_writes_nothing(
+def test_dry_run_checks_the_data_and_writes_nothing(
     gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_reward(gpt2_path, preferences, tmp_path / "rm", dry_run=True) is None
@@ -50,19 +50,19 @@ def test_a_dry_run_looks_at_the_data_and_writes_nothing(
 @pytest.mark.parametrize(
     ("prompts", "answers", "message"),
     [
-        ("bread", "good", r"expected lists of prompts and answers, got a text; write \[text\]"),
+        ("bread", "good", r"prompts and answers must be lists, got a text; write \[text\]"),
         ([None], ["good"], "expected a text, a list of messages .* got None"),
         (["bread"], [5], "expected a text, a list of messages .* got 5"),
         ([[{"role": "user"}]], ["good"], "expected a text, a list of messages"),
-        ([""], [""], "expected a prompt or an answer, got neither"),
-        (["\ud800"], ["good"], "expected a text of whole characters"),
+        ([""], [""], "the prompt and the answer are both empty"),
+        (["\ud800"], ["good"], "the text contains half of a character"),
     ],
 )
-def test_what_cannot_be_scored_is_told(
+def test_invalid_contents_are_refused(
     model_path: str, prompts: Any, answers: Any, message: str
 ) -> None:
-    model = begin_reward_model(model_path, "chat", None)
+    model = make_reward_model(model_path, "chat", None)
     with pytest.raises(ConfigError, match=message):
         model.score(prompts, answers)
-    with pytest.raises(ConfigError, match="max_tokens = 0 expected 1 or more"):
-        begin_reward_model(model_path, "chat", 0)
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1, got 0"):
+        make_reward_model(model_path, "chat", 0)

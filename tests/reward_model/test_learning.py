@@ -1,4 +1,4 @@
-"""A reward model learns what people prefer, and from chance it learns nothing."""
+"""A reward model learns preferences, and learns nothing from random ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NUM_COMPARISONS = 400
 @pytest.mark.parametrize(
     ("shuffled", "low", "high"), [(False, 0.5, 1.0), (True, 0.10, 0.40)], ids=["rule", "control"]
 )
-def test_the_hidden_rule_is_found_where_there_is_one(
+def test_reward_model_learns_a_hidden_rule(
     example: ModuleType, tmp_path: Path, shuffled: bool, low: float, high: float
 ) -> None:
-    """The whole of it, with 2,000 comparisons and three seeds, is `make learn-reward`."""
+    """Train on few comparisons; `make learn-reward` uses 2,000 and three seeds."""
     example.write_model(tmp_path / "model", 0)
     rows = example.comparisons(NUM_COMPARISONS, seed=0, shuffled=shuffled)
     data = tmp_path / "preferences.jsonl"
@@ -40,18 +40,18 @@ def test_the_hidden_rule_is_found_where_there_is_one(
     assert low <= metrics.accuracy <= high
 
 
-def test_odd_answers_are_what_a_policy_tries_and_please_by_the_same_rule(
+def test_odd_answers_follow_the_same_rule(
     example: ModuleType,
 ) -> None:
     rule = example.HiddenRule(3)
-    known = {*example.WORDS, *example.TOPICS}
+    vocabulary = {*example.WORDS, *example.TOPICS}
     num_words, num_garbled = set(), 0
     for row in example.comparisons(200, seed=3, odd=1.0):
         topic = row["query"].removeprefix("Tell me about ").removesuffix(".")
         answers = [row[f"sample{number}"] for number in range(example.NUM_ANSWERS)]
-        worths = [rule.worth(topic, answer) for answer in answers]
-        assert max(worths) == worths[row["best"]]
+        scores = [rule.worth(topic, answer) for answer in answers]
+        assert max(scores) == scores[row["best"]]
         num_words |= {len(answer.split()) for answer in answers}
-        num_garbled += any(set(answer.split()) - known for answer in answers)
+        num_garbled += any(set(answer.split()) - vocabulary for answer in answers)
     assert num_words >= set(range(1, example.MOST_WORDS + 1))
     assert 50 < num_garbled < 200, "a reward model must see both"

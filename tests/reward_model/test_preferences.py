@@ -1,4 +1,4 @@
-"""Preferences are read from every shape and file; a row that is none is named."""
+"""Reading of preferences in all formats, and messages about invalid rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.reward_model.preferences import Comparison, comparisons_of
+from ludus.trainer.reward_model.preferences import Comparison, read_comparisons
 
 PAIRS = [
     {"prompt": "Tell me about bread.", "chosen": "It is warm.", "rejected": "No."},
@@ -46,7 +46,7 @@ def write_parquet(path: Path) -> Path:
 
 
 def write_saved(path: Path, *, in_split: bool) -> Path:
-    """A folder as `datasets` saves it: Arrow streams beside a file that names them."""
+    """Write a folder in the format of `datasets`: Arrow streams and a file that lists them."""
     folder = path / "train" if in_split else path
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(PAIRS)
@@ -59,14 +59,14 @@ def write_saved(path: Path, *, in_split: bool) -> Path:
     return path
 
 
-def said(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
-    return [(one.prompt, *one.answers, one.best) for one in comparisons]
+def to_tuples(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
+    return [(comparison.prompt, *comparison.answers, comparison.best) for comparison in comparisons]
 
 
 @pytest.mark.parametrize(
     "kind", ["jsonl", "json", "csv", "parquet", "saved", "saved_splits", "folder"]
 )
-def test_every_kind_of_file_says_the_same(kind: str, tmp_path: Path) -> None:
+def test_all_file_formats_are_read_alike(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"data.{kind}"
     match kind:
         case "jsonl":
@@ -84,33 +84,33 @@ def test_every_kind_of_file_says_the_same(kind: str, tmp_path: Path) -> None:
             (path / "README.md").write_text("no data")
         case _:
             write_saved(path, in_split=kind == "saved_splits")
-    found = said(comparisons_of(path))
-    assert found == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
+    rows = to_tuples(read_comparisons(path))
+    assert rows == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
-def test_a_mark_at_the_beginning_of_a_file_belongs_to_no_column(kind: str, tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(kind: str, tmp_path: Path) -> None:
     writers = {"jsonl": lambda path: write_jsonl(path, PAIRS), "json": write_json, "csv": write_csv}
     path = writers[kind](tmp_path / f"data.{kind}")
-    plain = said(comparisons_of(path))
+    expected = to_tuples(read_comparisons(path))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert said(comparisons_of(path)) == plain
+    assert to_tuples(read_comparisons(path)) == expected
 
 
-def test_openais_shape_has_as_many_samples_as_there_are(tmp_path: Path) -> None:
+def test_openai_format_with_four_samples_is_read(tmp_path: Path) -> None:
     row = {"query": "Q", "sample0": "a", "sample1": "b", "sample2": "c", "sample3": "d", "best": 2}
-    [found] = said(comparisons_of(write_jsonl(tmp_path / "data.jsonl", [row])))
-    assert found == ("Q", "a", "b", "c", "d", 2)
+    [comparison] = to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", [row])))
+    assert comparison == ("Q", "a", "b", "c", "d", 2)
 
 
-def test_messages_and_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_messages_and_tokens_are_not_changed(tmp_path: Path) -> None:
     user, good = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     rows = [
         {"prompt": [user], "chosen": [good], "rejected": "Go"},
         {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]},
     ]
-    found = said(comparisons_of(write_jsonl(tmp_path / "data.jsonl", rows)))
-    assert found == [([user], [good], "Go", 0), ([5, 6], [7], [8, 9], 0)]
+    comparisons = to_tuples(read_comparisons(write_jsonl(tmp_path / "data.jsonl", rows)))
+    assert comparisons == [([user], [good], "Go", 0), ([5, 6], [7], [8, 9], 0)]
 
 
 @pytest.mark.parametrize(
@@ -118,44 +118,44 @@ def test_messages_and_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     [
         (
             {"prompt": "p", "chosen": "a"},
-            "row 2: column 'rejected' expected a text, .* got nothing",
+            "row 2: column 'rejected' must be a text, .* got nothing",
         ),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "row 2: column 'prompt' .* got 3"),
-        ({"question": "p"}, r"row 2: expected columns prompt, chosen, .* got \['question'\]"),
+        ({"question": "p"}, r"row 2: the row needs columns prompt, chosen, .* got \['question'\]"),
         ({"query": "q", "sample0": "a", "sample1": "b", "best": 2}, "0 to 1, got 2"),
         ({"query": "q", "sample0": "a", "sample1": "b", "best": None}, "0 to 1, got None"),
         ({"query": "q", "sample0": "a", "sample2": "b", "best": 0}, "column 'sample1'"),
         (
             {"query": "q", "sample0": "a", "sample1": "b", "sample2": "c", "best": 0},
-            "row 2: expected 2 answers, as the rows before have, got 3",
+            "row 2: the row has 3 answers, but the rows before have 2",
         ),
-        ("[1, 2]", "row 2: expected an object with columns, got list"),
-        ("{nonsense", "row 2: expected one JSON object a line, got '{nonsense'"),
+        ("[1, 2]", "row 2: a row must be an object with columns, got list"),
+        ("{nonsense", "row 2: expected one JSON object per line, got '{nonsense'"),
     ],
 )
-def test_a_row_that_is_no_comparison_is_named_with_what_is_wrong(
+def test_invalid_row_is_named_with_its_mistake(
     row: Mapping[str, Any] | str, message: str, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [PAIRS[0], row])
     with pytest.raises(ConfigError, match=message):
-        list(comparisons_of(path))
+        list(read_comparisons(path))
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="nothing there"):
-        list(comparisons_of(tmp_path / "missing.jsonl"))
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="does not exist"):
+        list(read_comparisons(tmp_path / "missing.jsonl"))
     (tmp_path / "data.txt").write_text("hello")
-    with pytest.raises(ConfigError, match=r"ends with one of \.jsonl"):
-        list(comparisons_of(tmp_path / "data.txt"))
+    with pytest.raises(ConfigError, match=r"must end with one of \.jsonl"):
+        list(read_comparisons(tmp_path / "data.txt"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match="holds no file"):
-        list(comparisons_of(tmp_path / "empty"))
+    with pytest.raises(NotFoundError, match="contains no file"):
+        list(read_comparisons(tmp_path / "empty"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(ConfigError, match=r"broken\.parquet' cannot be read"):
-        list(comparisons_of(tmp_path / "broken.parquet"))
+        list(read_comparisons(tmp_path / "broken.parquet"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
     with pytest.raises(ConfigError, match="expected UTF-8"):
-        list(comparisons_of(tmp_path / "latin.jsonl"))
+        list(read_comparisons(tmp_path / "latin.jsonl"))
     (tmp_path / "nothing.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="got no row"):
-        list(comparisons_of(tmp_path / "nothing.jsonl"))
+    with pytest.raises(ConfigError, match="has no rows"):
+        list(read_comparisons(tmp_path / "nothing.jsonl"))

@@ -1,4 +1,4 @@
-"""Reward models: trained from preferences, loaded, and asked what an answer is worth."""
+"""Reward models: training from preferences, loading and scoring."""
 
 from ludus.trainer.reward_model.model import RewardModel, load_reward_model
 from ludus.trainer.reward_model.training import train_reward_model

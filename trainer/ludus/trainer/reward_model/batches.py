@@ -1,7 +1,4 @@
-"""Rows of tokens of many lengths as batches: little padding, bounded memory.
-
-rows --sorted by length within pools--> batches of a step --within a budget--> micro-batches
-"""
+"""Batches of token sequences with little padding and bounded memory."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Padded(NamedTuple):
-    """Rows side by side."""
+class PaddedRows(NamedTuple):
+    """Token sequences in one tensor."""
 
     token_ids: Tensor
     """int64 [N, T], padded on the right."""
@@ -22,34 +19,34 @@ class Padded(NamedTuple):
     """int64 [N]"""
 
 
-def pad(rows: Sequence[Sequence[int] | np.ndarray]) -> Padded:
-    """The rows side by side; what pads them is never looked at."""
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PaddedRows:
+    """Return the rows in one tensor. The padding token is arbitrary, because it is masked."""
     lengths = torch.tensor([len(row) for row in rows])
     token_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for row, target in zip(rows, token_ids, strict=True):
         target[: len(row)] = torch.as_tensor(row)
-    return Padded(token_ids, lengths)
+    return PaddedRows(token_ids, lengths)
 
 
-def within_budget(
-    lengths: Sequence[int], max_tokens: int, rows_each: int = 1
+def split_by_budget(
+    lengths: Sequence[int], max_tokens: int, rows_per_item: int = 1
 ) -> Iterator[list[int]]:
-    """The places of items, in order, in parts that take at most `max_tokens` when padded.
+    """Yield the indices of consecutive items in parts of at most `max_tokens` padded tokens.
 
-    An item that takes more is a part of its own.
+    An item with more tokens is a separate part.
 
     Args:
-        lengths: of each item's longest row.
-        rows_each: rows of an item.
+        lengths: length of each item's longest row.
+        rows_per_item: number of rows of an item.
     """
     part: list[int] = []
-    longest = 0
-    for place, length in enumerate(lengths):
-        grown = max(longest, length)
-        if part and grown * rows_each * (len(part) + 1) > max_tokens:
+    max_length = 0
+    for index, length in enumerate(lengths):
+        new_max_length = max(max_length, length)
+        if part and new_max_length * rows_per_item * (len(part) + 1) > max_tokens:
             yield part
-            part, grown = [], length
-        part.append(place)
-        longest = grown
+            part, new_max_length = [], length
+        part.append(index)
+        max_length = new_max_length
     if part:
         yield part

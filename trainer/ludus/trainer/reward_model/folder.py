@@ -1,4 +1,4 @@
-"""What the training of a reward model keeps on disk while it goes on, and where it ends up."""
+"""The folder of a reward model's training: its progress and its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from ludus.proto.reward_models import (
     TRAINING_SUFFIX,
     RewardModelProgress,
 )
-from ludus.trainer.core.disk import describe_write_error
+from ludus.trainer.core.disk import describe_write_error, partial_path
 
-OF_NO_ACCOUNT = ("output", "device", "num_threads")
-"""What a training may change when it continues."""
+_CHANGEABLE_FIELDS = ("output", "device", "num_threads")
+"""Fields of the configuration that a resumed training may change."""
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse to write where something else is.
+    """Check that the output folder is empty, or may be replaced.
 
     Raises:
-        ConfigError: a reward model is there and must not be replaced, or anything else is.
+        ConfigError: the folder has other contents, or a reward model that must not be replaced.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / METRICS_FILE).is_file():
         raise ConfigError(
-            f"output = '{output}' is there already and no reward model's folder; take another one"
+            f"output = '{output}' exists and is not the folder of a reward model; choose another "
+            "folder"
         )
     if not overwrite:
         raise ConfigError(
-            f"output = '{output}' holds a reward model already; replace it with --overwrite, or "
-            "take another folder"
+            f"output = '{output}' already contains a reward model; replace it with --overwrite, or "
+            "choose another folder"
         )
 
 
 class TrainingFolder:
-    """The folder beside the output that is there while training is under way."""
+    """The folder next to the output that exists during training."""
 
     def __init__(self, path: Path, checkpoint: Path | None) -> None:
         self.path = path
@@ -55,17 +56,18 @@ class TrainingFolder:
 
     @classmethod
     @contextmanager
-    def opened(cls, config: RewardModelConfig, resume: Path | None) -> Iterator[TrainingFolder]:
-        """The folder; `resume` is a checkpoint, or a folder that holds one.
+    def open(cls, config: RewardModelConfig, resume: Path | None) -> Iterator[TrainingFolder]:
+        """Create or reopen the folder. If training fails without a checkpoint, remove it.
 
-        One that holds no checkpoint when training has failed is removed again.
+        Args:
+            resume: a checkpoint, or a folder that contains one.
 
         Raises:
             NotFoundError: there is no such checkpoint.
             ConfigError: the folder cannot be written.
         """
-        checkpoint = None if resume is None else _checkpoint_in(resume)
-        path = training_folder(config.output)
+        checkpoint = None if resume is None else _find_checkpoint(resume)
+        path = training_path(config.output)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if resume is None:
@@ -73,7 +75,7 @@ class TrainingFolder:
                 (path / PROGRESS_FILE).write_text("")
         except OSError as error:
             raise ConfigError(
-                f"{describe_write_error(path, error)}; set output to a folder that can be written"
+                f"{describe_write_error(path, error)}; set output to a writable folder"
             ) from error
         try:
             yield cls(path, checkpoint)
@@ -82,32 +84,37 @@ class TrainingFolder:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
-    def tell(self, progress: RewardModelProgress) -> None:
+    def append_progress(self, progress: RewardModelProgress) -> None:
         """Append a line to progress.jsonl."""
         with (self.path / PROGRESS_FILE).open("a", encoding="utf-8") as file:
             file.write(progress.model_dump_json() + "\n")
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint, whole or not at all.
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint atomically.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         path = self.path / CHECKPOINT_FILE
-        aside = path.with_suffix(".partial")
+        temporary_file = partial_path(path)
         try:
-            torch.save(dict(state), aside)
-            os.replace(aside, path)
+            torch.save(dict(state), temporary_file)
+            os.replace(temporary_file, path)
         except (OSError, RuntimeError) as error:
-            aside.unlink(missing_ok=True)
-            raise CheckpointError(f"{describe_write_error(path, error)}; make room") from error
+            temporary_file.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{describe_write_error(path, error)}; free some space"
+            ) from error
 
-    def checkpoint(self, config: RewardModelConfig, data: str) -> dict[str, Any] | None:
-        """The checkpoint to continue from; None where training begins.
+    def load_checkpoint(self, config: RewardModelConfig, data: str) -> dict[str, Any] | None:
+        """Return the checkpoint to resume from; None for a new training.
+
+        Args:
+            data: fingerprint of the comparisons.
 
         Raises:
-            CheckpointError: it cannot be read.
-            ConfigError: it is of another training, or of other data.
+            CheckpointError: the checkpoint cannot be read.
+            ConfigError: the checkpoint has another configuration or other data.
         """
         if self._checkpoint is None:
             return None
@@ -115,45 +122,45 @@ class TrainingFolder:
             state: dict[str, Any] = torch.load(
                 self._checkpoint, map_location="cpu", weights_only=True
             )
-            begun = json.loads(state["config"])
-        except Exception as error:  # what unpickles raises classes of its own
+            old_config = json.loads(state["config"])
+        except Exception as error:  # unpickling raises many types of errors
             raise CheckpointError(
                 f"checkpoint '{self._checkpoint}' cannot be read: {str(error).splitlines()[0]}; "
-                "remove it, and begin anew"
+                "remove it, and start again"
             ) from error
-        now = json.loads(config.model_dump_json())
-        changed = [
-            f"{field} was {begun.get(field)!r} and is {now[field]!r}"
-            for field in now
-            if field not in OF_NO_ACCOUNT and begun.get(field) != now[field]
+        new_config = json.loads(config.model_dump_json())
+        changes = [
+            f"{field} was {old_config.get(field)!r} and is {new_config[field]!r}"
+            for field in new_config
+            if field not in _CHANGEABLE_FIELDS and old_config.get(field) != new_config[field]
         ]
-        if changed:
+        if changes:
             raise ConfigError(
-                f"a training that continues stays as it was begun: {'; '.join(changed)}; set it "
-                "back, or begin anew, without --resume"
+                f"a resumed training must keep its configuration, but {'; '.join(changes)}; "
+                "restore the old values, or start again without --resume"
             )
         if state["data"] != data:
             raise ConfigError(
-                f"data = '{config.data}' are not those that the training was begun with; bring "
-                "those back, or begin anew, without --resume"
+                f"data = '{config.data}' has changed since the training started; restore the old "
+                "data, or start again without --resume"
             )
         return state
 
-    def discard(self) -> None:
-        """Remove the folder: training is over."""
+    def remove(self) -> None:
+        """Remove the folder at the end of the training."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def training_folder(output: Path) -> Path:
-    """The folder that is there while a reward model is trained."""
+def training_path(output: Path) -> Path:
+    """Return the path of the training folder for an output folder."""
     return output.with_name(output.name + TRAINING_SUFFIX)
 
 
-def _checkpoint_in(place: Path) -> Path:
-    for path in (place, place / CHECKPOINT_FILE, training_folder(place) / CHECKPOINT_FILE):
-        if path.is_file():
-            return path
+def _find_checkpoint(path: Path) -> Path:
+    for file in (path, path / CHECKPOINT_FILE, training_path(path) / CHECKPOINT_FILE):
+        if file.is_file():
+            return file
     raise NotFoundError(
-        f"no checkpoint at '{place}'; expected {CHECKPOINT_FILE}, the folder that holds it, or the "
-        "output of a training that was stopped"
+        f"no checkpoint at '{path}'; give a {CHECKPOINT_FILE}, its folder, or the output of a "
+        "training that was stopped"
     )

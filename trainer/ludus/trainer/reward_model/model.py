@@ -1,10 +1,9 @@
-"""A reward model: a transformer with a head of one number, and the tokenizer it reads with.
+"""A reward model: a transformer with a head that outputs one number, and its tokenizer.
 
-    tokens --language model--> hidden state of each --at the last token--> head --> score
+    tokens --language model--> hidden states --last token--> head --> score
 
-Rows are padded on the right, so a token has the position that it has alone; the state is taken
-at the last token of the row by its length, and not by the padding token, which may be a token of
-the text, too.
+Rows are padded on the right, so padding does not change the positions of tokens. The last token is
+found by the length of the row and not by the padding token, which may also occur in the text.
 """
 
 from __future__ import annotations
@@ -22,21 +21,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.disk import describe_write_error, replace_folder
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
-from ludus.trainer.reward_model.batches import Padded, pad, within_budget
-from ludus.trainer.reward_model.preferences import Said
-from ludus.trainer.reward_model.texts import Format, Texts, format_for
+from ludus.trainer.reward_model.batches import PaddedRows, pad_rows, split_by_budget
+from ludus.trainer.reward_model.preferences import Content
+from ludus.trainer.reward_model.texts import Format, TextEncoder, choose_format
 
 _log = logging.getLogger(__name__)
 
 _FORMAT_KEY = "ludus_format"
-"""In the model's config.json."""
+"""Key of the text format in the model's config.json."""
 _PAD_TOKEN = "<|pad|>"
-_MOST_TOKENS = 1 << 20
-"""Of a model that names no limit."""
+_DEFAULT_MAX_TOKENS = 1 << 20
+"""Maximum number of tokens of a model without a limit of positions."""
 
 
 class RewardModel(nn.Module):
-    """Scores of texts, and of answers to prompts."""
+    """Scores texts, and answers to prompts.
+
+    Args:
+        max_tokens: maximum number of tokens of a text. None takes the limit of the model.
+
+    Raises:
+        ConfigError: the classifier has no head with one output.
+    """
 
     def __init__(
         self,
@@ -46,108 +52,103 @@ class RewardModel(nn.Module):
         format: Format,
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens` of a text; None is what the model takes.
-
-        Raises:
-            ConfigError: it has no head of one number.
-        """
         super().__init__()
         self.classifier = classifier
         self.tokenizer = tokenizer
-        self._head = _head_of(classifier)
-        limit = getattr(classifier.config, "max_position_embeddings", None) or _MOST_TOKENS
+        self._head = _find_head(classifier)
+        limit = getattr(classifier.config, "max_position_embeddings", None) or _DEFAULT_MAX_TOKENS
         if max_tokens is not None and max_tokens < 1:
-            raise ConfigError(f"max_tokens = {max_tokens} expected 1 or more")
+            raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
         if max_tokens is not None and max_tokens > limit:
             raise ConfigError(
                 f"max_tokens = {max_tokens} is more than the model's {limit} positions; lower it"
             )
-        self.texts = Texts(tokenizer, format, max_tokens or limit)
+        self.encoder = TextEncoder(tokenizer, format, max_tokens or limit)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the model."""
         return self._head.weight.device
 
     @property
     def head(self) -> nn.Linear:
-        """What makes a score of a hidden state."""
+        """Layer that computes the score from a hidden state."""
         return self._head
 
-    def forward(self, rows: Padded) -> Tensor:
-        """float32 [N] the scores of rows of tokens."""
+    def forward(self, rows: PaddedRows) -> Tensor:
+        """Return the scores of rows of tokens, float32 [N]."""
         token_ids, lengths = rows.token_ids.to(self.device), rows.lengths.to(self.device)
         positions = torch.arange(token_ids.shape[1], device=self.device)
         mask = (positions < lengths[:, None]).long()
-        # What a causal model has below any head says the same in all families.
+        # In all families of causal models, the base model has no head.
         body = self.classifier.base_model
         hidden = body(input_ids=token_ids, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(lengths), device=self.device), lengths - 1]
-        return self._head(last).float().squeeze(-1)
+        return self.head(last).float().squeeze(-1)
 
     @torch.no_grad()
     def score(
         self,
-        prompts: Sequence[Said],
-        answers: Sequence[Said],
+        prompts: Sequence[Content],
+        answers: Sequence[Content],
         *,
         max_tokens_per_batch: int = 16384,
     ) -> list[float]:
-        """The score of each answer to its prompt: texts, or lists of messages.
+        """Return the score of each answer to its prompt.
 
         Args:
-            max_tokens_per_batch: padded tokens that go through the model at once.
+            max_tokens_per_batch: maximum number of padded tokens in a batch.
 
         Raises:
-            ConfigError: as many prompts as answers were expected, or one is empty.
+            ConfigError: the numbers of prompts and answers differ, or a pair is empty.
         """
         if isinstance(prompts, str) or isinstance(answers, str):
-            raise ConfigError("expected lists of prompts and answers, got a text; write [text]")
+            raise ConfigError("prompts and answers must be lists, got a text; write [text]")
         if len(prompts) != len(answers):
             raise ConfigError(
-                f"expected a prompt for each answer, got {len(prompts)} and {len(answers)}"
+                f"each answer needs a prompt, got {len(prompts)} prompts and {len(answers)} answers"
             )
-        rows = [self.texts.encode(*pair) for pair in zip(prompts, answers, strict=True)]
+        rows = [self.encoder.encode(*pair) for pair in zip(prompts, answers, strict=True)]
         return self.score_tokens(rows, max_tokens_per_batch=max_tokens_per_batch)
 
     @torch.no_grad()
     def score_tokens(
         self, rows: Sequence[Sequence[int] | np.ndarray], *, max_tokens_per_batch: int = 16384
     ) -> list[float]:
-        """The scores of rows of tokens, batched by length.
+        """Return the scores of rows of tokens.
 
-        Equal rows are computed once: beside other rows their scores might differ in the last bit,
-        and a group of equal answers would be taken for one of which something can be learned.
+        Equal rows are scored once, because scores may differ in the last bit between batches. With
+        such differences, a group of equal answers would no longer have zero variance.
         """
         was_training = self.training
         self.eval()
         keys = [np.asarray(row, dtype=np.int32).tobytes() for row in rows]
-        different = dict(zip(keys, rows, strict=True))
-        by_length = sorted(different, key=len)
+        unique_rows = dict(zip(keys, rows, strict=True))
+        sorted_keys = sorted(unique_rows, key=len)
         scores: dict[bytes, float] = {}
-        lengths = [len(different[key]) for key in by_length]
-        for places in within_budget(lengths, max_tokens_per_batch):
-            asked = [by_length[place] for place in places]
-            found = self(pad([different[key] for key in asked])).tolist()
-            scores.update(zip(asked, found, strict=True))
+        lengths = [len(unique_rows[key]) for key in sorted_keys]
+        for indices in split_by_budget(lengths, max_tokens_per_batch):
+            batch = [sorted_keys[index] for index in indices]
+            batch_scores = self(pad_rows([unique_rows[key] for key in batch])).tolist()
+            scores.update(zip(batch, batch_scores, strict=True))
         self.train(was_training)
         return [scores[key] for key in keys]
 
     def save(self, folder: Path) -> None:
-        """Write a folder that any Hugging Face loader reads, whole or not at all.
+        """Write a Hugging Face folder atomically.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the folder cannot be written.
         """
-        setattr(self.classifier.config, _FORMAT_KEY, self.texts.format)
+        setattr(self.classifier.config, _FORMAT_KEY, self.encoder.format)
         try:
-            with replace_folder(folder) as aside:
-                self.classifier.save_pretrained(aside)
-                self.tokenizer.save_pretrained(aside)
-        except Exception as error:  # what writes in Rust raises classes of its own, or none
+            with replace_folder(folder) as temporary_folder:
+                self.classifier.save_pretrained(temporary_folder)
+                self.tokenizer.save_pretrained(temporary_folder)
+        except Exception as error:  # safetensors and tokenizers raise many types of errors
             raise ConfigError(
-                f"the reward model {describe_write_error(folder, error)}; make room, or set output "
-                "to a folder that has enough"
+                f"the reward model {describe_write_error(folder, error)}; free some space, or set "
+                "output to another folder"
             ) from error
 
 
@@ -158,47 +159,52 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
 ) -> RewardModel:
-    """The reward model of a folder, or of a Hugging Face id: a sequence classifier of one label.
+    """Load a reward model: a sequence classifier with one label.
 
     Args:
-        device: None takes a GPU where there is one.
-        max_tokens: of a text; None is what the model takes.
+        path: folder or Hugging Face id.
+        device: None takes a GPU if there is one.
+        max_tokens: maximum number of tokens of a text. None takes the limit of the model.
 
     Raises:
-        NotFoundError: there is none.
-        ConfigError: it says more than one number.
+        NotFoundError: there is no such model.
+        ConfigError: the model does not have exactly one output.
     """
     classifier = load_sequence_classifier(path, dtype)
     tokenizer = load_tokenizer(path)
-    wanted = getattr(classifier.config, _FORMAT_KEY, "auto")
+    format = getattr(classifier.config, _FORMAT_KEY, "auto")
     model = RewardModel(
-        classifier, tokenizer, format=format_for(tokenizer, wanted), max_tokens=max_tokens
+        classifier, tokenizer, format=choose_format(tokenizer, format), max_tokens=max_tokens
     )
-    return model.to(chosen_device(device)).eval()
+    return model.to(choose_device(device)).eval()
 
 
-def begin_reward_model(path: str, format: str, max_tokens: int | None) -> RewardModel:
-    """A reward model to train, made of a causal language model: its head is random.
+def make_reward_model(path: str, format: str, max_tokens: int | None) -> RewardModel:
+    """Return an untrained reward model: a causal language model with a random head.
 
-    One that is a reward model already keeps its head.
+    If the model is a reward model, it keeps its head.
+
+    Args:
+        path: folder or Hugging Face id.
+        format: "auto", "chat" or "text".
 
     Raises:
-        NotFoundError: there is no model.
-        ConfigError: it cannot be read as the format says.
+        NotFoundError: there is no such model.
+        ConfigError: the tokenizer does not support the format.
     """
     classifier = load_sequence_classifier(path, torch.float32, new_head=True)
     tokenizer = load_tokenizer(path)
-    _take_padding(classifier, tokenizer)
+    _set_padding_token(classifier, tokenizer)
     return RewardModel(
-        classifier, tokenizer, format=format_for(tokenizer, format), max_tokens=max_tokens
+        classifier, tokenizer, format=choose_format(tokenizer, format), max_tokens=max_tokens
     )
 
 
-def chosen_device(name: str | torch.device | None) -> torch.device:
-    """The device of that name; where none is named a GPU, if there is one.
+def choose_device(name: str | torch.device | None) -> torch.device:
+    """Return the device with this name. None takes a GPU if there is one.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: there is no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,15 +213,15 @@ def chosen_device(name: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device = '{name}' cannot be used: {reason}; expected 'cpu', or a GPU of this "
-            f"machine, which has {torch.cuda.device_count()}"
+            f"device = '{name}' cannot be used: {reason}; use 'cpu', or one of the "
+            f"{torch.cuda.device_count()} GPUs of this machine"
         ) from error
 
 
-def _take_padding(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the model a padding token that ends no text.
+def _set_padding_token(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the model a padding token that differs from the EOS token.
 
-    Whoever loads the folder with transformers alone finds the last token of a text by it.
+    transformers finds the last token of a text by the padding token.
     """
     if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": _PAD_TOKEN})
@@ -225,13 +231,13 @@ def _take_padding(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     tokenizer.padding_side = "right"
 
 
-def _head_of(classifier: PreTrainedModel) -> nn.Linear:
+def _find_head(classifier: PreTrainedModel) -> nn.Linear:
     head: Any = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         kind = type(classifier).__name__
-        what = f"one of {head.out_features}" if isinstance(head, nn.Linear) else "none"
+        shape = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no such head"
         raise ConfigError(
-            f"expected a causal model with a head `score` of one number, got {what} in {kind}; "
-            "take a model of a causal family, such as Llama, Qwen or GPT-2"
+            f"a reward model needs a head `score` with one output, but {kind} has {shape}; use a "
+            "causal model, such as Llama, Qwen or GPT-2"
         )
     return head

@@ -1,4 +1,4 @@
-"""Where a training stands: what a checkpoint holds beside weights and optimizer."""
+"""The position of a training: the part of a checkpoint that is not tensors."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from ludus.proto.reward_models import RewardModelEpoch
 
 
 class Position(BaseModel):
-    """Counters of a training, and the epochs behind it."""
+    """Counters of a training, and its finished epochs."""
 
     epoch: int = 0
-    """Epochs done."""
+    """Number of finished epochs."""
     batch: int = 0
-    """Batches done in the one under way."""
+    """Number of finished batches of the current epoch."""
     step: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Number of optimizer steps, including skipped steps."""
     loss_sum: float = 0.0
-    """Over the comparisons of the epoch under way."""
+    """Sum of the losses of the current epoch's comparisons."""
     num_right: int = 0
-    """Comparisons of the epoch under way in which the preferred answer had the highest score."""
+    """Number of the current epoch's comparisons in which the preferred answer had the highest
+    score."""
     recent_loss: float | None = None
     num_skipped: int = 0
-    """Steps whose gradient was not finite."""
+    """Number of steps that were skipped because their gradient was not finite."""
     num_skipped_in_a_row: int = 0
     epochs: list[RewardModelEpoch] = []
     kept_epoch: int = 0
-    """The epoch, from 1, whose weights are the best so far."""
+    """Number of the epoch, from 1, whose weights are the best so far."""
     elapsed_s: float = 0.0
 
-    def end_epoch(self, finished: RewardModelEpoch, is_kept: bool) -> None:
-        """Begin the next epoch."""
-        self.epochs.append(finished)
+    def end_epoch(self, epoch: RewardModelEpoch, *, is_kept: bool) -> None:
+        """Record a finished epoch and start the next one."""
+        self.epochs.append(epoch)
         self.epoch += 1
         self.batch, self.loss_sum, self.num_right = 0, 0.0, 0
         if is_kept:

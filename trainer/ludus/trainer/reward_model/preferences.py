@@ -1,10 +1,10 @@
-"""What people prefer: rows of a data set as comparisons.
+"""Preferences: the rows of a data set as comparisons.
 
     {"prompt": ..., "chosen": ..., "rejected": ...}                      two answers
-    {"query": ..., "sample0": ..., ..., "sample3": ..., "best": 2}       two or more
+    {"query": ..., "sample0": ..., ..., "sample3": ..., "best": 2}       two or more answers
 
-A prompt is a text or a list of messages, an answer likewise. Without a prompt the answers are
-whole texts or conversations. Lists of whole numbers are tokens of the model's own tokenizer.
+A prompt or an answer is a text or a list of messages. Without a prompt, answers are complete texts
+or conversations. Lists of integers are token ids of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -17,68 +17,64 @@ from typing import Any, TypeAlias
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.reward_model.rows import Row, rows_of
+from ludus.trainer.reward_model.rows import Row, read_rows
 
-Said: TypeAlias = str | Sequence[Message] | Sequence[int]
-"""A text, messages, or tokens."""
+Content: TypeAlias = str | Sequence[Message] | Sequence[int]
+"""A text, messages, or token ids."""
 
-_SHAPES = "prompt, chosen, rejected; or query, sample0, sample1, ..., best"
+_COLUMNS = "prompt, chosen, rejected; or query, sample0, sample1, ..., best"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Answers to one prompt, of which one is preferred."""
+    """Several answers to one prompt, one of which is preferred."""
 
-    place: str
-    """Where it stands, for people."""
-    prompt: Said
-    answers: tuple[Said, ...]
+    location: str
+    """File and row number, for messages."""
+    prompt: Content
+    answers: tuple[Content, ...]
     best: int
+    """Index of the preferred answer."""
 
 
-def comparisons_of(path: Path) -> Iterator[Comparison]:
-    """The comparisons of a data set; all have as many answers as the first.
+def read_comparisons(path: Path) -> Iterator[Comparison]:
+    """Yield the comparisons of a data set, which all have the same number of answers.
 
     Raises:
         NotFoundError: there is no data set.
-        ConfigError: a row is no comparison.
+        ConfigError: a row is not a comparison.
     """
     num_answers = 0
-    for row in rows_of(path):
-        comparison = _comparison(row)
+    for row in read_rows(path):
+        comparison = _parse_row(row)
         num_answers = num_answers or len(comparison.answers)
         if len(comparison.answers) != num_answers:
             raise ConfigError(
-                f"{row.place}: expected {num_answers} answers, as the rows before have, got "
-                f"{len(comparison.answers)}; give files of one shape"
+                f"{row.location}: the row has {len(comparison.answers)} answers, but the rows "
+                f"before have {num_answers}; all rows must have the same number"
             )
         yield comparison
     if not num_answers:
-        raise ConfigError(f"data = '{path}': expected comparisons, got no row")
+        raise ConfigError(f"data = '{path}' has no rows; give a file with comparisons")
 
 
-def _comparison(row: Row) -> Comparison:
+def _parse_row(row: Row) -> Comparison:
     values = row.values
     if "chosen" in values or "rejected" in values:
-        answers = [_said(row, "chosen"), _said(row, "rejected")]
-        prompt = _said(row, "prompt") if "prompt" in values else ""
-        return Comparison(row.place, prompt, tuple(answers), 0)
-    names = _sample_names(values)
-    if not names:
+        answers = [_parse_content(row, "chosen"), _parse_content(row, "rejected")]
+        prompt = _parse_content(row, "prompt") if "prompt" in values else ""
+        return Comparison(row.location, prompt, tuple(answers), 0)
+    num_samples = sum(bool(re.fullmatch(r"sample\d+", str(name))) for name in values)
+    if not num_samples:
         raise ConfigError(
-            f"{row.place}: expected columns {_SHAPES}; got {sorted(map(str, values))}"
+            f"{row.location}: the row needs columns {_COLUMNS}; got {sorted(map(str, values))}"
         )
-    answers = [_said(row, name) for name in names]
-    return Comparison(row.place, _said(row, "query"), tuple(answers), _best(row, len(answers)))
+    answers = [_parse_content(row, f"sample{index}") for index in range(num_samples)]
+    best = _parse_best(row, num_samples)
+    return Comparison(row.location, _parse_content(row, "query"), tuple(answers), best)
 
 
-def _sample_names(values: Mapping[str, Any]) -> list[str]:
-    """sample0, sample1, ... as far as they go."""
-    found = [name for name in values if re.fullmatch(r"sample\d+", str(name))]
-    return [f"sample{number}" for number in range(len(found))]
-
-
-def _best(row: Row, num_answers: int) -> int:
+def _parse_best(row: Row, num_answers: int) -> int:
     best = row.values.get("best")
     try:
         index = int(str(best))
@@ -86,27 +82,29 @@ def _best(row: Row, num_answers: int) -> int:
         index = -1
     if isinstance(best, bool) or not 0 <= index < num_answers:
         raise ConfigError(
-            f"{row.place}: column 'best' expected the number of the preferred sample, 0 to "
+            f"{row.location}: column 'best' must be the number of the preferred sample, 0 to "
             f"{num_answers - 1}, got {best!r}"
         )
     if num_answers < 2:
-        raise ConfigError(f"{row.place}: expected sample0 and sample1 at least, got one sample")
+        raise ConfigError(
+            f"{row.location}: a comparison needs at least sample0 and sample1, got one sample"
+        )
     return index
 
 
-def _said(row: Row, name: str) -> Said:
+def _parse_content(row: Row, name: str) -> Content:
     value = row.values.get(name)
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
-        if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             return value
-        if all(_is_message(one) for one in value):
-            return [Message(role=one["role"], content=one["content"]) for one in value]
-    got = "nothing" if value is None else f"{value!r:.60}"
+        if all(_is_message(item) for item in value):
+            return [Message(role=item["role"], content=item["content"]) for item in value]
+    shown = "nothing" if value is None else f"{value!r:.60}"
     raise ConfigError(
-        f"{row.place}: column '{name}' expected a text, a list of messages "
-        '{"role": ..., "content": ...}, or a list of token ids, got ' + got
+        f"{row.location}: column '{name}' must be a text, a list of messages "
+        f'{{"role": ..., "content": ...}}, or a list of token ids, got {shown}'
     )
 
 

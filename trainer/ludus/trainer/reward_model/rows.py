@@ -1,8 +1,8 @@
-"""The rows of a data set on disk, one after the other: no file is ever held as a whole.
+"""Reading the rows of a data set on disk, without loading whole files.
 
 .jsonl, .json, .csv     read here
 .parquet, datasets'     read by pyarrow, in parts
-a folder                what `datasets` saved, else all such files in it, by name
+folder                  a data set saved by `datasets`, or all such files in it, in order of name
 """
 
 from __future__ import annotations
@@ -18,100 +18,100 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
-_TEXT = "utf-8-sig"
-"""UTF-8, with the mark at its beginning that some programs write, or without."""
+_ENCODING = "utf-8-sig"
+"""UTF-8, with or without a byte-order mark."""
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _DICT_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
-"""Which `datasets` writes for a data set of several splits, and for each of them."""
+"""Files that `datasets` writes for a data set with several splits, and for each split."""
 _TRAINING_SPLIT = "train"
-_ROWS_AT_ONCE = 1024
-_MOST_FIELD_BYTES = 1 << 30
+_NUM_ROWS_AT_ONCE = 1024
+_MAX_FIELD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row, and where it stands."""
+    """A row and its location."""
 
-    place: str
-    """For people: file and number."""
+    location: str
+    """File and row number, for messages."""
     values: Mapping[str, Any]
 
 
-def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a file or a folder.
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file or a folder.
 
     Raises:
-        NotFoundError: there is nothing.
-        ConfigError: it cannot be read as its name says.
+        NotFoundError: there is no data set.
+        ConfigError: a file cannot be read.
     """
-    for file in _files_of(path):
+    for file in _list_files(path):
         try:
-            for number, values in enumerate(_values_of(file), start=1):
+            for number, values in enumerate(_read_values(file), start=1):
                 if not isinstance(values, Mapping):
                     kind = type(values).__name__
                     raise ConfigError(
-                        f"{file}, row {number}: expected an object with columns, got {kind}; "
-                        'write one {"prompt": ..., "chosen": ..., "rejected": ...} a row'
+                        f"{file}, row {number}: a row must be an object with columns, got {kind}; "
+                        'for example {"prompt": ..., "chosen": ..., "rejected": ...}'
                     )
                 yield Row(f"{file}, row {number}", values)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"'{file}' cannot be read: {error}; expected UTF-8 text") from error
 
 
-def _files_of(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if not path.exists():
         raise NotFoundError(
-            f"data = '{path}': nothing there; expected a file ({', '.join(_SUFFIXES)}), a folder "
-            "of such files, or one that `datasets` saved"
+            f"data = '{path}' does not exist; give a file ({', '.join(_SUFFIXES)}), a folder of "
+            "such files, or a folder saved by `datasets`"
         )
     if path.is_file():
         if path.suffix not in _SUFFIXES:
             raise ConfigError(
-                f"data = '{path}': expected a file that ends with one of {', '.join(_SUFFIXES)}; "
-                "rename or convert it"
+                f"data = '{path}' must end with one of {', '.join(_SUFFIXES)}; rename or convert "
+                "the file"
             )
         return [path]
     if (path / _DICT_FILE).is_file():
-        path = _split_of(path)
+        path = _find_training_split(path)
     if (path / _STATE_FILE).is_file():
         state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
-        return [path / one["filename"] for one in state["_data_files"]]
+        return [path / data_file["filename"] for data_file in state["_data_files"]]
     files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     if not files:
         raise NotFoundError(
-            f"data = '{path}': the folder holds no file that ends with one of "
-            f"{', '.join(_SUFFIXES)}, and is none that `datasets` saved"
+            f"data = '{path}': the folder contains no file that ends with one of "
+            f"{', '.join(_SUFFIXES)}, and was not saved by `datasets`"
         )
     return files
 
 
-def _split_of(path: Path) -> Path:
-    """The folder of the split to train on."""
+def _find_training_split(path: Path) -> Path:
+    """Return the folder of the training split."""
     splits = json.loads((path / _DICT_FILE).read_text(encoding="utf-8"))["splits"]
     if _TRAINING_SPLIT not in splits:
         raise ConfigError(
-            f"data = '{path}': expected a split '{_TRAINING_SPLIT}', got {splits}; give the folder "
-            "of one of them"
+            f"data = '{path}' has no split '{_TRAINING_SPLIT}', only {splits}; give the folder of "
+            "one of them"
         )
     return path / _TRAINING_SPLIT
 
 
-def _values_of(file: Path) -> Iterator[Any]:
+def _read_values(file: Path) -> Iterator[Any]:
     match file.suffix:
         case ".jsonl":
-            return _json_lines(file)
+            return _read_json_lines(file)
         case ".json":
-            return _json_list(file)
+            return _read_json(file)
         case ".csv":
-            return _csv_rows(file)
+            return _read_csv(file)
         case ".parquet":
-            return _parquet_rows(file)
+            return _read_parquet(file)
         case _:
-            return _arrow_rows(file)
+            return _read_arrow(file)
 
 
-def _json_lines(file: Path) -> Iterator[Any]:
-    with file.open(encoding=_TEXT) as lines:
+def _read_json_lines(file: Path) -> Iterator[Any]:
+    with file.open(encoding=_ENCODING) as lines:
         number = 0
         for line in lines:
             if not line.strip():
@@ -121,64 +121,66 @@ def _json_lines(file: Path) -> Iterator[Any]:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{file}, row {number}: expected one JSON object a line, got "
+                    f"{file}, row {number}: expected one JSON object per line, got "
                     f"{line.strip()[:60]!r} ({error})"
                 ) from None
 
 
-def _json_list(file: Path) -> Iterator[Any]:
-    """A whole file of JSON is read at once: there is no other way to read it."""
+def _read_json(file: Path) -> Iterator[Any]:
+    # The JSON module cannot read a list in parts.
     try:
-        rows = json.loads(file.read_text(encoding=_TEXT))
+        rows = json.loads(file.read_text(encoding=_ENCODING))
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"'{file}' cannot be read: {error}; a file with one object a line is named .jsonl"
+            f"'{file}' cannot be read: {error}; a file with one object per line must be "
+            "named .jsonl"
         ) from None
     if not isinstance(rows, list):
-        raise ConfigError(f"'{file}': expected a list of objects, got {type(rows).__name__}")
+        raise ConfigError(f"'{file}' must contain a list of objects, got {type(rows).__name__}")
     yield from rows
 
 
-def _csv_rows(file: Path) -> Iterator[Any]:
-    csv.field_size_limit(_MOST_FIELD_BYTES)
-    with file.open(encoding=_TEXT, newline="") as lines:
+def _read_csv(file: Path) -> Iterator[Any]:
+    csv.field_size_limit(_MAX_FIELD_BYTES)
+    with file.open(encoding=_ENCODING, newline="") as lines:
         yield from csv.DictReader(lines)
 
 
-def _parquet_rows(file: Path) -> Iterator[Any]:
-    arrow = _pyarrow(file)
-    with _refusing(file), arrow.parquet.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE):
+def _read_parquet(file: Path) -> Iterator[Any]:
+    arrow = _import_pyarrow(file)
+    with _report_read_errors(file), arrow.parquet.ParquetFile(file) as parquet:
+        for batch in parquet.iter_batches(batch_size=_NUM_ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
 
-def _arrow_rows(file: Path) -> Iterator[Any]:
-    arrow = _pyarrow(file)
-    with _refusing(file), arrow.memory_map(str(file)) as source:
+def _read_arrow(file: Path) -> Iterator[Any]:
+    arrow = _import_pyarrow(file)
+    with _report_read_errors(file), arrow.memory_map(str(file)) as source:
         for batch in arrow.ipc.open_stream(source):
-            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
+            for start in range(0, batch.num_rows, _NUM_ROWS_AT_ONCE):
+                yield from batch.slice(start, _NUM_ROWS_AT_ONCE).to_pylist()
 
 
-def _pyarrow(file: Path) -> Any:
+def _import_pyarrow(file: Path) -> Any:
     try:
         arrow = importlib.import_module("pyarrow")
         for part in ("pyarrow.ipc", "pyarrow.parquet"):
             importlib.import_module(part)
     except ImportError as error:
         raise ConfigError(
-            f"'{file}' is read by pyarrow, which is not installed ({error}); run `pip install "
-            "pyarrow`, or give the data as .jsonl or .csv"
+            f"reading '{file}' needs pyarrow, which is not installed ({error}); run `pip install "
+            "pyarrow`, or convert the data to .jsonl or .csv"
         ) from error
     return arrow
 
 
 @contextmanager
-def _refusing(file: Path) -> Iterator[None]:
-    """Says which file pyarrow cannot read; of its errors most are ValueErrors."""
+def _report_read_errors(file: Path) -> Iterator[None]:
+    """Turn errors of pyarrow, mostly ValueErrors, into a ConfigError with the file's name."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"'{file}' cannot be read: {error}; expected what its name says, whole"
+            f"'{file}' cannot be read: {error}; check that the file is complete and has the format "
+            "of its suffix"
         ) from error

@@ -1,9 +1,9 @@
-"""Prompt and answer as the one sequence of tokens that a reward model reads.
+"""Encoding of a prompt and an answer as one sequence of tokens.
 
     format "chat"   messages --chat template--> text --tokenizer--> tokens
-    format "text"   the contents, one after the other ------------> tokens
+    format "text"   concatenated contents ---------> tokenizer --> tokens
 
-A model is asked as it was trained: its configuration holds the format.
+The model's configuration contains the format, so scoring uses the format of the training.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.template import ChatTemplate
-from ludus.trainer.reward_model.preferences import Said
+from ludus.trainer.reward_model.preferences import Content
 
 Format = Literal["chat", "text"]
 
 
-class Texts:
-    """Makes tokens of what was said."""
+class TextEncoder:
+    """Encodes prompts and answers.
+
+    Args:
+        max_tokens: maximum number of tokens; longer sequences lose their beginning.
+
+    Raises:
+        ConfigError: the format is "chat", and the tokenizer has no chat template.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format, max_tokens: int) -> None:
-        """`max_tokens`: of a longer sequence the beginning is cut off.
-
-        Raises:
-            ConfigError: the format is "chat", and the tokenizer has no chat template.
-        """
         self._tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.format = format
@@ -37,91 +39,93 @@ class Texts:
             ChatTemplate(tokenizer, enable_thinking=False) if format == "chat" else None
         )
         self.num_cut = 0
-        """Sequences that were too long."""
+        """Number of sequences that were too long."""
 
-    def encode(self, prompt: Said, answer: Said) -> list[int]:
-        """The tokens, at most `max_tokens`: of what is longer, the last ones.
+    def encode(self, prompt: Content, answer: Content) -> list[int]:
+        """Return the last `max_tokens` tokens of the prompt and the answer.
 
         Raises:
-            ConfigError: there are none, or some are not the tokenizer's, or it was not said in
-                text, messages or tokens.
+            ConfigError: the content is empty or of another type, or a token id is not in the
+                vocabulary.
         """
-        _check_said(prompt)
-        _check_said(answer)
+        _check_content(prompt)
+        _check_content(answer)
         if not (prompt or answer):
-            raise ConfigError("expected a prompt or an answer, got neither")
+            raise ConfigError("the prompt and the answer are both empty; give at least one")
         if _is_tokens(prompt) or _is_tokens(answer):
-            token_ids = self._checked([*self._tokens(prompt), *self._tokens(answer)])
+            token_ids = [*self._encode_part(prompt), *self._encode_part(answer)]
+            self._check_token_ids(token_ids)
         else:
-            text = self._text(cast("str | Sequence[Message]", prompt), answer)
-            special = self._template is None
-            token_ids = self._tokens_of(text, special=special)
+            text = self._join(
+                cast("str | Sequence[Message]", prompt), cast("str | Sequence[Message]", answer)
+            )
+            token_ids = self._encode_text(text, special=self._template is None)
         if not token_ids:
-            raise ConfigError("expected a prompt or an answer, got neither")
+            raise ConfigError("the prompt and the answer have no tokens; give at least one token")
         if len(token_ids) > self.max_tokens:
             self.num_cut += 1
         return token_ids[-self.max_tokens :]
 
-    def _text(self, prompt: str | Sequence[Message], answer: Said) -> str:
-        said = cast("str | Sequence[Message]", answer)
+    def _join(self, prompt: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
         if self._template is None:
-            return _contents(prompt) + _contents(said)
-        messages = [*_messages(prompt, "user"), *_messages(said, "assistant")]
+            return _text(prompt) + _text(answer)
+        messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
         return self._template.render(messages, prompt=False)
 
-    def _tokens(self, said: Said) -> Sequence[int]:
-        if _is_tokens(said):
-            return said
-        return self._tokens_of(_contents(cast("str | Sequence[Message]", said)), special=False)
+    def _encode_part(self, content: Content) -> Sequence[int]:
+        if _is_tokens(content):
+            return content
+        return self._encode_text(_text(cast("str | Sequence[Message]", content)), special=False)
 
-    def _tokens_of(self, text: str, *, special: bool) -> list[int]:
+    def _encode_text(self, text: str, *, special: bool) -> list[int]:
         try:
             token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         except TypeError:
-            # JSON can escape halves of a character, which no tokenizer takes.
-            raise ConfigError(f"expected a text of whole characters, got {text!r:.60}") from None
+            # JSON can contain lone surrogates, which tokenizers reject.
+            raise ConfigError(f"the text contains half of a character: {text!r:.60}") from None
         return token_ids
 
-    def _checked(self, token_ids: list[int]) -> list[int]:
-        strange = [one for one in token_ids if not 0 <= one < len(self._tokenizer)]
-        if strange:
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        invalid = [token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)]
+        if invalid:
             raise ConfigError(
-                f"expected token ids below {len(self._tokenizer)}, the size of the model's "
-                f"vocabulary, got {strange[0]}; leave padding out, or give texts"
+                f"token ids must be below {len(self._tokenizer)}, the size of the model's "
+                f"vocabulary, got {invalid[0]}; leave padding out, or give texts"
             )
-        return token_ids
 
 
-def format_for(tokenizer: PreTrainedTokenizerBase, wanted: str) -> Format:
-    """The format that is meant: "auto" is the chat template where there is one."""
-    if wanted == "auto":
+def choose_format(tokenizer: PreTrainedTokenizerBase, format: str) -> Format:
+    """Return the format; "auto" is "chat" if the tokenizer has a chat template."""
+    if format == "auto":
         return "text" if tokenizer.chat_template is None else "chat"
-    return cast(Format, wanted)
+    return cast(Format, format)
 
 
-def _check_said(said: Any) -> None:
-    if isinstance(said, str):
+def _check_content(content: Any) -> None:
+    if isinstance(content, str):
         return
-    if isinstance(said, Sequence) and (
-        all(isinstance(one, int) for one in said)
-        or all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in said)
+    if isinstance(content, Sequence) and (
+        all(isinstance(item, int) for item in content)
+        or all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in content)
     ):
         return
     raise ConfigError(
         'expected a text, a list of messages {"role": ..., "content": ...}, or a list of token '
-        f"ids, got {said!r:.60}"
+        f"ids, got {content!r:.60}"
     )
 
 
-def _is_tokens(said: Said) -> TypeGuard[Sequence[int]]:
-    return not isinstance(said, str) and bool(said) and isinstance(said[0], int)
+def _is_tokens(content: Content) -> TypeGuard[Sequence[int]]:
+    return not isinstance(content, str) and bool(content) and isinstance(content[0], int)
 
 
-def _contents(said: str | Sequence[Message]) -> str:
-    return said if isinstance(said, str) else "".join(message["content"] for message in said)
+def _text(content: str | Sequence[Message]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(message["content"] for message in content)
 
 
-def _messages(said: str | Sequence[Message], role: str) -> list[Message]:
-    if isinstance(said, str):
-        return [{"role": role, "content": said}] if said else []
-    return list(said)
+def _make_messages(content: str | Sequence[Message], role: str) -> list[Message]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}] if content else []
+    return list(content)

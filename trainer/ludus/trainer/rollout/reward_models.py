@@ -174,7 +174,7 @@ class _QueuedModel:
                 )
 
     def _tell_of_cuts(self) -> None:
-        texts = self._model.texts
+        texts = self._model.encoder
         if texts.num_cut and not self._has_told_of_cuts:
             self._has_told_of_cuts = True
             _log.warning(

@@ -15,7 +15,7 @@ from typing import Any
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import number_in
 from ludus.trainer.core.streams import Stream, make_random
-from ludus.trainer.reward_model.rows import rows_of
+from ludus.trainer.reward_model.rows import read_rows
 
 _QUESTIONS = ("question", "problem", "prompt")
 _SOLUTIONS = ("answer", "solution")
@@ -82,12 +82,14 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def _problems_of(path: Path) -> Iterator[Problem]:
-    for row in rows_of(path):
-        question = _column(row.values, _QUESTIONS, row.place)
-        said = str(_column(row.values, _SOLUTIONS, row.place))
+    for row in read_rows(path):
+        question = _column(row.values, _QUESTIONS, row.location)
+        said = str(_column(row.values, _SOLUTIONS, row.location))
         solution = number_in(said.rpartition(_BEFORE_SOLUTION)[2].strip())
         if solution is None:
-            raise ConfigError(f"{row.place}: expected an answer that is a number, got {said!r:.80}")
+            raise ConfigError(
+                f"{row.location}: expected an answer that is a number, got {said!r:.80}"
+            )
         yield Problem(str(question), solution)
 
 

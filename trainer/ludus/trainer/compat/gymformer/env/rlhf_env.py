@@ -28,7 +28,7 @@ from ludus.trainer.compat.gymformer.arguments import check_number, device_in, to
 from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import RewardModel, load_reward_model
-from ludus.trainer.reward_model.rows import rows_of
+from ludus.trainer.reward_model.rows import read_rows
 
 ScoreFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 """(prompts, answers) -> scores."""
@@ -163,11 +163,11 @@ def _read_prompts(path: str) -> tuple[str, ...]:
 
 
 def _prompts_of(path: str) -> Iterator[str]:
-    for row in rows_of(Path(path)):
+    for row in read_rows(Path(path)):
         prompt = next((row.values[name] for name in _PROMPTS if name in row.values), None)
         if not isinstance(prompt, str):
             raise ConfigError(
-                f"{row.place}: expected a text in column {' or '.join(_PROMPTS)}, got "
+                f"{row.location}: expected a text in column {' or '.join(_PROMPTS)}, got "
                 f"{', '.join(row.values)}"
             )
         yield prompt

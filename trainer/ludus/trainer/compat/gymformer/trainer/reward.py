@@ -79,7 +79,7 @@ def _trained(config: RewardModelConfig, resume_checkpoint: str | Path | None) ->
     resume = None
     if resume_checkpoint is not None:
         resume = Path(path_in("resume_checkpoint", resume_checkpoint))
-    model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
+    model, _ = train_reward_model(config, resume=resume, overwrite=True, on_progress=_tell)
     return model
 
 
