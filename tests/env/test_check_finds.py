@@ -278,11 +278,11 @@ PLAYED_BEFORE = """
 import asyncio, gc, sys
 gc.disable()  # what playing leaves is still there when the copy is made
 from ludus.env.check.apart import outcomes
-from ludus.env.serving.loopback import connected
+from ludus.env.serving.loopback import open_client
 from tests.env.counting_env import CountingEnv
 
 async def play():
-    async with connected(CountingEnv) as client:
+    async with open_client(CountingEnv) as client:
         session, _ = await client.open(seed=1)
         await session.close()
 

@@ -16,7 +16,7 @@ from ludus.env.adapters.gymnasium.text import without_colours
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import decode_action
-from ludus.env.serving.loopback import PlayOptions, connected
+from ludus.env.serving.loopback import PlayOptions, open_client
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.env.types import Transition
@@ -370,7 +370,7 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire):
 @pytest.mark.slow
 def test_a_server_of_it_keeps_the_rules_of_the_wire():
     async def found() -> list[str]:
-        async with connected(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
+        async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
             return [f"{one.name}: {one.detail}" for one in report.checks if not one.ok]
 

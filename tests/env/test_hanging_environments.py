@@ -147,5 +147,5 @@ async def test_a_step_that_keeps_the_event_loop_ends_the_server_with_a_code(tmp_
                 await session.step({"add": int(Deed.HANG)})
         assert await asyncio.to_thread(server.process.wait) == EXIT_CODE
         said = await asyncio.to_thread(server.process.stderr.read)
-        assert "has kept the event loop for more than 1 s" in said
+        assert "has blocked the event loop for more than 1 s" in said
         assert "in _do" in said, "it shows where"

@@ -13,7 +13,7 @@ from ludus.env.recording.client_writer import EpisodeWriter
 from ludus.env.recording.format import hash_observation, read_recording
 from ludus.env.recording.verify import recorded_factory, replay_episode
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
-from ludus.env.serving.loopback import connected
+from ludus.env.serving.loopback import open_client
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
@@ -206,7 +206,7 @@ async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path):
 
 async def replays_of(path: Path) -> list[str]:
     episodes = episodes_of(path)
-    async with connected(recorded_factory(episodes[0])) as client:
+    async with open_client(recorded_factory(episodes[0])) as client:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
 
 
@@ -321,7 +321,7 @@ def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_pat
 
 async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
     path = tmp_path / "played.jsonl"
-    async with connected(environment_factory(TARGET, {})) as client:
+    async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
         session, first = await client.open(seed=2)
         writer.begin(2, first)

@@ -14,7 +14,7 @@ from ludus.env.messages.openenv import observation_frame, observation_payload
 from ludus.env.messages.protobuf import read_encoded
 from ludus.env.recording.format import read_recording
 from ludus.env.recording.verify import replay_episode
-from ludus.env.serving.loopback import connected
+from ludus.env.serving.loopback import open_client
 from ludus.env.transports.lazy_result import read_result
 from ludus.env.transports.websocket import WebSocketTransport
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -130,10 +130,10 @@ async def test_a_recording_notes_it_and_a_replay_holds_the_environment_to_it(tmp
             await said_over(client, actions)
     episodes = list(read_recording(path))
     assert [episode.steps[-1].result.success for episode in episodes] == [True, False, False]
-    async with connected(GoalEnv) as client:
+    async with open_client(GoalEnv) as client:
         replays = [await replay_episode(client, episode) for episode in episodes]
         assert not any(replay.difference for replay in replays)
-    async with connected(CountingEnv) as client:
+    async with open_client(CountingEnv) as client:
         replay = await replay_episode(client, episodes[0])
         assert replay.difference == "step 5: expected success True, got None"
 

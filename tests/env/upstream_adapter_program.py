@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ludus.env.check import CheckReport, check_environment, check_server
-from ludus.env.serving.loopback import PlayOptions, connected
+from ludus.env.serving.loopback import PlayOptions, open_client
 from ludus.env.sessions.hosts import describe_environment
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import EnvError
@@ -50,7 +50,7 @@ async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
     sample = factory()
     sample.close()
     isolation = "process" if sample.one_per_process else "inline"
-    async with connected(factory, PlayOptions(isolation=isolation, max_sessions=4)) as client:
+    async with open_client(factory, PlayOptions(isolation=isolation, max_sessions=4)) as client:
         report = await check_server(client, num_steps=8, seeds=(1, 2))
         offered = [check.name for check in report.checks if check.verdict == "not offered"]
         session, first = await client.open(seed=3)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ludus.env.serving.loopback import PlayOptions, connected
+from ludus.env.serving.loopback import PlayOptions, open_client
 from ludus.proto.errors import NotFoundError
 from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
@@ -37,10 +37,10 @@ async def test_who_waits_is_counted_as_demand_and_plays_when_a_server_has_starte
 async def test_who_waits_in_vain_is_told_for_how_long():
     source = ListedServers()
     async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
-        with pytest.raises(NotFoundError, match=r"to open a session within 0\.1 s"):
+        with pytest.raises(NotFoundError, match=r"did not open a session within 0\.1 s"):
             await describe(gateway.grpc_address, wait_s=0.1)
 
 
 async def describe(address: str, wait_s: float):
-    async with connected(address, PlayOptions(wait_s=wait_s)) as client:
+    async with open_client(address, PlayOptions(wait_s=wait_s)) as client:
         return await client.describe()

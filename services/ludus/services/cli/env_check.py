@@ -142,9 +142,9 @@ def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckRep
 
 async def _check_on_wire(address: str, plan: CheckPlan, play_options: Any) -> CheckReport:
     from ludus.env.check import check_server
-    from ludus.env.serving.loopback import connected
+    from ludus.env.serving.loopback import open_client
 
-    async with connected(address, play_options) as client:
+    async with open_client(address, play_options) as client:
         return await check_server(
             client, seeds=plan.seeds, num_steps=plan.num_steps, timeout_s=plan.timeout_s
         )

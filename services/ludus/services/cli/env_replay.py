@@ -83,13 +83,13 @@ async def _replay_all(
 ) -> list[Replay]:
     """Replay the episodes in order; consecutive episodes of one environment share a server."""
     from ludus.env.recording.verify import recorded_factory, replay_episode
-    from ludus.env.serving.loopback import PlayOptions, connected
+    from ludus.env.serving.loopback import PlayOptions, open_client
 
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
         neighbors = list(group)
-        async with connected(server or recorded_factory(neighbors[0]), options) as client:
+        async with open_client(server or recorded_factory(neighbors[0]), options) as client:
             replays += [await replay_episode(client, episode) for episode in neighbors]
     return replays
 

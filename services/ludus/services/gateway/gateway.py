@@ -258,7 +258,7 @@ class Gateway:
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
             environment={SESSION_KEY_VARIABLE: key},
-            withheld=self._withheld_variables(),
+            hidden_variables=self._withheld_variables(),
         )
 
     def _withheld_variables(self) -> frozenset[str]:

@@ -1,1 +1,1 @@
-"""An environment server as a process: its options, command line, ports and life."""
+"""An environment server as a process: its options, command line, ports and life cycle."""

@@ -1,7 +1,7 @@
-"""Processes that an environment forks from its server: they keep none of the server's ports.
+"""Protection of a server's ports in processes that its environment forks.
 
-A forked child has all that its parent has open. It would keep the ports taken when the server is
-gone, and connections of clients open that nobody answers.
+A forked child inherits all open sockets. It would keep the ports occupied after the server has
+exited, and keep connections of clients open.
 """
 
 from __future__ import annotations
@@ -14,46 +14,47 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_own_ports: Counter[int] = Counter()
+_protected_ports: Counter[int] = Counter()
 
 
-def withhold(ports: Iterable[int]) -> None:
-    """Keep children that are forked from now on from these ports."""
-    _own_ports.update(ports)
+def protect_ports(ports: Iterable[int]) -> None:
+    """Replace sockets on these ports in processes that are forked from now on."""
+    _protected_ports.update(ports)
 
 
-def release(ports: Iterable[int]) -> None:
-    """Take back what `withhold` said."""
-    _own_ports.subtract(ports)
+def unprotect_ports(ports: Iterable[int]) -> None:
+    """Undo `protect_ports`."""
+    _protected_ports.subtract(ports)
 
 
-def _let_go() -> None:
-    """In the child: put nothing in the place of every socket on the ports.
+def _replace_sockets() -> None:
+    """Replace every socket on a protected port by /dev/null, in the forked child.
 
-    They are not closed, because the objects that own them would later close what came after.
+    The sockets are not closed, because the objects that own them would later close descriptors
+    that were reused.
     """
-    ports = {port for port, count in _own_ports.items() if count > 0}
-    if not ports or not _DESCRIPTORS.is_dir():  # only Linux has it
+    ports = {port for port, count in _protected_ports.items() if count > 0}
+    if not ports or not _DESCRIPTORS.is_dir():  # only Linux has this folder
         return
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir(_DESCRIPTORS):
-        with contextlib.suppress(OSError):  # the folder's own, which is closed by now
-            if _port_of(int(name)) in ports:
-                os.dup2(nothing, int(name), inheritable=False)
-    os.close(nothing)
-    _own_ports.clear()
+        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+            if _find_port(int(name)) in ports:
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+    _protected_ports.clear()
 
 
-def _port_of(descriptor: int) -> int:
-    """The local port of an internet socket; 0 of all else."""
+def _find_port(descriptor: int) -> int:
+    """Return the local port of an internet socket, or 0 for other descriptors."""
     if not os.readlink(_DESCRIPTORS / str(descriptor)).startswith("socket:"):
         return 0
-    one = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=descriptor)
     try:
-        is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
-        return int(one.getsockname()[1]) if is_internet else 0
+        is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        return int(connection.getsockname()[1]) if is_internet else 0
     finally:
-        one.detach()
+        connection.detach()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_replace_sockets)

@@ -1,11 +1,10 @@
-"""The ports of a server or a gateway: HTTP with WebSockets, and gRPC, both with TLS if asked.
+"""The ports of a server or gateway: HTTP with WebSockets, and gRPC, both optionally with TLS.
 
     HTTP  --BoundedHttp--> application <--DirectWebSocketProtocol-- WebSocket
     gRPC  --keepalive----> services
 
-Both listen within one running event loop and stop when told, within about a second. A peer
-that died without a word is noticed by pings: over gRPC within half a minute, over WebSocket
-within forty seconds.
+Both listen within one running event loop and stop on request within about a second. Pings detect
+a dead client: over gRPC within half a minute, over WebSocket within forty seconds.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ _GRPC_GRACE_S = 0.3
 _AGE_GRACE_MS = 10_000
 _WEBSOCKET_PING_S = 20.0
 _GRPC_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two processes share a port and split its calls
+    ("grpc.so_reuseport", 0),  # otherwise two processes share a port and split its calls
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # A client that died without a word is noticed, and its sessions begin to linger.
+    # Pings detect a client that died silently, so that its sessions start to linger.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
+    # A bandwidth probe without a reply would delay the keepalive for a minute.
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
 
 
 def bind(host: str, port: int, name: str) -> socket.socket:
-    """A listening socket.
+    """Bind a socket and listen.
 
     Raises:
-        PortInUseError: something else listens there.
+        PortInUseError: the port is in use.
         ConfigError: the host or port cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # All addresses means those of IPv4 too, as gRPC takes it.
+    # The address for all of IPv6 includes IPv4, as in gRPC.
     is_dual = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
@@ -63,13 +62,11 @@ def bind(host: str, port: int, name: str) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _port_in_use(name, host, port) from error
-        raise ConfigError(
-            f"expected a host and {name} to listen on, got {host}:{port}: {error.strerror}"
-        ) from error
+        raise ConfigError(f"cannot listen on {host}:{port} ({name}): {error.strerror}") from error
 
 
 def authority(host: str, port: int) -> str:
-    """Host and port as they stand in an address."""
+    """Return host and port in the form of an address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -81,18 +78,18 @@ def build_grpc_server(
     max_connection_age_s: float = 0.0,
     max_message_bytes: int = MAX_GATEWAY_CALL_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server without services that is to be started, and its port.
+    """Build a gRPC server without services and return it with its port; `start` it later.
 
     Args:
-        port: 0 takes a free one.
-        max_connection_age_s: ends connections that are older; 0 lets them live.
-        max_message_bytes: what a server behind a gateway takes is more than the gateway does.
+        port: 0 uses a free port.
+        max_connection_age_s: age at which connections are closed; 0 sets no limit.
+        max_message_bytes: maximum size of a message, larger for servers behind gateways.
 
     Raises:
-        PortInUseError: something else listens there.
+        PortInUseError: the port is in use.
         ConfigError: the host, the port or a file of `tls` cannot be used.
     """
-    bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
+    bind(host, port, "grpc_port").close()  # gRPC does not report what is wrong
     credentials = None if tls is None else grpc_server_credentials(tls)
     limits = [("grpc.max_receive_message_length", max_message_bytes)]
     if max_connection_age_s > 0:
@@ -101,17 +98,17 @@ def build_grpc_server(
     server = grpc.aio.server(
         options=(*_GRPC_OPTIONS, *limits), interceptors=[UnparsedStreams(), *interceptors]
     )
-    place = authority(host, port)
+    address = authority(host, port)
     try:
         if credentials is None:
-            return server, server.add_insecure_port(place)
-        return server, server.add_secure_port(place, credentials)
+            return server, server.add_insecure_port(address)
+        return server, server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise _port_in_use("grpc_port", host, port) from error
 
 
 async def stop_grpc_server(server: grpc.aio.Server) -> None:
-    """Stop it; calls are cancelled after a short grace."""
+    """Stop a server; running calls are cancelled after a short grace."""
     await server.stop(grace=_GRPC_GRACE_S)
 
 
@@ -119,7 +116,7 @@ class HttpListener:
     """A uvicorn server on a bound socket, within a running event loop.
 
     Args:
-        keep_alive_s: how long a connection may be idle; a request that meets its end is lost.
+        keep_alive_s: maximum idle time of a connection.
 
     Raises:
         ConfigError: a file of `tls` cannot be used.
@@ -133,16 +130,16 @@ class HttpListener:
         keep_alive_s: int = _KEEP_ALIVE_S,
     ) -> None:
         self._listener = listener
-        self._server = _Server(_uvicorn_config(app, tls, keep_alive_s))
+        self._server = _UvicornServer(_uvicorn_config(app, tls, keep_alive_s))
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
-        """Start to answer."""
+        """Listen and answer requests."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._serving.done():
@@ -150,21 +147,21 @@ class HttpListener:
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Stop; connections are left after a short grace."""
+        """Stop; open connections are closed after a short grace."""
         self._server.stop()
         if self._serving is not None:
             await self._serving
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that stops when told, not when it next looks, and leaves signals alone."""
+class _UvicornServer(uvicorn.Server):
+    """A uvicorn server that stops immediately on request and handles no signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Let `serve` return."""
+        """Make `serve` return."""
         self._stop.set()
 
     async def main_loop(self) -> None:
@@ -211,6 +208,6 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uv
 
 def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
     return PortInUseError(
-        f"expected a free {name}, got {port}: something else listens on {host}:{port};"
-        f" stop it or choose another {name} (0 takes a free one)"
+        f"{name} {port} is in use on {host}; stop the other program or choose another {name}"
+        " (0 uses a free port)"
     )

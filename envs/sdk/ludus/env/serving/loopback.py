@@ -1,7 +1,7 @@
-"""A client to play on, whether an environment is named by its target or by an address.
+"""A client for an environment that is named by a target or an address.
 
-target --> EnvServer on a free loopback port, for as long as the client is used --> client
-address ------------------------------------------------------------------------> client
+target --> EnvServer on a free loopback port, as long as the client is open --> client
+address ---------------------------------------------------------------------> client
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from ludus.env.transports.interface import retry_unavailable
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
-_OWN_SERVER_TIMEOUT_S = 60.0
-"""It listens already; only a machine that stands still keeps it from answering."""
+_LOCAL_TIMEOUT_S = 60.0
+"""A local server listens already and only answers late on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """How the server is reached or started."""
+    """Options of `open_client`."""
 
     token: str | None = None
-    """For an address that asks for one."""
+    """Token for an address that requires one."""
     timeout_s: float = 60.0
-    """For one call."""
+    """Time limit of a call."""
     wait_s: float = 0.0
-    """How long an address may take until a session can be opened there; 0 asks for none."""
+    """Maximum wait until a session can be opened at an address; 0 does not try."""
     max_sessions: int = 64
-    """Of a server that is started here."""
+    """Maximum number of sessions of a local server."""
     isolation: Isolation = "inline"
-    """Where its sessions run."""
+    """Isolation of a local server's sessions."""
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    place: EnvironmentFactory | str, options: PlayOptions | None = None
+async def open_client(
+    server: EnvironmentFactory | str, options: PlayOptions | None = None
 ) -> AsyncIterator[AsyncEnvClient]:
-    """A client of the server at an address, or of one that is started for a factory.
+    """Open a client of the server at an address, or of a local server for a factory.
 
     Raises:
-        NotFoundError: nothing answers at the address, or it opens no session in time.
+        NotFoundError: no server answers at the address, or it opens no session in time.
     """
     options = options or PlayOptions()
     async with contextlib.AsyncExitStack() as stack:
-        if isinstance(place, str):
-            address, token, patience_s = place, options.token, CONNECT_TIMEOUT_S
+        if isinstance(server, str):
+            address, token, timeout_s = server, options.token, CONNECT_TIMEOUT_S
         else:
             server_options = ServerOptions(
                 port=0, max_sessions=options.max_sessions, isolation=options.isolation
             )
-            server = await stack.enter_async_context(EnvServer(place, server_options))
-            address, token, patience_s = server.grpc_address, None, _OWN_SERVER_TIMEOUT_S
+            local_server = await stack.enter_async_context(EnvServer(server, server_options))
+            address, token, timeout_s = local_server.grpc_address, None, _LOCAL_TIMEOUT_S
         try:
-            if isinstance(place, str) and options.wait_s > 0:
-                await _wait_for_a_session(address, token, options.wait_s)
+            if isinstance(server, str) and options.wait_s > 0:
+                await _wait_for_session(address, token, options.wait_s)
             client = await AsyncEnvClient.connect(
                 address,
                 ConnectOptions(
                     token=token,
                     timeout_s=options.timeout_s,
-                    connect_timeout_s=patience_s,
+                    connect_timeout_s=timeout_s,
                     allow_ignored_seed=True,
                 ),
             )
@@ -77,11 +77,11 @@ async def connected(
         yield await stack.enter_async_context(client)
 
 
-async def _wait_for_a_session(address: str, token: str | None, wait_s: float) -> None:
-    """Wait until a session can be opened, which starts a server where there is none.
+async def _wait_for_session(address: str, token: str | None, wait_s: float) -> None:
+    """Wait until a session can be opened, which may start a server.
 
     Raises:
-        UnavailableError: it could not within `wait_s`.
+        UnavailableError: no session could be opened within `wait_s`.
     """
 
     async def attempt() -> None:
@@ -96,6 +96,4 @@ async def _wait_for_a_session(address: str, token: str | None, wait_s: float) ->
         async with asyncio.timeout(wait_s):
             await retry_unavailable(attempt, wait_s)
     except TimeoutError:
-        raise UnavailableError(
-            f"expected {address} to open a session within {wait_s:g} s, it opened none"
-        ) from None
+        raise UnavailableError(f"{address} did not open a session within {wait_s:g} s") from None

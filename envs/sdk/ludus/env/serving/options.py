@@ -1,9 +1,9 @@
-"""How a server listens, how many sessions it holds, and what they may do to it.
+"""Options of a server: its ports, sessions, isolation and limits.
 
     ServerOptions --flags--> arguments of `python -m ludus.env` (cli.py)
                        +---> options of `ludus env serve`
 
-The command line imports this file to print its help, so nothing heavy may be imported here.
+The command line imports this file to print its help, so it must not import large modules.
 """
 
 from __future__ import annotations
@@ -37,33 +37,31 @@ GRPC_PORT_OFFSET = 10_000
 STEP_TIMEOUT_S = 60.0
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
-"""Never flags: arguments are shown to every user of a machine."""
+"""Fields without a flag, because every user of a machine can read arguments."""
 _GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "where sessions run"}
-"""Each group of flags by its first field."""
+"""Name of each group of flags, by its first field."""
 
 
-def _own_server_id() -> str:
+def _default_server_id() -> str:
     pod_uid = os.environ.get("POD_UID")
     return pod_server_id(pod_uid) if pod_uid else new_server_id()
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddresses:
-    """Where a running server listens."""
+    """Addresses of a running server."""
 
     http: str
     grpc: str
     admin: str = ""
-    """Empty where there is no admin port."""
+    """Address of the admin port; "" without one."""
 
 
 class ServerOptions(BaseModel):
-    """Where and how a server listens, and where its sessions run.
-
-    The text under a field is also the help of its flag.
+    """Options of a server. The text under a field is also the help of its flag.
 
     Raises:
-        ConfigError: the options cannot work.
+        ConfigError: the options are not valid.
     """
 
     model_config = ConfigDict(
@@ -73,87 +71,88 @@ class ServerOptions(BaseModel):
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
-    """For HTTP and WebSocket; 0 takes a free one."""
+    """Port for HTTP and WebSocket; 0 uses a free port."""
     grpc_port: int | None = Field(None, ge=0, le=65_535)
-    """For gRPC; else port + 10000, or a free one when the port is 0."""
+    """Port for gRPC. Default: port + 10000, or a free port if the port is 0."""
     admin_port: int | None = Field(None, ge=0, le=65_535)
-    """Probes, /drain and /metrics over HTTP, without token and TLS: for a port that only the
-    cluster reaches. 0 takes a free one; else there is none."""
+    """Port for probes, /drain and /metrics over HTTP, without token and TLS, which only the
+    cluster should reach. 0 uses a free port. Default: no admin port."""
     max_sessions: int = Field(256, ge=1)
-    """Sessions at once."""
+    """Maximum number of open sessions."""
     drain_grace_s: float = Field(0.0, ge=0)
-    """How long SIGTERM lets sessions continue, none new; the server ends when the last one has.
-    In a pod, stay below its terminationGracePeriodSeconds."""
+    """Seconds that sessions may continue after SIGTERM, while no new session is opened. Must be
+    less than a pod's terminationGracePeriodSeconds."""
     idle_timeout_s: float = 600.0
-    """A session without a call for so long is ended."""
+    """Seconds without a call after which a session is closed."""
     wait_for_slot_s: float = Field(0.0, ge=0)
-    """How long an open waits for a free session."""
+    """Seconds that an open waits for a free session."""
     first_seed: int | None = Field(None, ge=0)
-    """Resets without a seed take this one, then the next; else seeds are drawn."""
+    """Seed of the first reset without a seed; later resets count up. Default: random seeds."""
     check_determinism: bool = False
-    """Try at the start, for about two seconds, whether same seeds give same episodes."""
+    """Check at the start, for about two seconds, whether equal seeds give equal episodes."""
     deterministic: bool = False
-    """Take same seeds to give same episodes, untried: for environments too slow to be tried."""
+    """Assume that equal seeds give equal episodes, for environments too slow for the check."""
     token: str | None = Field(None, repr=False)
-    """What callers must show; the variable `token_env` has precedence."""
+    """Token that clients must send; the variable `token_env` takes precedence."""
     token_env: str = ""
-    """Environment variable that holds the token; it may be unset."""
+    """Name of the environment variable with the token, which may be unset."""
     insecure: bool = False
     """Listen beyond this machine without a token."""
     record: Path | None = None
-    """Write every episode to this .jsonl file, or to a file of its own in this folder."""
+    """Record every episode in this .jsonl file, or in a new file in this folder."""
     ready_file: Path | None = None
-    """Written as JSON (http, grpc, admin, pid) once a server process listens."""
+    """File that is written as JSON (http, grpc, admin, pid) when the server listens."""
     tls_cert: Path | None = None
-    """PEM file with the certificate; both ports then speak TLS only. It may be replaced while
-    the server runs."""
+    """PEM file with the certificate, which makes both ports use TLS. The file may be replaced
+    while the server runs."""
     tls_key: Path | None = None
     """PEM file with the certificate's private key."""
     tls_client_ca: Path | None = None
-    """PEM file; asks clients for certificates of this authority."""
+    """PEM file with authorities; clients must then show certificates of these authorities."""
     isolation: Isolation = "inline"
-    """inline: in the server itself, fastest, and code that crashes or hangs takes the server
-    with it; pool: in worker processes that share the sessions; process: one for each session."""
+    """inline: sessions run in the server, which is fastest, but code that crashes or hangs stops
+    the server. pool: sessions share worker processes. process: each session has its own."""
     num_workers: int | None = Field(None, ge=1)
-    """Of a pool; else one for each CPU."""
+    """Number of workers in a pool. Default: one per CPU."""
     num_threads: int = Field(32, ge=1)
-    """Of the server or of each worker in a pool, for environments that do not step on the
-    event loop."""
+    """Number of threads of the server, or of each worker in a pool, for environments that do not
+    step on the event loop."""
     step_timeout_s: float = Field(STEP_TIMEOUT_S, ge=0)
-    """A longer call ends its session, with its worker where it has one, and building an
-    environment may take as long; 0 waits for ever. A step on the event loop that takes longer
-    ends the server with exit code 70."""
+    """Seconds after which a call ends its session, and its worker if it has one. The limit also
+    applies to building an environment. 0 sets no limit. A longer step on the event loop stops the
+    server with exit code 70."""
     memory_limit_mb: int = Field(0, ge=0)
-    """Of a worker; 0 is none."""
+    """Memory limit of a worker in MB; 0 sets no limit."""
     cpu_limit_s: float = Field(0.0, ge=0)
-    """CPU time of a session with a process of its own; 0 is none."""
+    """CPU seconds of a session with isolation=process; 0 sets no limit."""
     disk_limit_mb: int = Field(1024, ge=0)
-    """Of a worker's own folder; 0 is none."""
+    """Size limit of a worker's folder in MB; 0 sets no limit."""
     pass_env: tuple[str, ...] = ()
-    """Environment variable that workers get too; they get few, and no secrets. May be repeated."""
+    """Environment variable that workers also get; by default they get few, and no secrets. May
+    be repeated."""
     allow_read: tuple[Path, ...] = ()
-    """File or folder that workers may read, beside the system, the code and what the
-    environment's options name. May be repeated."""
+    """File or folder that workers may read, in addition to the system, the code and the paths in
+    the environment's options. May be repeated."""
     allow_write: tuple[Path, ...] = ()
-    """File or folder in which workers may read and write, beside a folder of their own. May be
+    """File or folder that workers may read and write, in addition to each worker's folder. May be
     repeated."""
     no_network: bool = False
-    """Give workers no network, not even loopback."""
+    """Start workers without any network, including loopback."""
     require_sandbox: bool = False
-    """Refuse to serve where a layer of the workers' sandbox is missing."""
+    """Refuse to start if the workers' sandbox lacks a layer."""
     session_key: str | None = Field(None, repr=False)
-    """The gateway's: lets clients open sessions under ids that it signed."""
-    server_id: str = Field(default_factory=_own_server_id)
-    """In session ids; that of the pod when POD_UID is set."""
+    """Key of the gateway, so that clients can open sessions under ids that the gateway signed."""
+    server_id: str = Field(default_factory=_default_server_id)
+    """Name of the server in session ids; derived from POD_UID if set."""
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
-        """The options, with errors in this project's words."""
-        if isinstance(given, Mapping) and given.get("token_env"):
-            given = {**given, "token": os.environ.get(given["token_env"], given.get("token"))}
+    def _read(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Build the options, converting pydantic's errors to ConfigError."""
+        if isinstance(values, Mapping) and values.get("token_env"):
+            values = {**values, "token": os.environ.get(values["token_env"], values.get("token"))}
         try:
-            options = build(given)
+            options = build(values)
         except ValidationError as error:
             raise ConfigError(explain(error)) from None
         options._check_ports()
@@ -165,69 +164,64 @@ class ServerOptions(BaseModel):
     def _check_ports(self) -> None:
         if self.host not in _LOOPBACK_HOSTS and not self.token and not self.insecure:
             raise ConfigError(
-                f"expected a token to listen on {self.host}, which other machines can reach,"
-                " got none; give one, listen on 127.0.0.1, or allow it as insecure"
+                f"listening on {self.host}, which other machines can reach, needs a token; set a"
+                " token, listen on 127.0.0.1, or allow it as insecure"
             )
         if self.bound_grpc_port > 65_535:
             raise ConfigError(
-                f"expected grpc_port between 0 and 65535, got {self.bound_grpc_port};"
+                f"grpc_port must be between 0 and 65535, got {self.bound_grpc_port};"
                 " set port and grpc_port"
             )
 
     def _check_tls(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ConfigError(
-                f"expected tls_cert and tls_key together, got {given} alone; give {missing} too"
-            )
+            present, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{present} needs {missing}; give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError(
-                "expected tls_client_ca with tls_cert and tls_key, got it alone; give all three"
-            )
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key; give all three")
 
     def _check_isolation(self) -> None:
         isolation = self.isolation
         if isolation != "inline" and not hasattr(os, "fork"):
             raise ConfigError(
-                f"expected isolation='inline', because this system cannot fork; got {isolation!r}"
+                f"isolation must be 'inline', because this system cannot fork; got {isolation!r}"
             )
         if self.num_workers is not None and isolation != "pool":
             raise ConfigError(
-                f"expected num_workers with isolation='pool' only, got {self.num_workers} with"
-                f" '{isolation}'; leave it out, or set isolation='pool'"
+                f"num_workers needs isolation='pool', got {self.num_workers} with '{isolation}';"
+                " leave it out, or set isolation='pool'"
             )
         if self.memory_limit_mb and isolation == "inline":
             raise ConfigError(
-                f"expected memory_limit_mb with worker processes only, got {self.memory_limit_mb}"
-                " with isolation='inline'; set isolation='pool' or 'process'"
+                f"memory_limit_mb needs worker processes, got {self.memory_limit_mb} with"
+                " isolation='inline'; set isolation='pool' or 'process'"
             )
         for field in ("no_network", "require_sandbox"):
             if getattr(self, field) and isolation == "inline":
                 raise ConfigError(
-                    f"expected {field} with worker processes only, because nothing confines the"
-                    " server itself; got it with isolation='inline'; set isolation='pool' or"
-                    " 'process'"
+                    f"{field} needs worker processes, because the server itself is not confined;"
+                    " got it with isolation='inline'; set isolation='pool' or 'process'"
                 )
         if self.cpu_limit_s and isolation != "process":
             raise ConfigError(
-                "expected cpu_limit_s with isolation='process' only, because it counts the life"
-                f" of a whole process; got {self.cpu_limit_s:g} with '{isolation}';"
-                " set isolation='process', or bound single steps by step_timeout_s"
+                "cpu_limit_s needs isolation='process', because it limits a whole process; got"
+                f" {self.cpu_limit_s:g} with '{isolation}'; set isolation='process', or limit"
+                " single steps by step_timeout_s"
             )
 
     @property
     def bound_grpc_port(self) -> int:
-        """The gRPC port to ask for."""
+        """Requested gRPC port."""
         return bound_grpc_port(self.port, self.grpc_port)
 
     @property
     def bound_num_workers(self) -> int:
-        """How many workers a pool has: no more than sessions."""
+        """Number of workers in a pool, at most one per session."""
         return min(self.num_workers or available_cpus(), self.max_sessions)
 
     @property
     def key(self) -> SessionKey | None:
-        """What reads signed session ids."""
+        """Key that verifies signed session ids; None without one."""
         return SessionKey(self.session_key.encode()) if self.session_key else None
 
 
@@ -238,52 +232,52 @@ class Flag:
     field: str
     info: FieldInfo
     default: Any
-    """What the command line takes when the flag is not given."""
+    """Default value on the command line."""
     group: str
 
     @property
     def name(self) -> str:
-        """For example --grpc-port."""
+        """Name of the flag, for example --grpc-port."""
         if self.default is True:
             return "--no-determinism-check"
         return "--" + self.field.replace("_", "-")
 
     @property
     def annotation(self) -> Any:
-        """The type of its value."""
+        """Type of the value."""
         return self.info.annotation
 
     @property
     def is_switch(self) -> bool:
-        """True when it takes no value, and turns the default around."""
+        """True if the flag takes no value and inverts the default."""
         return isinstance(self.default, bool)
 
     @property
     def is_repeated(self) -> bool:
-        """True when it is given once for each value."""
+        """True if the flag is repeated for several values."""
         return get_origin(self.annotation) is tuple
 
     @property
     def shown_default(self) -> str:
-        """The default for people; empty where the text explains it, as it does 0 and None."""
+        """Default for the help text; "" if the text explains it."""
         if self.is_switch or not self.default:
             return ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def help(self) -> str:
-        """What the field's own text says."""
+        """Help text, from the docstring of the field."""
         text = " ".join((self.info.description or "").split())
         return f"Do not {text[0].lower()}{text[1:]}" if self.default is True else text
 
 
 def command_defaults(default_port: int) -> dict[str, Any]:
-    """Where a command line takes another default than a program that builds the options."""
+    """Return defaults of the command line that differ from the defaults of `ServerOptions`."""
     return {"port": default_port, "check_determinism": True, "token_env": TOKEN_VARIABLE}
 
 
 def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
-    """The flags of a server's command line, group by group."""
+    """Yield the flags of a server's command line, group by group."""
     defaults = command_defaults(default_port)
     group = ""
     for field, info in ServerOptions.model_fields.items():
@@ -293,14 +287,14 @@ def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
 
 
 def bound_grpc_port(port: int, grpc_port: int | None) -> int:
-    """The gRPC port to ask for where it may not be given: beside the other one."""
+    """Return the gRPC port to request, which is derived from the HTTP port by default."""
     if grpc_port is not None:
         return grpc_port
     return port + GRPC_PORT_OFFSET if port else 0
 
 
 def available_cpus() -> int:
-    """How many CPUs this process may use, a container's quota counted in."""
+    """Return the number of CPUs that this process may use, limited by a container's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     try:

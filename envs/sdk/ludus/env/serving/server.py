@@ -2,9 +2,9 @@
 
     port, grpc_port --Sessions--> SessionCore <--health-- admin_port, without token and TLS
 
-SIGTERM drains: no new sessions, and an end as soon as the last one has ended, at most
-`drain_grace_s` later. SIGINT and a second SIGTERM end the server at once. `/drain` stops
-admission and nothing else: a container that ended by itself would be started again.
+SIGTERM drains: the server opens no new sessions and stops when the last session has ended, at most
+`drain_grace_s` later. SIGINT and a second SIGTERM stop the server at once. `/drain` only stops new
+sessions, because Kubernetes would restart a container that exits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 class EnvServer:
-    """A server within a running event loop: `async with EnvServer(factory) as server`."""
+    """A server in a running event loop: `async with EnvServer(factory) as server`."""
 
     def __init__(self, factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
@@ -88,7 +88,7 @@ class EnvServer:
         """Listen on every port.
 
         Raises:
-            PortInUseError: something else listens there; nothing was started.
+            PortInUseError: a port is in use; nothing was started.
             ConfigError: the host or a port cannot be bound, or a file of TLS cannot be used.
         """
         options = self.options
@@ -97,7 +97,7 @@ class EnvServer:
         try:
             if options.admin_port is not None:
                 sockets.append(bind(options.host, options.admin_port, "admin_port"))
-            # A port in use is found before an environment is built.
+            # Check the port first, because building an environment may take long.
             bind(options.host, options.bound_grpc_port, "grpc_port").close()
             host = await self._new_host()
             self.core = SessionCore(host, self._core_options(host))
@@ -109,8 +109,8 @@ class EnvServer:
                 self._listeners.append(HttpListener(build_admin_app(sessions), sockets[1]))
             grpc_port = self._build_grpc_server(sessions)
         except BaseException:
-            for one in sockets:
-                one.close()
+            for listener in sockets:
+                listener.close()
             if host is not None:
                 await host.shut_down()
             raise
@@ -119,29 +119,30 @@ class EnvServer:
         self._sweeping = asyncio.create_task(self.core.close_idle_forever())
         self._addresses = self._find_addresses(grpc_port)
         self._ports = [grpc_port, *(listener.port for listener in self._listeners)]
-        forks.withhold(self._ports)
+        forks.protect_ports(self._ports)
 
     @property
     def addresses(self) -> ServerAddresses:
-        """Where it listens; empty until it does."""
+        """Addresses of the ports; empty before the server listens."""
         return self._addresses
 
     @property
     def http_address(self) -> str:
-        """For example http://127.0.0.1:8000."""
+        """HTTP address, for example http://127.0.0.1:8000."""
         return self._addresses.http
 
     @property
     def grpc_address(self) -> str:
-        """For example grpc://127.0.0.1:18000."""
+        """gRPC address, for example grpc://127.0.0.1:18000."""
         return self._addresses.grpc
 
     async def stop(self) -> None:
-        """Close everything within a few seconds; no worker is left."""
+        """Close all ports and sessions, and stop all workers, within a few seconds."""
         self._sweeping.cancel()
-        forks.release(self._ports)
+        forks.unprotect_ports(self._ports)
         await asyncio.gather(
-            stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
+            stop_grpc_server(self._grpc_server),
+            *(listener.stop() for listener in self._listeners),
         )
         await self.core.shut_down()
         if self._recording is not None:
@@ -149,22 +150,22 @@ class EnvServer:
 
     @property
     def missing_layers(self) -> str:
-        """What the sandbox of its workers lacks, and why; empty where there is nothing to say."""
+        """Layers that the workers' sandbox lacks, with the reasons; "" if none is missing."""
         return self._missing_layers
 
     @property
     def num_sessions(self) -> int:
-        """Those that are open."""
+        """Number of open sessions."""
         return self.core.load.num_sessions
 
     def drain(self) -> None:
-        """Refuse new sessions from now on."""
+        """Open no new sessions from now on."""
         self.core.drain()
 
     def _find_addresses(self, grpc_port: int) -> ServerAddresses:
         options = self.options
         secure = "s" if self._tls is not None else ""
-        http, *admin = (authority(options.host, one.port) for one in self._listeners)
+        http, *admin = (authority(options.host, listener.port) for listener in self._listeners)
         return ServerAddresses(
             f"http{secure}://{http}",
             f"grpc{secure}://{authority(options.host, grpc_port)}",
@@ -205,17 +206,17 @@ class EnvServer:
 
     def _core_options(self, host: SessionHost) -> CoreOptions:
         options = self.options
-        # Workers have tried it themselves: this process never builds what they isolate.
-        seen = options.deterministic or host.description.is_deterministic
-        if not seen and options.isolation == "inline" and options.check_determinism:
-            seen = is_deterministic(self._factory)
+        # Workers have run the check, because this process never builds an isolated environment.
+        deterministic = options.deterministic or host.description.is_deterministic
+        if not deterministic and options.isolation == "inline" and options.check_determinism:
+            deterministic = is_deterministic(self._factory)
         return CoreOptions(
             max_sessions=options.max_sessions,
             idle_timeout_s=options.idle_timeout_s,
             step_timeout_s=options.step_timeout_s,
             wait_for_slot_s=options.wait_for_slot_s,
             first_seed=options.first_seed,
-            is_deterministic=seen,
+            is_deterministic=deterministic,
             server_id=options.server_id,
             key=options.key,
         )
@@ -229,17 +230,17 @@ class EnvServer:
 
 
 def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, or until the environment's code has brought all to a stand.
+    """Serve until SIGTERM or SIGINT, or until the environment blocks the server.
 
     Raises:
-        PortInUseError: something else listens there; nothing was started.
+        PortInUseError: a port is in use; nothing was started.
         ConfigError: the environment cannot be built, or a file of TLS cannot be used.
     """
     hide_process()
     server = EnvServer(factory, options)
     ready_file = server.options.ready_file
 
-    def begin() -> None:
+    def on_ready() -> None:
         _announce(server, ready_file)
         core = server.core
         Watchdog(
@@ -247,35 +248,39 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
         )
 
     try:
-        run_until_signal(server, drain_grace_s=server.options.drain_grace_s, on_ready=begin)
+        run_until_signal(server, drain_grace_s=server.options.drain_grace_s, on_ready=on_ready)
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
 
 
 def run_server(
-    factory: EnvironmentFactory, given: Mapping[str, Any], default_port: int = DEFAULT_PORT
+    factory: EnvironmentFactory, arguments: Mapping[str, Any], default_port: int = DEFAULT_PORT
 ) -> NoReturn:
-    """The same, from a namespace of `add_server_arguments`; other names in it are ignored."""
+    """Serve until a signal and exit with 0, or exit with 2 after an error of the user.
+
+    Args:
+        arguments: namespace of `add_server_arguments`; other names in it are ignored.
+    """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         if isinstance(factory, TargetFactory):
-            given = {"isolation": factory.isolation, **given}
-        serve(factory, make_server_options(given, default_port))
+            arguments = {"isolation": factory.isolation, **arguments}
+        serve(factory, make_server_options(arguments, default_port))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    _leave_stuck_threads_behind()
+    _exit_despite_stuck_threads()
     sys.exit(0)
 
 
-def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = None) -> ASGIApp:
-    """The application that OpenEnv's images run with `uvicorn server.app:app`.
+def openenv_app(factory: EnvironmentFactory, arguments: Mapping[str, Any] | None = None) -> ASGIApp:
+    """Build the application that OpenEnv's images run with `uvicorn server.app:app`.
 
     Args:
-        given: options of the server that concern its sessions, as `run_server` takes them.
+        arguments: server options that concern sessions, as for `run_server`.
     """
-    options = ServerOptions(**(given or {}))
+    options = ServerOptions(**(arguments or {}))
     limit_s = options.step_timeout_s
     core_options = CoreOptions(max_sessions=options.max_sessions, step_timeout_s=limit_s)
     host = make_local_host(factory, options.num_threads, limit_s)
@@ -283,20 +288,20 @@ def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = N
 
 
 def _announce(server: EnvServer, ready_file: Path | None) -> None:
-    """Log where the server listens, and write the ready file as a whole."""
-    found = {name: url for name, url in dataclasses.asdict(server.addresses).items() if url}
-    _log.info("listening on %s", ", ".join(found.values()))
+    """Log the addresses, and write the ready file atomically."""
+    addresses = {name: url for name, url in dataclasses.asdict(server.addresses).items() if url}
+    _log.info("listening on %s", ", ".join(addresses.values()))
     if server.missing_layers:
         _log.warning("the sandbox of workers lacks %s", server.missing_layers)
     if ready_file is None:
         return
-    unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({**found, "pid": os.getpid()}))
-    unfinished.replace(ready_file)
+    temporary = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+    temporary.replace(ready_file)
 
 
-def _leave_stuck_threads_behind() -> None:
-    """End the process here when a step hangs in a thread: the interpreter would wait for it."""
+def _exit_despite_stuck_threads() -> None:
+    """Exit now if a step hangs in a thread, because the interpreter would wait for it."""
     for thread in threading.enumerate():
         if thread.name.startswith(STEP_THREAD_NAME):
             thread.join(timeout=0.2)

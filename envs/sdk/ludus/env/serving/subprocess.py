@@ -1,4 +1,4 @@
-"""A server process on this machine that its owner starts, watches, restarts and stops."""
+"""A server process on this machine that this process starts, watches, restarts and stops."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ _USER_ERROR_EXIT_CODE = 2
 
 @dataclass(slots=True)
 class LocalServer:
-    """`python -m ludus.env PACKAGE` as a child: it ends when this process ends, however."""
+    """`python -m ludus.env PACKAGE` as a child process, which exits with this process."""
 
     package: str
     options: JsonObject = field(default_factory=dict)
     max_sessions: int = 1024
     log_file: Path | None = None
-    """Where the server's output goes; None discards it unless the start fails."""
+    """File for the server's output; None discards the output unless the start fails."""
     isolation: Isolation | None = None
-    """Where its sessions run; see `ServerOptions`. None is what fits the environment."""
+    """Isolation of sessions (see `ServerOptions`); None uses the environment's default."""
     extra_arguments: list[str] = field(default_factory=list)
-    """Further options of `python -m ludus.env`; everybody on this machine can read them."""
+    """Further options of `python -m ludus.env`; every user of this machine can read them."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
-    """Added to its environment variables: secrets such as LUDUS_SESSION_KEY go there."""
-    withheld: frozenset[str] = frozenset()
-    """Environment variables of this process that it does not get: its owner's own secrets."""
+    """Additional environment variables, such as the secret LUDUS_SESSION_KEY."""
+    hidden_variables: frozenset[str] = frozenset()
+    """Environment variables of this process that the server must not get."""
     num_restarts: int = 0
     _process: subprocess.Popen[bytes] | None = None
     _addresses: ServerAddresses | None = None
 
     @property
     def addresses(self) -> ServerAddresses | None:
-        """Where it listens, or did when it last ran; None before its first start."""
+        """Addresses of the server when it last ran; None before the first start."""
         return self._addresses
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """Process id; None if the server is not running."""
         return self._process.pid if self.is_running and self._process else None
 
     @property
     def is_running(self) -> bool:
-        """False when it was never started, was stopped, or died."""
+        """False if the server was not started, was stopped, or died."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> ServerAddresses:
-        """Where it listens, once it does; after a death on the same ports as before.
+        """Start the server and return its addresses; a restart uses the same ports.
 
         Raises:
-            UserError: the server refused its package, options or ports; its own message.
-            UnavailableError: it did not listen in time.
+            UserError: the server refused its package, options or ports, with its own message.
+            UnavailableError: the server did not listen in time.
         """
         with tempfile.TemporaryDirectory(prefix="ludus-env-") as folder:
             ready_file, errors_file = Path(folder) / "ready.json", Path(folder) / "errors"
@@ -73,8 +73,8 @@ class LocalServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self.log_file.open("ab") if self.log_file else errors,
-                    env={**self._inherited(), **self.environment},
-                    # A terminal's Ctrl-C is for the owner, which then stops its servers.
+                    env={**self._inherited_variables(), **self.environment},
+                    # Ctrl-C in a terminal is for this process, which then stops its servers.
                     start_new_session=True,
                 )
             self._wait_until_ready(ready_file, self.log_file or errors_file)
@@ -83,13 +83,13 @@ class LocalServer:
         return self._addresses
 
     def restart(self) -> ServerAddresses:
-        """Where it listens again."""
+        """Restart the server and return its addresses."""
         self.stop()
         self.num_restarts += 1
         return self.start()
 
     def stop(self) -> None:
-        """Terminate the process, and kill it when it does not end."""
+        """Terminate the process, and kill it if it does not exit."""
         if self._process is None or not self.is_running:
             return
         self._process.terminate()
@@ -106,8 +106,9 @@ class LocalServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _inherited(self) -> dict[str, str]:
-        return {name: text for name, text in os.environ.items() if name not in self.withheld}
+    def _inherited_variables(self) -> dict[str, str]:
+        hidden = self.hidden_variables
+        return {name: text for name, text in os.environ.items() if name not in hidden}
 
     def _command(self, ready_file: Path) -> list[str]:
         ports = self._addresses
@@ -133,7 +134,7 @@ class LocalServer:
                 if process.returncode == _USER_ERROR_EXIT_CODE:
                     raise UserError(message.removeprefix("error: "))
                 raise UnavailableError(
-                    f"the server of '{self.package}' ended while it started: {message}"
+                    f"the server of '{self.package}' exited while it started: {message}"
                 )
             if time.monotonic() > deadline:
                 self.stop()

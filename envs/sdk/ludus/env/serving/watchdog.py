@@ -1,9 +1,9 @@
-"""Ends a server process that its environment has brought to a stand, so that it is started again.
+"""Stops a server process that its environment has blocked, so that it is started again.
 
-    event loop --answers each second--> watchdog thread --silence, or no thread is left--> exit 70
+    event loop --answers each second--> watchdog thread --silence, or no usable thread--> exit 70
 
-Whoever started the process starts it again: a gateway, a run, Kubernetes. The thread counts its
-own seconds, so that a machine that stands still as a whole ends nothing.
+A gateway, a run or Kubernetes then starts the process again. The thread counts its own seconds, so
+a pause of the whole machine has no effect.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from collections.abc import Callable
 _log = logging.getLogger(__name__)
 
 EXIT_CODE = 70
-"""EX_SOFTWARE: the environment's code is at fault."""
+"""EX_SOFTWARE: the environment's code is faulty."""
 _TICK_S = 1.0
 
 
 class Watchdog:
-    """Watches the event loop in which it is made, until it is stopped.
+    """Watches the event loop in which it is made, until `stop`.
 
     Args:
-        limit_s: how long the event loop may be silent; 0 is for ever.
-        trouble: why only another process could go on; empty while this one can.
-        end: told what is wrong, once.
+        limit_s: maximum silence of the event loop; 0 sets no limit.
+        find_fault: returns why only a new process could serve sessions, or "".
+        end: called once with the fault.
     """
 
     def __init__(
         self,
         limit_s: float,
-        trouble: Callable[[], str],
+        find_fault: Callable[[], str],
         end: Callable[[str], None] | None = None,
         tick_s: float = _TICK_S,
     ) -> None:
         self._limit_s = limit_s
-        self._trouble = trouble
+        self._find_fault = find_fault
         self._end = end or _end_process
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
@@ -49,36 +49,36 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ludus-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._tick_s):
-            reason = self._reason()
-            if reason:
-                self._end(reason)
+            fault = self._check()
+            if fault:
+                self._end(fault)
                 return
 
-    def _reason(self) -> str:
+    def _check(self) -> str:
         try:
-            self._loop.call_soon_threadsafe(self._heard)
-        except RuntimeError:  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._reset_silence)
+        except RuntimeError:  # the event loop is closed
             self._stopped.set()
             return ""
         self._silent_s += self._tick_s
         if self._limit_s and self._silent_s > self._limit_s + self._tick_s:
             return (
-                f"the environment has kept the event loop for more than {self._limit_s:g} s"
+                f"the environment has blocked the event loop for more than {self._limit_s:g} s"
                 " (step_timeout_s); isolate its sessions (isolation='pool')"
             )
-        return self._trouble()
+        return self._find_fault()
 
-    def _heard(self) -> None:
+    def _reset_silence(self) -> None:
         self._silent_s = 0.0
 
 
 def _end_process(reason: str) -> None:
-    _log.critical("this server ends: %s", reason)
+    _log.critical("this server stops: %s", reason)
     faulthandler.dump_traceback(sys.stderr)
     logging.shutdown()
     os._exit(EXIT_CODE)
