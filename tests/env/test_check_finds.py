@@ -135,7 +135,7 @@ def with_metadata(num_bytes):
         ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers must be a list of strings"),
         ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' must be a NumPy array"),
         ({"step": with_tensors({"a": np.array([object()])})}, TRAVEL, "dtype object"),
-        ({"reset": with_metadata(MAX_RESULT_BYTES)}, TRAVEL, f"at most {MAX_RESULT_BYTES} bytes"),
+        ({"reset": with_metadata(MAX_RESULT_BYTES)}, TRAVEL, f"more than {MAX_RESULT_BYTES} bytes"),
         ({"render": lambda good: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
         ({"step": with_reward(float("nan"))}, FLAGS, "finite number or None, got nan"),
         ({"step": with_reward(float("inf"))}, FLAGS, "finite number or None, got inf"),

@@ -132,4 +132,5 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:  # not available on Windows
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

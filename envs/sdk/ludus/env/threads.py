@@ -119,7 +119,9 @@ class StepThreads:
             " code; restart the server, and isolate its sessions (isolation='pool')"
         )
 
-    def start(self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None]) -> Job:
+    def start(
+        self, call: Callable[[], ResultT], release: Callable[[ResultT | None], None]
+    ) -> Job[ResultT]:
         """Queue a call for the next free thread.
 
         Raises:
@@ -154,7 +156,8 @@ class StepThreads:
         except asyncio.CancelledError:
             job.future.add_done_callback(lambda done: self._release_result(done, release))
             raise
-        return await job.future
+        result: ResultT = await job.future
+        return result
 
     def give_up(self, job: Job[Any]) -> bool:
         """Abandon a call; return True if a thread still runs it."""

@@ -33,7 +33,8 @@ class Action(BaseModel):
         Raises:
             ValidationError: the JSON does not match the fields.
         """
-        return cls.__pydantic_validator__.validate_json(action_json)
+        action: Self = cls.__pydantic_validator__.validate_json(action_json)
+        return action
 
 
 class Observation(BaseModel):

@@ -182,7 +182,8 @@ class EnvServer:
             interceptors,
             max_message_bytes=MAX_SERVER_MESSAGE_BYTES,
         )
-        env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), self._grpc_server)
+        add_servicer: Any = env_pb2_grpc.add_EnvServiceServicer_to_server
+        add_servicer(EnvServicer(sessions), self._grpc_server)
         return port
 
     async def _new_host(self) -> SessionHost:

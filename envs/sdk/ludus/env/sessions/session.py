@@ -146,7 +146,7 @@ class EnvironmentSession:
         state = self._environment.state
         if state.episode_id is None and self._episode_id is not None:
             state = state.model_copy(update={"episode_id": self._episode_id})
-        state_json = state.__pydantic_serializer__.to_json(state)
+        state_json: bytes = state.__pydantic_serializer__.to_json(state)
         check_size("a state", len(state_json))
         return state_json
 
@@ -175,7 +175,7 @@ class EnvironmentSession:
             env_error = self._to_env_error("parse", error)
             raise env_error from env_error.__cause__
 
-    def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
+    def _advance(self, transition: Transition[Any], step_index: int) -> EncodedResult:
         # If encoding fails, the step has happened but has no result that could be repeated. The
         # episode is then over for the client (NOT_RESET), so client and environment stay in sync.
         self._last = self._transition = None

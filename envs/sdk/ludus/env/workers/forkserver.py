@@ -149,7 +149,7 @@ class ForkServer:
         return True
 
     def _fork(self) -> ForkedProcess:
-        if self._find_sharing_reason:
+        if self._sharing_reason:
             return ForkedProcess(os.fork())
         return fork_into_namespaces(without_network=self._sandbox.without_network)
 
