@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ludus.env import Action, Environment, Observation, State, Transition
-from ludus.env.sandbox.privileges import give_up_privileges
+from ludus.env.sandbox.processes import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
 
 

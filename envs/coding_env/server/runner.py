@@ -32,7 +32,7 @@ from typing import Any
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import restrict_files
-from ludus.env.sandbox.privileges import give_up_privileges
+from ludus.env.sandbox.processes import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
 from ludus.env.sandbox.worker_resources import device_paths, system_paths
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ludus.env.runtime import run_until_signal
-from ludus.env.sandbox.privileges import hide_process
+from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.security.tls import TlsFiles
 from ludus.env.security.variables import SESSION_KEY_VARIABLE

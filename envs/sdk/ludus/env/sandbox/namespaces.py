@@ -23,8 +23,12 @@ from pathlib import Path
 
 from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import LayerUnavailableError
-from ludus.env.sandbox.privileges import give_up_privileges, hide_process, show_process
-from ludus.env.sandbox.processes import effective_capabilities
+from ludus.env.sandbox.processes import (
+    effective_capabilities,
+    give_up_privileges,
+    hide_process,
+    show_process,
+)
 
 _CAP_SYS_ADMIN = 21
 _WORKER_PID = 2

@@ -1,11 +1,18 @@
-"""Process ids, process groups and capabilities, read from /proc."""
+"""Ids, groups and privileges of processes.
+
+A program with a set-user-id bit or file capabilities gains nothing when a process without
+privileges starts it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
+
+from ludus.env.sandbox import kernel
 
 
 def kill_group(pid: int) -> None:
@@ -34,3 +41,24 @@ def effective_capabilities() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return int(mask, 16)
+
+
+def hide_process() -> None:
+    """Hide environment variables, memory and descriptors from the user's other processes.
+
+    Root with the right to trace still sees them. A child that executes another program is
+    visible again.
+    """
+    if sys.platform.startswith("linux"):
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def show_process() -> None:
+    """Undo `hide_process`, because the kernel requires it to map a user namespace."""
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+
+
+def give_up_privileges() -> None:
+    """Give up all capabilities, for this process and its descendants."""
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.drop_capabilities()

@@ -29,7 +29,7 @@ from ludus.env.http.health import build_admin_app
 from ludus.env.limits import MAX_SERVER_MESSAGE_BYTES
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.runtime import run_until_signal
-from ludus.env.sandbox.privileges import hide_process
+from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving import forks
 from ludus.env.serving.listeners import (

@@ -38,8 +38,13 @@ from ludus.env.sandbox.namespaces import (
     fork_into_namespaces,
     require_namespaces,
 )
-from ludus.env.sandbox.privileges import hide_process, show_process
-from ludus.env.sandbox.processes import child_pids, kill_group, pid_outside_namespace
+from ludus.env.sandbox.processes import (
+    child_pids,
+    hide_process,
+    kill_group,
+    pid_outside_namespace,
+    show_process,
+)
 from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, code_paths, remove_folder
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
