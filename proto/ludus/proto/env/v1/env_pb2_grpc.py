@@ -55,22 +55,22 @@ class EnvServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """What the environment is: name, schemas, abilities.
+        """Describes the environment: name, schemas, capabilities.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """How full the server is.
+        """Returns the number of sessions of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """Every call of every session of a client, on one stream. Replies carry the call's id
-        and may come back in another order; calls of one session are served in order.
+        """Carries all calls of all sessions of a client. A reply has the id of its call. Replies may
+        arrive in another order than the calls; calls of one session are served in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
