@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.requests import Request
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.sessions.interface import OpenArgs, Opened, Sessions
+from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
 from ludus.proto.errors import AuthenticationError, SessionLostError
 
 SESSION_COOKIE = "ludus_session"
@@ -44,7 +44,7 @@ def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str
     return session_id or None
 
 
-def session_headers(request: Request, opened: Opened) -> dict[str, str]:
+def session_headers(request: Request, opened: OpenResult) -> dict[str, str]:
     """Return the headers that pass a session to the client, including a cookie for this path."""
     path = request.scope.get("root_path", "") or "/"
     secure = "; Secure" if request.url.scheme == "https" else ""
@@ -119,7 +119,7 @@ class HttpSessions:
         self._default_is_named = False
         """True if a client used the default session's id, so that it stays open after a reset."""
 
-    async def reset(self, session_id: str | None, args: ResetArgs) -> Opened:
+    async def reset(self, session_id: str | None, args: ResetArgs) -> OpenResult:
         """Start an episode, and return the session with its first result.
 
         A new session is opened if there is no id, or if the session has ended.
@@ -131,7 +131,7 @@ class HttpSessions:
                 pass
             else:
                 self.use(session_id)
-                return Opened(session_id, result)
+                return OpenResult(session_id, result)
         opened = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )

@@ -45,7 +45,7 @@ from ludus.env.messages.openenv import (
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
-from ludus.env.sessions.interface import Connection, OpenArgs, Opened, Sessions
+from ludus.env.sessions.interface import Connection, OpenArgs, OpenResult, Sessions
 from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -97,7 +97,7 @@ class WebSocketWire:
             await socket.accept()
             try:
                 opened = (
-                    Opened(existing_id, None)
+                    OpenResult(existing_id, None)
                     if existing_id
                     else await self._open(socket, connection, with_text)
                 )
@@ -113,7 +113,9 @@ class WebSocketWire:
             socket.abandon()
             self._sessions.release(connection)
 
-    async def _open(self, socket: AsgiSocket, connection: Connection, with_text: bool) -> Opened:
+    async def _open(
+        self, socket: AsgiSocket, connection: Connection, with_text: bool
+    ) -> OpenResult:
         return await socket.run_while_connected(
             self._sessions.open(OpenArgs(with_text=with_text), connection)
         )
@@ -151,7 +153,7 @@ class _WebSocketServer:
         socket: AsgiSocket,
         sessions: Sessions,
         mcp: McpServer,
-        opened: Opened,
+        opened: OpenResult,
         upstream: bool,
     ) -> None:
         self._socket = socket

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
-from ludus.env.sessions.interface import OpenArgs, Opened
+from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
@@ -104,7 +104,7 @@ def read_open_args(message: pb.OpenRequest) -> OpenArgs:
     )
 
 
-def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
+def fill_opened(message: pb.OpenResponse, opened: OpenResult) -> None:
     """Write a new session into a message in place."""
     message.session_id = opened.session_id
     message.tools_session_id = opened.tools_session_id
@@ -112,10 +112,10 @@ def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
         fill_result(message.first, opened.session_id, opened.first)
 
 
-def read_opened(message: pb.OpenResponse) -> Opened:
+def read_opened(message: pb.OpenResponse) -> OpenResult:
     """Read a new session."""
     first = read_encoded(message.first) if message.HasField("first") else None
-    return Opened(message.session_id, first, message.tools_session_id)
+    return OpenResult(message.session_id, first, message.tools_session_id)
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:

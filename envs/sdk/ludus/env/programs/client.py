@@ -147,7 +147,7 @@ async def _collect_result(life_line: socket.socket, out: int, err: int) -> Progr
         with contextlib.suppress(OSError):
             await writer.wait_closed()
     if len(status) < EXIT_STATUS.size:
-        raise UnavailableError("the process that minds the program has died")
+        raise UnavailableError("the minder of the program has died")
     (wait_status,) = EXIT_STATUS.unpack(status[: EXIT_STATUS.size])
     return ProgramResult(ProgramExit(wait_status), output, errors)
 

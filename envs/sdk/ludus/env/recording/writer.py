@@ -37,7 +37,7 @@ from ludus.env.sessions.interface import (
     ImmediateCalls,
     Load,
     OpenArgs,
-    Opened,
+    OpenResult,
     Sessions,
 )
 from ludus.env.sessions.metrics import WorkerCounts
@@ -144,7 +144,7 @@ class RecordingSessions:
         """Number of running episodes."""
         return len(self._running)
 
-    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         if args.reset is not None:
             args = replace(args, reset=self._seeds.fill(args.reset))
         opened = await self.inner.open(args, connection)
@@ -157,7 +157,7 @@ class RecordingSessions:
         size: int,
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
-    ) -> list[Opened]:
+    ) -> list[OpenResult]:
         args = replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
         group = await self.inner.open_group(args, size, connection, session_ids)
         for opened in group:
@@ -238,7 +238,7 @@ class RecordingSessions:
         self._session_ids.pop(self._tools_ids.pop(session_id, ""), None)
         self._end(session_id, tombstone.reason)
 
-    def _begin_opened(self, opened: Opened, args: OpenArgs) -> None:
+    def _begin_opened(self, opened: OpenResult, args: OpenArgs) -> None:
         if opened.tools_session_id:
             self._session_ids[opened.tools_session_id] = opened.session_id
             self._tools_ids[opened.session_id] = opened.tools_session_id

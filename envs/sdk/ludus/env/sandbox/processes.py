@@ -1,8 +1,4 @@
-"""Ids, groups and privileges of processes.
-
-A program with a set-user-id bit or file capabilities gains nothing when a process without
-privileges starts it.
-"""
+"""Ids, groups and privileges of processes."""
 
 from __future__ import annotations
 
@@ -59,6 +55,9 @@ def show_process() -> None:
 
 
 def give_up_privileges() -> None:
-    """Give up all capabilities, for this process and its descendants."""
+    """Give up all capabilities, for this process and its descendants.
+
+    Programs with a set-user-id bit or file capabilities gain nothing either.
+    """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.drop_capabilities()

@@ -1,6 +1,6 @@
 """Options of a server: its ports, sessions, isolation and limits.
 
-    ServerOptions --flags--> arguments of `python -m ludus.env` (cli.py)
+    ServerOptions --flags--> arguments of `python -m ludus.env` (application.py)
                        +---> options of `ludus env serve`
 
 The command line imports this file to print its help, so it must not import large modules.
@@ -38,7 +38,7 @@ STEP_TIMEOUT_S = 60.0
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
 """Fields without a flag, because every user of a machine can read arguments."""
-_GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "where sessions run"}
+_GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
 """Name of each group of flags, by its first field."""
 
 

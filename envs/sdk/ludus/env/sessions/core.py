@@ -28,7 +28,7 @@ from ludus.env.sessions.interface import (
     ImmediateCalls,
     Load,
     OpenArgs,
-    Opened,
+    OpenResult,
     SessionEvents,
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
@@ -109,7 +109,7 @@ class SessionCore:
 
     # -- calls -------------------------------------------------------------------------
 
-    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         with self.counts.count_errors():
             session_id = self._ids.choose(args.session_id)
             await self._slots.take(1)
@@ -124,10 +124,10 @@ class SessionCore:
         size: int,
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
-    ) -> list[Opened]:
+    ) -> list[OpenResult]:
         with self.counts.count_errors():
             if size < 1:
-                raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
+                raise InvalidCallError(f"a group needs at least 1 session, got {size}")
             chosen = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
@@ -166,7 +166,7 @@ class SessionCore:
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
         try:
             session = self._find(session_id).session
-            assert session is not None, "reset_now is for inline sessions"
+            assert session is not None, "reset_now needs an inline session"
             result = session.reset(self._fill_seed(args))
         except EnvError as error:
             self.counts.num_errors[error.code] += 1
@@ -183,7 +183,7 @@ class SessionCore:
                 result = self.tombstones.recall(session_id, step_index)
             else:
                 entry.last_used_s, entry.detached_s = started_s, None
-                assert entry.session is not None, "step_now is for inline sessions"
+                assert entry.session is not None, "step_now needs an inline session"
                 result = entry.session.step(action, step_index)
                 if entry.close_when_done and (result.terminated or result.truncated):
                     self._end(entry, _EPISODE_ENDED)
@@ -269,18 +269,18 @@ class SessionCore:
 
     async def _open_all(
         self, session_ids: list[str], args: OpenArgs, connection: Connection | None
-    ) -> list[Opened | BaseException]:
+    ) -> list[OpenResult | BaseException]:
         return await asyncio.gather(
             *(self._open_reserved(session_id, args, connection) for session_id in session_ids),
             return_exceptions=True,
         )
 
     async def _require_equal_views(
-        self, outcomes: list[Opened | BaseException], args: OpenArgs
-    ) -> list[Opened]:
+        self, outcomes: list[OpenResult | BaseException], args: OpenArgs
+    ) -> list[OpenResult]:
         """Return the sessions if all have the same view; otherwise close them and raise."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        group = [outcome for outcome in outcomes if isinstance(outcome, Opened)]
+        group = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
         if not errors and len({opened.view for opened in group}) == 1:
             return group
         for opened in group:
@@ -295,7 +295,7 @@ class SessionCore:
 
     async def _open_reserved(
         self, session_id: str, args: OpenArgs, connection: Connection | None
-    ) -> Opened:
+    ) -> OpenResult:
         try:
             hosted = await self.host.open(
                 session_id, with_text=args.with_text, on_lost=partial(self._on_lost, session_id)
@@ -309,7 +309,7 @@ class SessionCore:
         except BaseException:
             self._slots.give_back()
             raise
-        return Opened(session_id, first, entry.tools_id)
+        return OpenResult(session_id, first, entry.tools_id)
 
     async def _reset_first(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
         timeout_s = self.options.step_timeout_s

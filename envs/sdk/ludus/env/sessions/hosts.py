@@ -2,7 +2,7 @@
 
 | host                  | isolation           | effect of a step that hangs                    |
 |-----------------------|---------------------|------------------------------------------------|
-| LocalHost, no threads | none                | ends the server: it promised not to            |
+| LocalHost, no threads | none                | ends the server                                |
 | LocalHost             | none                | ends its session; its thread is replaced       |
 | WorkerHost            | `pool` or `process` | is killed with its worker and its sessions     |
 """

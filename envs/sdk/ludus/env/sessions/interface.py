@@ -66,8 +66,8 @@ class OpenArgs:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A new session."""
+class OpenResult:
+    """The result of an open: a new session."""
 
     session_id: str
     first: EncodedResult | None
@@ -139,7 +139,7 @@ class Sessions(Protocol):
     def immediate(self) -> ImmediateCalls | None:
         """Calls that return without waiting; None if calls have to wait."""
 
-    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         """Open a session, waiting for a free session as long as the server's options allow.
 
         Raises:
@@ -152,7 +152,7 @@ class Sessions(Protocol):
         size: int,
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
-    ) -> list[Opened]:
+    ) -> list[OpenResult]:
         """Open several sessions with the same seed; all are opened or none.
 
         Args:

@@ -97,7 +97,7 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
         )
     except UserError as failure:
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=str(failure))
-    except BaseException as failure:  # noqa: BLE001 - the boundary to foreign code
+    except BaseException as failure:  # noqa: BLE001 - the boundary to third-party code
         message = (
             f"'{factory.target}' failed with {type(failure).__name__}: {error_message(failure)}"
         )

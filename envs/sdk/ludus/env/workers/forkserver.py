@@ -257,7 +257,7 @@ def main(descriptor: int) -> None:
     sys.path[:] = setup.sys_path
     try:
         factory = setup.factory.resolve()
-    except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+    except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         text = message[:_MAX_FAILURE_CHARS].encode()

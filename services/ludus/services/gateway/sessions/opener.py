@@ -20,7 +20,7 @@ from typing import Any
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.messages.protobuf import fill_open_args, read_opened
 from ludus.env.security.session_ids import SessionKey
-from ludus.env.sessions.interface import OpenArgs, Opened
+from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     AuthenticationError,
@@ -44,7 +44,7 @@ class PlacedSession:
     """A new session and the link to its server."""
 
     link: ServerLink
-    opened: Opened
+    opened: OpenResult
 
 
 class SessionOpener:

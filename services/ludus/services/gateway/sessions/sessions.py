@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
 from ludus.env.security.session_ids import SessionKey, hide_driving_id, tools_only_error
-from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
+from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -176,7 +176,7 @@ class GatewaySessions:
 
     # -- opening -----------------------------------------------------------------------
 
-    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         """Open a session; see `Sessions`."""
         return (await self._open(args, 1, connection, is_group=False))[0]
 
@@ -186,7 +186,7 @@ class GatewaySessions:
         size: int,
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
-    ) -> list[Opened]:
+    ) -> list[OpenResult]:
         """Open sessions with one seed, all or none, on one server if possible."""
         if session_ids:
             raise InvalidCallError(
@@ -197,7 +197,7 @@ class GatewaySessions:
 
     async def _open(
         self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool
-    ) -> list[Opened]:
+    ) -> list[OpenResult]:
         tenant = self._authorize()
         linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
