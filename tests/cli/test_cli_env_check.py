@@ -24,7 +24,7 @@ def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
     assert result.code == 0, result.out
     rows = [line.split() for line in result.out.splitlines()]
     assert ["environment", "reset_has_no_reward", "ok"] in rows
-    assert ["wire", "a_repeated_step_gets_its_first_answer", "ok"] in rows
+    assert ["wire", "a_repeated_step_returns_its_first_result", "ok"] in rows
     assert ["wire", "a_full_server_refuses_with_a_code", "ok"] in rows
 
 
@@ -135,7 +135,7 @@ class HangsInAStep(Catch):
     ("name", "rule", "found"),
     [
         ("NamelessTool", "a_server_of_it_starts", "'description'"),
-        ("FailsToClose", "it_can_be_made_and_closed", "it is stuck"),
+        ("FailsToClose", "it_can_be_created_and_closed", "it is stuck"),
     ],
 )
 def test_an_environment_that_raises_anything_is_a_row_and_no_traceback(

@@ -63,5 +63,5 @@ async def test_an_upstream_server_keeps_what_openenv_promises_and_the_rest_is_no
         "a_step_before_the_reset_is_refused",
         "a_step_after_the_end_is_refused",
         "a_wrong_step_number_is_refused",
-        "a_repeated_step_gets_its_first_answer",
+        "a_repeated_step_returns_its_first_result",
     }

@@ -17,19 +17,19 @@ import pytest
 
 from ludus.env import Tool, ToolError
 from ludus.env.check import check_environment
-from ludus.env.check.apart import MAX_OUTPUT_BYTES, outcomes
 from ludus.env.check.check import MAX_ENDLESS_RULES
+from ludus.env.check.forked_rules import MAX_OUTPUT_BYTES, run_forked
 from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.types import Transition
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, CountingRenderer
 
 ROOT = Path(__file__).parents[2]
-MAKING = "it_can_be_made_and_closed"
-TRAVEL = "what_is_shown_can_travel"
+MAKING = "it_can_be_created_and_closed"
+TRAVEL = "results_can_be_encoded"
 FLAGS = "flags_and_rewards_have_their_types"
 SAME = "same_seed_and_actions_give_the_same_episode"
-ODD = "odd_texts_are_read_or_refused"
+ODD = "odd_texts_are_parsed_or_refused"
 LIMIT_S = 1.0
 
 
@@ -203,7 +203,7 @@ def test_whatever_it_raises_is_found_by_name(part, rule, error):
 )
 def test_what_never_returns_is_found_with_the_call(part, rule, place):
     broken = found(**{part: lambda good: hang()})
-    assert f"expected an end within {LIMIT_S:g} s, got none: {place} (" in broken[rule]
+    assert f"the rule did not end within {LIMIT_S:g} s: {place} (" in broken[rule]
     assert f"{__file__}, line " in broken[rule]
     assert len(broken) <= MAX_ENDLESS_RULES
 
@@ -243,7 +243,7 @@ def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it():
         os.write(over, b".")
         return ""
 
-    watched = outcomes((lambda: "", lambda: "", flood, tell), timeout_s=60.0)
+    watched = run_forked((lambda: "", lambda: "", flood, tell), timeout_s=60.0)
     faults = [next(watched).fault]
     os.read(is_over, 1)
     faults += [outcome.fault for outcome in watched]
@@ -277,7 +277,7 @@ def test_an_endless_flood_is_ended():
 PLAYED_BEFORE = """
 import asyncio, gc, sys
 gc.disable()  # what playing leaves is still there when the copy is made
-from ludus.env.check.apart import outcomes
+from ludus.env.check.forked_rules import run_forked
 from ludus.env.serving.loopback import open_client
 from tests.env.counting_env import CountingEnv
 
@@ -291,7 +291,7 @@ def collect_garbage():
     return ""
 
 asyncio.run(play())
-[outcome] = outcomes([collect_garbage], timeout_s=20.0)
+[outcome] = run_forked([collect_garbage], timeout_s=20.0)
 sys.exit(outcome.fault or 0)
 """
 

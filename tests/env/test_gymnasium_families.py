@@ -15,7 +15,7 @@ from ludus.env.adapters.gymnasium.known import KNOWN, Play, known_of
 from ludus.env.adapters.gymnasium.pictures import picture_rows
 from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer
 from ludus.env.contract.determinism import is_deterministic
-from ludus.env.contract.schema import fault_of
+from ludus.env.contract.schema import find_fault
 from ludus.env.encoding import encode_transition
 from ludus.env.messages.openenv import observation_frame
 from ludus.env.serving.server import EnvServer, ServerOptions
@@ -146,7 +146,7 @@ async def test_upstream_clients_get_the_picture_in_the_observation():
     shown = observation["observation"]
     pixels = np.frombuffer(base64.b64decode(shown["data"]), shown["dtype"])
     assert np.array_equal(pixels.reshape(shown["shape"]), PICTURE)
-    assert fault_of(observation, schema) == ""
+    assert find_fault(observation, schema) == ""
 
 
 def test_pictures_within_an_observation_are_in_upstream_frames_too():

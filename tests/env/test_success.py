@@ -157,8 +157,8 @@ class SaysItWithANumber(GoalEnv):
     [
         (GoalEnv, []),
         (CountingEnv, []),
-        (SaysItTooEarly, ["success_is_said_at_the_end"]),
-        (SaysItWithANumber, ["success_is_said_at_the_end"]),
+        (SaysItTooEarly, ["success_is_reported_at_the_end"]),
+        (SaysItWithANumber, ["success_is_reported_at_the_end"]),
     ],
 )
 async def test_the_check_finds_a_success_that_is_none(factory, broken):

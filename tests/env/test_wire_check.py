@@ -6,7 +6,7 @@ import pytest
 
 from ludus.env.check import CheckReport, check_server
 from ludus.env.client import AsyncEnvClient
-from ludus.env.contract.schema import fault_of, random_value
+from ludus.env.contract.schema import find_fault, random_value
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.session import EnvironmentSession
 from ludus.env.types import Transition
@@ -43,8 +43,8 @@ async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
     report = await report_of(wire=wire, max_sessions=1)
     not_offered = [check.name for check in report.checks if check.verdict == "not offered"]
     assert not_offered == [
-        "sessions_side_by_side_do_not_disturb_each_other",
-        "a_group_begins_alike",
+        "parallel_sessions_are_independent",
+        "a_group_starts_with_equal_observations",
     ]
     assert broken(report) == {}
 
@@ -128,11 +128,11 @@ class ScoresAReset(CountingEnv):
     ("factory", "rule"),
     [
         (IgnoresItsSeed, "same_seed_and_actions_give_the_same_episode"),
-        (IgnoresItsSeed, "a_group_begins_alike"),
-        (SharesItsTotal, "sessions_side_by_side_do_not_disturb_each_other"),
+        (IgnoresItsSeed, "a_group_starts_with_equal_observations"),
+        (SharesItsTotal, "parallel_sessions_are_independent"),
         (ShowsWhatIsNotInItsSchema, "observations_fit_their_schema"),
-        (FailsOnLegalActions, "actions_of_the_schema_are_taken_or_refused_with_a_code"),
-        (ScoresAReset, "flags_and_rewards_are_sound"),
+        (FailsOnLegalActions, "actions_of_the_schema_are_accepted_or_refused"),
+        (ScoresAReset, "flags_and_rewards_are_valid"),
     ],
 )
 async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule):
@@ -185,9 +185,9 @@ def step_after_the_end(monkeypatch):
     [
         (
             forget_numbers,
-            {"a_wrong_step_number_is_refused", "a_repeated_step_gets_its_first_answer"},
+            {"a_wrong_step_number_is_refused", "a_repeated_step_returns_its_first_result"},
         ),
-        (keep_closed_sessions, {"a_closed_session_is_gone"}),
+        (keep_closed_sessions, {"a_closed_session_is_lost"}),
         (refuse_without_the_code, {"a_full_server_refuses_with_a_code"}),
         (step_after_the_end, {"a_step_after_the_end_is_refused"}),
     ],
@@ -205,7 +205,7 @@ async def test_a_rule_without_an_end_is_broken_and_the_others_go_on():
             return super().step(CountAction(add=99))
 
     report = await report_of(Hangs, timeout_s=0.3)
-    assert "expected an end within 0.3 s" in broken(report)["seeds_are_not_ignored"]
+    assert "did not end within 0.3 s" in broken(report)["seeds_are_not_ignored"]
     assert len(report.checks) == 18
 
 
@@ -239,7 +239,7 @@ SCHEMA = {
 def test_random_values_fit_their_schema():
     generator = random.Random(1)
     values = [random_value(SCHEMA, generator) for _ in range(50)]
-    assert {fault_of(value, SCHEMA) for value in values} == {""}
+    assert {find_fault(value, SCHEMA) for value in values} == {""}
     assert len({str(value) for value in values}) == 50
 
 
@@ -258,10 +258,10 @@ def test_random_values_fit_their_schema():
 )
 def test_what_does_not_fit_is_named_with_its_place(change, fault):
     sound = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
-    assert fault_of(sound, SCHEMA) == ""
-    assert fault in fault_of({**sound, **change}, SCHEMA)
+    assert find_fault(sound, SCHEMA) == ""
+    assert fault in find_fault({**sound, **change}, SCHEMA)
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#/$defs/Nowhere"}, {"type": "number of legs"}])
 def test_a_schema_with_a_mistake_fits_nothing(schema):
-    assert "expected a JSON schema" in fault_of(1, schema)
+    assert "the JSON schema is not valid" in find_fault(1, schema)

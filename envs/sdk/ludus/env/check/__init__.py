@@ -1,4 +1,4 @@
-"""The contract of environments and servers as rules that anyone can run."""
+"""Checks of the contract of environments and servers."""
 
 from ludus.env.check.check import (
     CheckReport,

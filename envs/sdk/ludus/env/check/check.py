@@ -1,13 +1,13 @@
-"""Checks that any environment and any server can run, to see that they keep their contract.
+"""Checks of the contract, for any environment and any server.
 
 report = check_environment(MyEnvironment)
 report.raise_if_failed()
 
-    class, target --check_environment--> rules of the environment, in a process of their own
+    class, target --check_environment--> rules of the environment, in a forked process
     server        --check_server-------> rules of the wire, over a client
 
-Both end, whatever the environment does: each rule has a time limit, and after some that had no
-end the others are not tried.
+Both checks always end: each rule has a time limit, and after several rules that reached it the
+other rules are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ludus.env.check.apart import MistakeError, outcomes
+from ludus.env.check.forked_rules import UncheckableError, run_forked
 from ludus.env.check.wire_players import CheckedServer, NotOfferedError
 from ludus.env.check.wire_rules import WIRE_RULES, WireRule
 from ludus.env.client.client import AsyncEnvClient
@@ -36,11 +36,11 @@ from ludus.proto.errors import (
 )
 
 TIMEOUT_S = 60.0
-"""For one rule."""
+"""Time limit of one rule."""
 MAX_ENDLESS_RULES = 3
-"""After so many the others are not tried: each would take its whole time."""
+"""Number of rules at the time limit after which the other rules are skipped."""
 _CLOSE_TIMEOUT_S = 10.0
-_MAKING = "it_can_be_made_and_closed"
+_CREATION_RULE = "it_can_be_created_and_closed"
 
 Verdict = Literal["ok", "broken", "not offered", "not tried"]
 OnCheck = Callable[["Check"], None]
@@ -52,20 +52,20 @@ class EnvironmentCheckError(LudusError):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule, and whether it held."""
+    """The result of one rule."""
 
     name: str
     ok: bool
     detail: str = ""
-    """What was expected and what was found, or what is not offered; empty when it held."""
+    """Expected and actual behavior, or the missing feature; empty if the rule is kept."""
     is_offered: bool = True
-    """False where the server has nothing that the rule could be about."""
+    """False if the server does not have the feature of the rule."""
     is_tried: bool = True
-    """False where rules before it left no reason to."""
+    """False if the rule was skipped."""
 
     @property
     def verdict(self) -> Verdict:
-        """In a word."""
+        """The result as text."""
         if not self.is_tried:
             return "not tried"
         if not self.is_offered:
@@ -75,21 +75,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All rules that were checked."""
+    """The results of all rules."""
 
     environment: str
     checks: list[Check]
 
     @property
     def ok(self) -> bool:
-        """True when no rule was broken."""
+        """True if no rule was broken."""
         return all(check.ok for check in self.checks)
 
     def raise_if_failed(self) -> None:
-        """Raise unless every rule held.
+        """Raise an error if a rule was broken.
 
         Raises:
-            EnvironmentCheckError: names every broken rule.
+            EnvironmentCheckError: the message names every broken rule.
         """
         broken = [f"\n  {check.name}: {check.detail}" for check in self.checks if not check.ok]
         if broken:
@@ -105,41 +105,41 @@ def check_environment(
     timeout_s: float = TIMEOUT_S,
     on_check: OnCheck | None = None,
 ) -> CheckReport:
-    """Every rule of the environment contract, and whether the factory's product keeps it.
+    """Check every rule of the environment contract on the environments of a factory.
 
-    The rules run in a forked process, which is ended where one has no end.
+    The rules run in a forked process, which is killed if a rule does not end.
 
     Args:
-        seeds: one episode is played for each.
-        num_steps: at most so many steps of an episode are played.
-        choose_action: a legal action for an observation; the default draws one from the
-            text renderer's legal answers, the observation's `legal_actions`, or the schema.
-        timeout_s: for one rule; one that takes longer is broken.
-        on_check: called with each rule's outcome as it comes.
+        seeds: seeds of the episodes.
+        num_steps: maximum number of steps per episode.
+        choose_action: function that returns a legal action for an observation. Default: draw from
+            the text renderer's legal answers, the observation's `legal_actions`, or the schema.
+        timeout_s: time limit of one rule. A rule that takes longer is broken.
+        on_check: called with the result of each rule.
 
     Raises:
-        ConfigError: the factory refused what it was asked for.
+        ConfigError: the factory rejected its options.
     """
     name = getattr(factory, "__name__", type(factory).__name__)
     if isinstance(factory, TargetFactory):
         name = factory.target
     report = _Report(on_check)
-    rules = [partial(_made_and_closed, factory)]
+    rules = [partial(_create_and_close, factory)]
     for rule in RULES.values():
         checked = CheckedEnvironment(factory, seeds, num_steps, choose_action)
         rules.append(partial(_run, rule, checked))
-    with contextlib.closing(outcomes(rules, timeout_s)) as running:
-        for rule_name in (_MAKING, *RULES):
-            if report.why_no_more:
-                report.leave_out(rule_name)
+    with contextlib.closing(run_forked(rules, timeout_s)) as running:
+        for rule_name in (_CREATION_RULE, *RULES):
+            if report.stop_reason:
+                report.skip(rule_name)
                 continue
             outcome = next(running)
-            if outcome.is_mistake:
+            if outcome.is_uncheckable:
                 raise ConfigError(outcome.fault)
             check = Check(rule_name, ok=not outcome.fault, detail=outcome.fault)
-            report.add(check, has_ended=outcome.has_ended)
-            if rule_name == _MAKING and outcome.fault:
-                report.why_no_more = "it cannot be made"
+            report.add(check, is_complete=outcome.is_complete)
+            if rule_name == _CREATION_RULE and outcome.fault:
+                report.stop_reason = "the environment cannot be created"
     return CheckReport(name, report.checks)
 
 
@@ -151,55 +151,57 @@ async def check_server(
     timeout_s: float = TIMEOUT_S,
     on_check: OnCheck | None = None,
 ) -> CheckReport:
-    """Every rule of the wire, and whether the client's server keeps it.
+    """Check every rule of the wire on the client's server.
 
-    For a moment it opens as many sessions as the server holds, at most 16.
+    The check briefly opens up to 16 sessions to measure the server's capacity.
 
     Args:
-        timeout_s: for one rule; one that takes longer is broken.
-        on_check: called with each rule's outcome as it comes.
+        seeds: seeds of the episodes.
+        num_steps: maximum number of steps per episode.
+        timeout_s: time limit of one rule. A rule that takes longer is broken.
+        on_check: called with the result of each rule.
 
     Raises:
-        InfrastructureError: the server cannot be asked what it is.
+        InfrastructureError: the server does not return its description.
     """
     checked = CheckedServer(client, await client.describe(), seeds, num_steps)
     report = _Report(on_check)
     for name, rule in WIRE_RULES.items():
-        if report.why_no_more:
-            report.leave_out(name)
+        if report.stop_reason:
+            report.skip(name)
         else:
             await _run_on_wire(name, rule, checked, timeout_s, report)
     return CheckReport(checked.description.name, report.checks)
 
 
 class _Report:
-    """The outcomes so far, and whether it makes sense to go on."""
+    """The results until now, and the reason to skip the other rules."""
 
     def __init__(self, on_check: OnCheck | None) -> None:
         self.checks: list[Check] = []
-        self.why_no_more = ""
+        self.stop_reason = ""
         self._num_endless = 0
         self._on_check = on_check
 
-    def add(self, check: Check, *, has_ended: bool = True) -> None:
-        """Note how a rule went."""
+    def add(self, check: Check, *, is_complete: bool = True) -> None:
+        """Record the result of a rule."""
         self.checks.append(check)
-        self._num_endless += not has_ended
+        self._num_endless += not is_complete
         if self._num_endless == MAX_ENDLESS_RULES:
-            self.why_no_more = f"{MAX_ENDLESS_RULES} rules did not end"
+            self.stop_reason = f"{MAX_ENDLESS_RULES} rules did not end"
         if self._on_check is not None:
             self._on_check(check)
 
-    def leave_out(self, name: str) -> None:
-        """Note that a rule was not tried."""
-        self.add(Check(name, ok=True, detail=self.why_no_more, is_tried=False))
+    def skip(self, name: str) -> None:
+        """Record a skipped rule."""
+        self.add(Check(name, ok=True, detail=self.stop_reason, is_tried=False))
 
 
-def _made_and_closed(factory: EnvironmentFactory) -> str:
+def _create_and_close(factory: EnvironmentFactory) -> str:
     try:
         factory().close()
     except UserError as error:
-        raise MistakeError(str(error)) from error
+        raise UncheckableError(str(error)) from error
     return ""
 
 
@@ -216,7 +218,7 @@ def _run(rule: Rule, checked: CheckedEnvironment) -> str:
 async def _run_on_wire(
     name: str, rule: WireRule, checked: CheckedServer, timeout_s: float, report: _Report
 ) -> None:
-    has_ended = True
+    is_complete = True
     try:
         try:
             async with asyncio.timeout(timeout_s):
@@ -229,15 +231,15 @@ async def _run_on_wire(
     except NotOfferedError as error:
         check = Check(name, ok=True, detail=str(error), is_offered=False)
     except TimeoutError:
-        has_ended = False
-        detail = f"expected an end within {timeout_s:g} s, got none"
+        is_complete = False
+        detail = f"the rule did not end within {timeout_s:g} s"
         check = Check(name, ok=False, detail=detail)
     except InfrastructureError as error:
-        has_ended = not isinstance(error, CallTimeoutError)
-        check = Check(name, ok=False, detail=f"expected answers, got {error.code}: {error}")
+        is_complete = not isinstance(error, CallTimeoutError)
+        check = Check(name, ok=False, detail=f"expected results, got {error.code}: {error}")
     except LudusError as error:
         check = Check(name, ok=False, detail=f"expected no error, got {error!r}")
-    report.add(check, has_ended=has_ended)
+    report.add(check, is_complete=is_complete)
 
 
 async def _close(checked: CheckedServer) -> None:
@@ -246,5 +248,5 @@ async def _close(checked: CheckedServer) -> None:
             await checked.close()
     except TimeoutError:
         raise CallTimeoutError(
-            f"expected the sessions to be closed within {_CLOSE_TIMEOUT_S:g} s, they were not"
+            f"the sessions were not closed within {_CLOSE_TIMEOUT_S:g} s"
         ) from None

@@ -1,7 +1,7 @@
-"""How the wire checks play: episodes over a client, repeatable and interleavable.
+"""Episodes over a client for the checks of the wire, which can be repeated and interleaved.
 
-A player chooses among the text's legal answers, else among `legal_actions`, else it draws
-from the action schema; what the environment refuses is drawn again.
+A player draws actions from the text's legal answers, from `legal_actions`, or from the action
+schema, in this order. It draws again if the environment refuses an action.
 """
 
 from __future__ import annotations
@@ -26,70 +26,70 @@ from ludus.proto.errors import (
 )
 
 MAX_TRIES = 16
-"""Draws for one step before a player gives up."""
+"""Maximum number of draws for one step."""
 MAX_OPENED = 16
-"""Sessions that the checks open at once."""
+"""Maximum number of sessions that the checks open in parallel."""
 
-Played = JsonObject | str
-"""An action as JSON, or a text."""
+JsonOrText = JsonObject | str
+"""An action as JSON or as text."""
 
 
 class NotOfferedError(LudusError):
-    """What a rule is about is not there; the message says what is missing."""
+    """A feature that the server does not have; the message names it."""
 
 
 @dataclass
 class CheckedServer:
-    """The server under check, and how its episodes are played."""
+    """The server under check, and the settings of its episodes."""
 
     client: AsyncEnvClient
     description: EnvironmentDescription
     seeds: Sequence[int]
     num_steps: int
     capacity: int = MAX_OPENED
-    """Sessions that could be opened at once, at most MAX_OPENED."""
+    """Number of sessions that could be opened in parallel, at most MAX_OPENED."""
     refusal: EnvError | None = None
-    """How one more was refused; None where none was."""
+    """Error of the open beyond the capacity; None if MAX_OPENED sessions could be opened."""
     _opened: list[AsyncSession] = field(default_factory=list)
 
     @property
     def is_upstream(self) -> bool:
-        """True for servers that know nothing beyond OpenEnv."""
+        """True for servers that only support OpenEnv's protocol."""
         return not self.description.server_id and not self.description.max_sessions
 
-    def require_extras(self, what: str) -> None:
-        """Raise NotOfferedError where the server knows no more than OpenEnv's protocol."""
+    def require_extras(self, feature: str) -> None:
+        """Raise NotOfferedError if the server only supports OpenEnv's protocol."""
         if self.is_upstream:
-            raise NotOfferedError(f"OpenEnv's protocol has no {what}")
+            raise NotOfferedError(f"OpenEnv's protocol has no {feature}")
 
     async def open(self, seed: int | None) -> tuple[AsyncSession, StepResult]:
-        """A new session, which `close` closes."""
+        """Open a session, which `close` closes."""
         session, first = await self.client.open(seed=seed)
         self._opened.append(session)
         return session, first
 
-    async def player(self, seed: int | None, policy_seed: int = 0) -> WirePlayer:
-        """A player whose session is open."""
+    async def start_player(self, seed: int | None, policy_seed: int = 0) -> WirePlayer:
+        """Open a session and return its player."""
         session, first = await self.open(seed)
         return WirePlayer(self, session, first, policy_seed)
 
     async def play(
-        self, seed: int | None, actions: Sequence[Played] | None = None, *, policy_seed: int = 0
+        self, seed: int | None, actions: Sequence[JsonOrText] | None = None, *, policy_seed: int = 0
     ) -> WirePlayer:
-        """A finished player, whose session is closed: of random actions, or of the given ones."""
-        player = await self.player(seed, policy_seed)
+        """Play an episode with the actions, or with random actions, and close its session."""
+        player = await self.start_player(seed, policy_seed)
         await player.finish(actions)
         await self.close()
         return player
 
     async def close(self) -> None:
-        """Close every session that was opened; where that is cut off, the others are let go."""
+        """Close all sessions; after a cancellation, the remaining sessions are dropped."""
         opened, self._opened = self._opened, []
         for session in reversed(opened):
             await session.close()
 
     async def measure_capacity(self) -> None:
-        """Open sessions until one is refused, or enough are open."""
+        """Open sessions until the server refuses one or the maximum is reached."""
         try:
             for num_opened in range(MAX_OPENED + 1):
                 self.capacity = num_opened
@@ -107,30 +107,30 @@ class CheckedServer:
 
 
 class WirePlayer:
-    """One episode, a step per `advance`, so that several can take turns."""
+    """An episode that takes one step per `advance`, so that episodes can be interleaved."""
 
     def __init__(
         self, checked: CheckedServer, session: AsyncSession, first: StepResult, policy_seed: int
     ) -> None:
         self.session = session
         self.results = [first]
-        self.actions: list[Played] = []
+        self.actions: list[JsonOrText] = []
         self.refusals: list[EnvError] = []
         self._checked = checked
         self._generator = random.Random(f"policy {policy_seed}")
 
     @property
     def record(self) -> list[bytes]:
-        """What the episode returned, for comparison."""
-        return [record_of(result) for result in self.results]
+        """The episode's results for comparison."""
+        return [encode_result(result) for result in self.results]
 
     @property
     def is_over(self) -> bool:
-        """True when the environment ended the episode."""
+        """True if the environment ended the episode."""
         return self.results[-1].done
 
-    async def finish(self, actions: Sequence[Played] | None = None) -> None:
-        """Plays to the end: random actions, or the given ones."""
+    async def finish(self, actions: Sequence[JsonOrText] | None = None) -> None:
+        """Take the actions, or random actions until the end."""
         if actions is None:
             while await self.advance():
                 pass
@@ -139,10 +139,10 @@ class WirePlayer:
             await self.take(action)
 
     async def advance(self) -> bool:
-        """True when a step was taken.
+        """Take a step and return True, or return False at the end.
 
         Raises:
-            EnvError: of the last of MAX_TRIES actions that were all refused.
+            EnvError: the environment refused MAX_TRIES actions.
         """
         if self.is_over or len(self.actions) >= self._checked.num_steps:
             return False
@@ -159,8 +159,8 @@ class WirePlayer:
                 return True
         return False
 
-    async def take(self, action: Played) -> None:
-        """Take one action and note its result."""
+    async def take(self, action: JsonOrText) -> None:
+        """Take one action and record its result."""
         if isinstance(action, str):
             result = await self.session.step(text=action)
         else:
@@ -168,8 +168,8 @@ class WirePlayer:
         self.actions.append(action)
         self.results.append(result)
 
-    def choose(self) -> Played:
-        """A legal action where they are listed, else one that fits the schema."""
+    def choose(self) -> JsonOrText:
+        """Draw a legal action if they are listed, or an action that fits the schema."""
         last = self.results[-1]
         if last.text is not None and last.text.legal_answers:
             return self._generator.choice(last.text.legal_answers)
@@ -177,8 +177,8 @@ class WirePlayer:
         return random_action(schema, last.observation, self._generator)
 
 
-def record_of(result: StepResult) -> bytes:
-    """Observation, reward and flags as JSON with sorted keys, and a hash of the tensors."""
+def encode_result(result: StepResult) -> bytes:
+    """Encode observation, reward, flags and a hash of the tensors as JSON with sorted keys."""
     return orjson.dumps(
         {
             "observation": result.observation,

@@ -241,10 +241,11 @@ class AsyncSession:
     is cancelled or times out ends the session, because its effect is unknown.
     """
 
-    __slots__ = ("_busy", "_close_when_done", "_gone", "_step_index", "_wire")
+    __slots__ = ("_busy", "_close_when_done", "_gone", "_step_index", "wire")
 
     def __init__(self, wire: WireSession, close_when_done: bool) -> None:
-        self._wire = wire
+        self.wire = wire
+        """The session on the wire, for calls that choose their own step number."""
         self._close_when_done = close_when_done
         self._step_index = 0
         self._busy = False
@@ -253,7 +254,7 @@ class AsyncSession:
     @property
     def id(self) -> str:
         """The session's id on the server. It changes when the session is rebuilt."""
-        return self._wire.session_id
+        return self.wire.session_id
 
     @property
     def tools_id(self) -> str:
@@ -261,7 +262,7 @@ class AsyncSession:
 
         Empty if the environment has no tools, or its server does not support such ids.
         """
-        return self._wire.tools_session_id
+        return self.wire.tools_session_id
 
     @property
     def step_index(self) -> int:
@@ -271,7 +272,7 @@ class AsyncSession:
     @property
     def num_resumes(self) -> int:
         """The number of times that the session was lost and rebuilt by replay."""
-        return self._wire.num_resumes if isinstance(self._wire, ReplayingSession) else 0
+        return self.wire.num_resumes if isinstance(self.wire, ReplayingSession) else 0
 
     async def reset(
         self,
@@ -283,7 +284,7 @@ class AsyncSession:
         """Start a new episode and return its first result."""
         self._begin()
         try:
-            outcome = await self._wire.reset(ResetArgs(seed, episode_id, options or {}))
+            outcome = await self.wire.reset(ResetArgs(seed, episode_id, options or {}))
         except BaseException as error:
             self._end_step(error)
             raise
@@ -304,7 +305,7 @@ class AsyncSession:
         encoded = encode_action(action if text is None else text)
         self._begin()
         try:
-            result = await self._wire.step(encoded, self._step_index + 1)
+            result = await self.wire.step(encoded, self._step_index + 1)
         except BaseException as error:
             self._end_step(error)
             raise
@@ -315,7 +316,7 @@ class AsyncSession:
         """Return the environment's state."""
         self._begin()
         try:
-            return await self._wire.state()
+            return await self.wire.state()
         except BaseException as error:
             self._drop_on(error)
             raise
@@ -331,7 +332,7 @@ class AsyncSession:
         """
         self._begin()
         try:
-            return await self._wire.call_tool(name, arguments or {})
+            return await self.wire.call_tool(name, arguments or {})
         except BaseException as error:
             self._drop_on(error)
             raise
@@ -343,7 +344,7 @@ class AsyncSession:
         if self._gone is None:
             self._gone = "it was closed"
             with contextlib.suppress(SessionLostError):
-                await self._wire.close()
+                await self.wire.close()
 
     async def __aenter__(self) -> AsyncSession:
         return self
@@ -364,7 +365,7 @@ class AsyncSession:
 
     def _begin_step(self, action: bytes | str | ResetArgs) -> StepCall:
         self._begin()
-        return StepCall(self._wire, action, self._step_index + 1)
+        return StepCall(self.wire, action, self._step_index + 1)
 
     def _end_step(self, outcome: StepResult | BaseException) -> None:
         self._busy = False
@@ -382,7 +383,7 @@ class AsyncSession:
             self._gone = "a pending call was cancelled"
         else:
             return
-        self._wire.abandon()
+        self.wire.abandon()
 
 
 def encode_action(action: Any) -> Any:

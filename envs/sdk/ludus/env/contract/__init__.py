@@ -1,1 +1,1 @@
-"""The contract of environments: rules that anyone can run in process, and how they play."""
+"""The contract of environments: rules that run in process, and how they play episodes."""

@@ -1,4 +1,4 @@
-"""Whether an environment is seen to be deterministic, in the time that a start may take."""
+"""A quick check of an environment's determinism for the start of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from ludus.env.contract.players import CheckedEnvironment, random_legal_action
 from ludus.env.contract.rules import (
     BrokenRuleError,
-    another_session_changes_nothing,
+    parallel_episodes_are_independent,
     same_seed_and_actions_give_the_same_episode,
 )
 from ludus.env.environment import AnyEnvironment
@@ -24,14 +24,14 @@ _NUM_STEPS = 8
 
 
 class _OutOfTimeError(LudusError):
-    """The environment is too slow to be checked while a server starts."""
+    """The environment is too slow for a check during the start of a server."""
 
 
 def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool:
-    """True when the same seeds and actions gave the same episodes, alone and side by side.
+    """Return True if equal seeds and actions give equal episodes, also in parallel.
 
-    False where it could not be seen: the environment lists no legal actions, fails, or takes
-    longer than the budget, which is looked at between steps.
+    False means not verified: the environment lists no legal actions, raises an error, or takes
+    longer than the budget, which is checked between steps.
     """
     deadline_s = time.monotonic() + budget_s
     num_steps = 0
@@ -52,19 +52,20 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     state = random.getstate()
     try:
         same_seed_and_actions_give_the_same_episode(checked)
-        another_session_changes_nothing(checked)
+        parallel_episodes_are_independent(checked)
     except BrokenRuleError as error:
-        _log.warning("taken for not deterministic: %s", error)
+        _log.warning("environment treated as not deterministic: %s", error)
         return False
     except _OutOfTimeError as error:
         _log.warning(
-            "taken for not deterministic: %s after %d steps; if it is, serve with --deterministic",
+            "environment treated as not deterministic: %s after %d steps; if it is deterministic,"
+            " serve it with --deterministic",
             error,
             num_steps,
         )
         return False
-    except Exception as error:  # noqa: BLE001 - foreign code: what it raises is the finding
-        _log.info("could not see whether it is deterministic: %s", error)
+    except Exception as error:  # noqa: BLE001 - an error of third-party code is the result
+        _log.info("could not check whether the environment is deterministic: %s", error)
         return False
     finally:
         random.setstate(state)
@@ -74,4 +75,4 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
 
 def _stop_after(deadline_s: float) -> None:
     if time.monotonic() > deadline_s:
-        raise _OutOfTimeError("the check of its determinism ran out of time")
+        raise _OutOfTimeError("the determinism check reached its time limit")

@@ -1,10 +1,11 @@
-"""How the checks play: episodes of random legal actions, repeatable and interleavable."""
+"""Episodes of random legal actions for the checks, which can be repeated and interleaved."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -19,41 +20,41 @@ ActionSource = Callable[[AnyEnvironment, Observation, random.Random], Action]
 
 @dataclass
 class CheckedEnvironment:
-    """The environment under check, and how its episodes are played."""
+    """The environment under check, and the settings of its episodes."""
 
     factory: EnvironmentFactory
     seeds: Sequence[int]
     num_steps: int
     choose_action: ActionSource
-    holds_one: bool = False
-    """True when only one instance may live at a time; known once one was made."""
-    _made: list[AnyEnvironment] = field(default_factory=list)
+    allows_one_instance: bool = False
+    """True if a process can have only one instance; set when the first instance is created."""
+    _instances: list[AnyEnvironment] = field(default_factory=list)
 
     def make(self) -> AnyEnvironment:
-        """A new instance, which `close` closes, or the next `make` where a process holds one."""
-        if self._made and self.holds_one:
+        """Create an instance, after closing the previous one if a process can have only one."""
+        if self._instances and self.allows_one_instance:
             self.close()
-        self._made.append(self.factory())
-        self.holds_one = self._made[-1].one_per_process
-        return self._made[-1]
+        self._instances.append(self.factory())
+        self.allows_one_instance = self._instances[-1].one_per_process
+        return self._instances[-1]
 
     def close(self) -> None:
-        """Close every instance that was made."""
-        while self._made:
-            self._made.pop().close()
+        """Close all instances."""
+        while self._instances:
+            self._instances.pop().close()
 
     def play(
         self, seed: int | None, actions: Sequence[Action] | None = None, *, policy_seed: int = 0
-    ) -> Player:
-        """A finished player: of random legal actions, or of the given ones."""
-        player = Player(self, seed, actions, policy_seed)
-        while player.advance():
+    ) -> CheckedEpisode:
+        """Play an episode with the actions, or with random legal actions, and return it."""
+        episode = CheckedEpisode(self, seed, actions, policy_seed)
+        while episode.advance():
             pass
-        return player
+        return episode
 
 
-class Player:
-    """One episode, a step per `advance`, so that several can take turns."""
+class CheckedEpisode:
+    """An episode that takes one step per `advance`, so that episodes can be interleaved."""
 
     def __init__(
         self,
@@ -67,21 +68,21 @@ class Player:
         self.transitions = [self.environment.reset(seed=seed)]
         self._checked = checked
         self._planned = actions
-        # A text: an environment that seeds random.Random(seed) must not share this stream.
+        # The seed is a text, so that an environment with random.Random(seed) has another stream.
         self._generator = random.Random(f"policy {policy_seed}")
 
     @property
     def record(self) -> list[bytes]:
-        """What the episode returned, one JSON object per transition, for comparison."""
-        return [record_of(transition) for transition in self.transitions]
+        """The episode's transitions for comparison, as one JSON object each."""
+        return [encode_record(transition) for transition in self.transitions]
 
     @property
     def is_over(self) -> bool:
-        """True when the environment ended the episode."""
+        """True if the environment ended the episode."""
         return self.transitions[-1].terminated or self.transitions[-1].truncated
 
     def advance(self) -> bool:
-        """True when a step was taken."""
+        """Take a step and return True, or return False at the end."""
         num_steps = self._checked.num_steps if self._planned is None else len(self._planned)
         if self.is_over or len(self.actions) >= num_steps:
             return False
@@ -95,8 +96,8 @@ class Player:
         return True
 
 
-def record_of(transition: Transition) -> bytes:
-    """Observation, reward, flags and tensors as JSON with sorted keys."""
+def encode_record(transition: Transition[Any]) -> bytes:
+    """Encode observation, reward, flags and tensors as JSON with sorted keys."""
     return orjson.dumps(
         {
             "observation": transition.observation.model_dump(mode="json"),
@@ -113,16 +114,16 @@ def record_of(transition: Transition) -> bytes:
 def random_legal_action(
     environment: AnyEnvironment, observation: Observation, generator: random.Random
 ) -> Action:
-    """An action drawn from the legal answers, or from `legal_actions`, or from the schema.
+    """Draw an action from the legal answers, from `legal_actions`, or from the schema.
 
     Raises:
-        InvalidCallError: what fits the schema does not fit the action type.
+        InvalidCallError: an action that fits the schema does not fit the action type.
     """
     renderer = environment.text_renderer
     answers = renderer.legal_answers(observation) if renderer is not None else []
     if renderer is not None and answers:
         return renderer.parse(generator.choice(answers), observation)
     action_type = environment.action_type
-    shown = observation.model_dump(mode="json")
-    action = random_action(action_type.model_json_schema(), shown, generator)
+    observation_json = observation.model_dump(mode="json")
+    action = random_action(action_type.model_json_schema(), observation_json, generator)
     return decode_action(action_type, orjson.dumps(action))

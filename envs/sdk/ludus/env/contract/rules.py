@@ -1,4 +1,4 @@
-"""The rules of the environment contract, each a function that raises when it is broken."""
+"""The rules of the environment contract as functions that raise BrokenRuleError."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from ludus.env.contract.players import CheckedEnvironment, Player, record_of
-from ludus.env.contract.schema import fault_of_schema, random_value
+from ludus.env.contract.players import CheckedEnvironment, CheckedEpisode, encode_record
+from ludus.env.contract.schema import find_schema_fault, random_value
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.types import Tool, Transition
@@ -32,27 +32,28 @@ _ODD_TEXTS = (
     *("null", "true", "NaN", "[]", "{}", '{"', "[[1]]", "<answer>", "</think>", "<think>"),
     *("9" * 5000, "[" * 5000, "1" * 400 + ".0"),
 )
-"""What language models say while they learn to answer, and what trips int() and json.loads()."""
+"""Responses of language models during early training, and inputs that break int() and
+json.loads()."""
 _NO_TOOL = "no tool is ever called this"
 _NUM_VARIED_ANSWERS = 4
 _MAX_SHOWN_CHARS = 40
 
 
 class BrokenRuleError(LudusError):
-    """A rule of the contract that did not hold."""
+    """A broken rule of the contract."""
 
 
 def reset_has_no_reward(checked: CheckedEnvironment) -> None:
-    """A reset scores nothing and starts a running episode."""
+    """Check that a reset returns no reward and starts an episode that is not over."""
     for seed in checked.seeds:
         first = checked.make().reset(seed=seed)
         expect(first.reward is None, f"reward None after reset(seed={seed})", first.reward)
         over = first.terminated or first.truncated
-        expect(not over, f"a running episode after reset(seed={seed})", "one that is over")
+        expect(not over, f"a running episode after reset(seed={seed})", "an episode that is over")
 
 
 def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
-    """Flags are bool and rewards float; NumPy's own types do not survive every wire."""
+    """Check that flags are bool and rewards float, because some wires reject NumPy's types."""
     for transition in checked.play(checked.seeds[0]).transitions:
         for name in ("terminated", "truncated"):
             flag = getattr(transition, name)
@@ -64,92 +65,93 @@ def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
         expect(is_finite, "a reward that is a finite number or None", repr(reward))
 
 
-def success_is_said_at_the_end(checked: CheckedEnvironment) -> None:
-    """As a bool, or None where the environment does not say; before the end it is None."""
+def success_is_reported_at_the_end(checked: CheckedEnvironment) -> None:
+    """Check that success is a bool or None, and None before the end of an episode."""
     for seed in checked.seeds:
         for transition in checked.play(seed, policy_seed=seed).transitions:
-            said = transition.success
-            is_flag = said is None or type(said) is bool
-            expect(is_flag, "success to be a bool or None", f"{said!r} ({type(said).__name__})")
+            success = transition.success
+            is_flag = success is None or type(success) is bool
+            got = f"{success!r} ({type(success).__name__})"
+            expect(is_flag, "success to be a bool or None", got)
             over = transition.terminated or transition.truncated
-            expect(said is None or over, "success None before the end of an episode", said)
+            expect(success is None or over, "success None before the end of an episode", success)
 
 
 def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:
-    """Also whatever the process does to its global random state."""
+    """Check that episodes repeat, even if the process changes its global random state."""
     for seed in checked.seeds:
         first = checked.play(seed, policy_seed=seed)
         random.seed(seed + 1)
         expect_same(first.record, checked.play(seed, first.actions).record, f"seed {seed}")
 
 
-def another_session_changes_nothing(checked: CheckedEnvironment) -> None:
-    """Two sessions take turns, and each goes as it went alone."""
-    alone = [checked.play(seed, policy_seed=seed) for seed in checked.seeds[:2]]
-    if checked.holds_one:  # then the rules of the wire try it, over processes
+def parallel_episodes_are_independent(checked: CheckedEnvironment) -> None:
+    """Check that two interleaved episodes are equal to the same episodes played separately."""
+    separate = [checked.play(seed, policy_seed=seed) for seed in checked.seeds[:2]]
+    if checked.allows_one_instance:  # the rules of the wire test this case with processes
         return
-    together = [
-        Player(checked, seed, player.actions)
-        for seed, player in zip(checked.seeds, alone, strict=False)
+    interleaved = [
+        CheckedEpisode(checked, seed, episode.actions)
+        for seed, episode in zip(checked.seeds, separate, strict=False)
     ]
-    while any([player.advance() for player in together]):
+    while any([episode.advance() for episode in interleaved]):
         pass
-    for before, after in zip(alone, together, strict=True):
-        expect_same(before.record, after.record, "an episode beside another one")
+    for expected, actual in zip(separate, interleaved, strict=True):
+        expect_same(expected.record, actual.record, "an episode parallel to another episode")
 
 
 def a_second_reset_starts_again(checked: CheckedEnvironment) -> None:
-    """What was played before leaves no trace."""
-    player = checked.play(checked.seeds[0])
-    again = record_of(player.environment.reset(seed=checked.seeds[0]))
-    expect(again == player.record[0], player.record[0].decode(), again.decode())
+    """Check that a reset removes every trace of the previous episode."""
+    episode = checked.play(checked.seeds[0])
+    again = encode_record(episode.environment.reset(seed=checked.seeds[0]))
+    expect(again == episode.record[0], episode.record[0].decode(), again.decode())
 
 
 def seeds_are_not_ignored(checked: CheckedEnvironment) -> None:
-    """Where chance plays a part, seeds decide it; where none does, no seed changes a thing."""
+    """Check that seeds determine the randomness of an environment, if it has any."""
     seeded = {b"".join(checked.play(seed).record) for seed in checked.seeds}
     if len(seeded) > 1 or len(checked.seeds) < 2:
         return
-    # One player may see the same on all seeds of a small environment; others see them differ.
+    # In a small environment, some policies get equal episodes for all seeds, and others do not.
     for policy_seed, pair in enumerate(pairwise(checked.seeds), start=1):
         if len({b"".join(checked.play(seed, policy_seed=policy_seed).record) for seed in pair}) > 1:
             return
     unseeded = {b"".join(checked.play(None).record) for _ in checked.seeds}
-    found = f"one and the same for all of {list(checked.seeds)}, but others without a seed"
-    expect(unseeded == seeded, "episodes that differ with the seed", found)
+    got = f"equal episodes for seeds {list(checked.seeds)} and different ones without a seed"
+    expect(unseeded == seeded, "episodes that depend on the seed", got)
 
 
 def a_step_after_the_end_is_refused(checked: CheckedEnvironment) -> None:
-    """By an exception, whatever its type."""
+    """Check that a step after the end raises an exception of any type."""
     for seed in checked.seeds:
-        player = checked.play(seed)
-        if not player.is_over or not player.actions:
+        episode = checked.play(seed)
+        if not episode.is_over or not episode.actions:
             continue
         try:
-            after = player.environment.step(player.actions[-1])
-        except Exception:  # noqa: BLE001 - any refusal will do
+            transition = episode.environment.step(episode.actions[-1])
+        except Exception:  # noqa: BLE001 - any exception is a valid refusal
             continue
-        expect(False, "an error for a step after the end", record_of(after).decode())
+        expect(False, "an error for a step after the end", encode_record(transition).decode())
 
 
 def observations_fit_their_schema(checked: CheckedEnvironment) -> None:
-    """They have the declared type, validate against it, and survive JSON."""
-    player = checked.play(checked.seeds[0])
-    declared = player.environment.observation_type
-    for transition in player.transitions:
-        found = transition.observation
+    """Check that observations have the declared type and are unchanged after JSON encoding."""
+    episode = checked.play(checked.seeds[0])
+    declared = episode.environment.observation_type
+    for transition in episode.transitions:
+        observation = transition.observation
         expect(
-            type(found) is declared,
+            type(observation) is declared,
             f"observations of type {declared.__name__}",
-            type(found).__name__,
+            type(observation).__name__,
         )
-        returned = declared.model_validate_json(found.model_dump_json())
-        expect(returned == found, f"{found!r} to survive JSON", repr(returned))
+        decoded = declared.model_validate_json(observation.model_dump_json())
+        expect(decoded == observation, f"{observation!r} after JSON encoding", repr(decoded))
         orjson.dumps(transition.info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 def the_state_fits_its_schema(checked: CheckedEnvironment) -> None:
-    """It has the declared type and survives JSON."""
+    """Check that the state has the declared type and can be encoded as JSON."""
     environment = checked.play(checked.seeds[0]).environment
     declared, state = environment.state_type, environment.state
     expect(
@@ -159,7 +161,7 @@ def the_state_fits_its_schema(checked: CheckedEnvironment) -> None:
 
 
 def every_legal_answer_is_a_legal_action(checked: CheckedEnvironment) -> None:
-    """The text renderer reads back each answer it offers, and the environment takes it."""
+    """Check that the text renderer parses its legal answers to actions that are legal."""
     renderer = checked.make().text_renderer
     if renderer is None:
         return
@@ -171,8 +173,8 @@ def every_legal_answer_is_a_legal_action(checked: CheckedEnvironment) -> None:
             environment.step(renderer.parse(answer, observation))
 
 
-def garbage_is_no_action(checked: CheckedEnvironment) -> None:
-    """The text renderer refuses it with ActionParseError, unless it takes any text."""
+def garbage_is_refused(checked: CheckedEnvironment) -> None:
+    """Check that the text renderer raises ActionParseError, unless every text is an action."""
     environment = checked.make()
     renderer = environment.text_renderer
     if renderer is None or takes_any_text(renderer):
@@ -186,40 +188,40 @@ def garbage_is_no_action(checked: CheckedEnvironment) -> None:
         expect(False, f"ActionParseError for {text!r}", repr(action))
 
 
-def odd_texts_are_read_or_refused(checked: CheckedEnvironment) -> None:
-    """Parsing gives an action or an ActionError, and no other error, which would end a run."""
+def odd_texts_are_parsed_or_refused(checked: CheckedEnvironment) -> None:
+    """Check that parsing raises only ActionErrors, because other errors would stop a run."""
     environment = checked.make()
     renderer = environment.text_renderer
     if renderer is None:
         return
     observation = environment.reset(seed=checked.seeds[0]).observation
     answers = renderer.legal_answers(observation)[:_NUM_VARIED_ANSWERS]
-    for text in (*_ODD_TEXTS, *(varied for answer in answers for varied in _varied(answer))):
+    for text in (*_ODD_TEXTS, *(variant for answer in answers for variant in _vary(answer))):
         try:
             renderer.parse(text, observation)
         except ActionError:
             continue
-        except Exception as error:  # noqa: BLE001 - foreign code: what it raises is the finding
-            shown = f"{text[:_MAX_SHOWN_CHARS]!r}" + ("..." if text[_MAX_SHOWN_CHARS:] else "")
-            expect(False, f"an action or ActionParseError for {shown}", repr(error))
+        except Exception as error:  # noqa: BLE001 - an error of third-party code is the result
+            excerpt = f"{text[:_MAX_SHOWN_CHARS]!r}" + ("..." if text[_MAX_SHOWN_CHARS:] else "")
+            expect(False, f"an action or ActionParseError for {excerpt}", repr(error))
 
 
-def _varied(answer: str) -> tuple[str, ...]:
-    """Texts that are nearly the answer."""
+def _vary(answer: str) -> tuple[str, ...]:
+    """Return texts that are similar to the answer."""
     return (
         *(f"{answer}\x1e", f"{answer}²", f"{answer}.", f"-{answer}", f"--{answer}"),
         *(f"{answer} {answer}", answer + answer, answer[:-1], f"<answer>{answer}"),
     )
 
 
-def what_is_shown_can_travel(checked: CheckedEnvironment) -> None:
-    """Observations, rewards, tensors, info and texts are what every wire can carry."""
+def results_can_be_encoded(checked: CheckedEnvironment) -> None:
+    """Check that all wires can encode observations, rewards, tensors, info and texts."""
     environment = checked.make()
     first = environment.reset(seed=checked.seeds[0])
-    _encode(first, environment, 0)  # before answers are chosen from it
-    player = checked.play(checked.seeds[0])
-    for index, transition in enumerate(player.transitions):
-        _encode(transition, player.environment, index)
+    _encode(first, environment, 0)  # before an action is chosen from the observation
+    episode = checked.play(checked.seeds[0])
+    for index, transition in enumerate(episode.transitions):
+        _encode(transition, episode.environment, index)
 
 
 def _encode(transition: Transition[Any], environment: AnyEnvironment, index: int) -> None:
@@ -230,12 +232,12 @@ def _encode(transition: Transition[Any], environment: AnyEnvironment, index: int
 
 
 def text_is_chat_messages(checked: CheckedEnvironment) -> None:
-    """Rendering gives at least one message after a reset, each a role and a text."""
-    player = checked.play(checked.seeds[0])
-    renderer = player.environment.text_renderer
+    """Check that rendering returns chat messages, and at least one message after a reset."""
+    episode = checked.play(checked.seeds[0])
+    renderer = episode.environment.text_renderer
     if renderer is None:
         return
-    for index, transition in enumerate(player.transitions):
+    for index, transition in enumerate(episode.transitions):
         messages = renderer.render(transition.observation, first=index == 0)
         expect(bool(messages) or index > 0, "at least one message after a reset", messages)
         for message in messages:
@@ -244,31 +246,33 @@ def text_is_chat_messages(checked: CheckedEnvironment) -> None:
 
 
 def action_metadata_changes_nothing(checked: CheckedEnvironment) -> None:
-    """Clients may put anything there."""
+    """Check that the metadata of actions, which clients may set freely, has no effect."""
     plain = checked.play(checked.seeds[0])
-    noisy = [a.model_copy(update={"metadata": {"note": "harmless"}}) for a in plain.actions]
+    noisy = [
+        action.model_copy(update={"metadata": {"note": "harmless"}}) for action in plain.actions
+    ]
     again = checked.play(checked.seeds[0], noisy)
     expect_same(plain.record, again.record, "actions with metadata")
 
 
 def tools_are_described(checked: CheckedEnvironment) -> None:
-    """Each has a name of its own, a description and a JSON schema of an object for arguments."""
+    """Check that each tool has a unique name, a description and a schema of an object."""
     tools = checked.make().tools
     for tool in tools:
         expect(isinstance(tool, Tool), "tools of type ludus.env.Tool", repr(tool))
         expect(isinstance(tool.name, str) and bool(tool.name), "a name of each tool", repr(tool))
-        said = f"a text as description of the tool '{tool.name}'"
-        expect(isinstance(tool.description, str), said, repr(tool.description))
-        fault = fault_of_schema(tool.input_schema)
+        expected = f"a text as description of the tool '{tool.name}'"
+        expect(isinstance(tool.description, str), expected, repr(tool.description))
+        fault = find_schema_fault(tool.input_schema)
         is_object = not fault and tool.input_schema.get("type", "object") == "object"
-        said = f"a JSON schema of an object as input_schema of the tool '{tool.name}'"
-        expect(is_object, said, fault or tool.input_schema)
+        expected = f"a JSON schema of an object as input_schema of the tool '{tool.name}'"
+        expect(is_object, expected, fault or tool.input_schema)
     names = [tool.name for tool in tools]
     expect(len(set(names)) == len(names), "tools of different names", names)
 
 
 def an_unknown_tool_is_refused(checked: CheckedEnvironment) -> None:
-    """With ToolError, and so is what a tool cannot do; a player may ask for anything."""
+    """Check that a call of an unknown tool raises ToolError."""
     environment = checked.make()
     if not environment.tools:
         return
@@ -281,7 +285,10 @@ def an_unknown_tool_is_refused(checked: CheckedEnvironment) -> None:
 
 
 def tools_return_json_objects(checked: CheckedEnvironment) -> None:
-    """Or refuse, with ToolError or InvalidCallError: arguments that fit need not make sense."""
+    """Check that tools return JSON objects, or raise ToolError or InvalidCallError.
+
+    Arguments that fit the schema may still be invalid.
+    """
     environment = checked.make()
     if not environment.tools:
         return
@@ -293,8 +300,8 @@ def tools_return_json_objects(checked: CheckedEnvironment) -> None:
             returned = environment.call_tool(tool.name, arguments)
         except (ToolError, InvalidCallError):
             continue
-        said = f"a JSON object from the tool '{tool.name}' with {arguments}"
-        expect(isinstance(returned, dict), said, repr(returned))
+        expected = f"a JSON object from the tool '{tool.name}' with {arguments}"
+        expect(isinstance(returned, dict), expected, repr(returned))
         orjson.dumps(returned)
 
 
@@ -303,18 +310,18 @@ RULES: dict[str, Rule] = {
     for rule in (
         reset_has_no_reward,
         flags_and_rewards_have_their_types,
-        success_is_said_at_the_end,
+        success_is_reported_at_the_end,
         same_seed_and_actions_give_the_same_episode,
-        another_session_changes_nothing,
+        parallel_episodes_are_independent,
         a_second_reset_starts_again,
         seeds_are_not_ignored,
         a_step_after_the_end_is_refused,
         observations_fit_their_schema,
         the_state_fits_its_schema,
         every_legal_answer_is_a_legal_action,
-        garbage_is_no_action,
-        odd_texts_are_read_or_refused,
-        what_is_shown_can_travel,
+        garbage_is_refused,
+        odd_texts_are_parsed_or_refused,
+        results_can_be_encoded,
         text_is_chat_messages,
         action_metadata_changes_nothing,
         tools_are_described,
@@ -324,16 +331,16 @@ RULES: dict[str, Rule] = {
 }
 
 
-def expect(held: bool, expected: str, found: object) -> None:
-    """Raise BrokenRuleError unless it held."""
-    if not held:
-        raise BrokenRuleError(f"expected {expected}, got {found}")
+def expect(condition: bool, expected: str, actual: object) -> None:
+    """Raise BrokenRuleError unless the condition is true."""
+    if not condition:
+        raise BrokenRuleError(f"expected {expected}, got {actual}")
 
 
-def expect_same(before: list[bytes], after: list[bytes], circumstance: str) -> None:
-    """Raise BrokenRuleError unless two records show the same episode."""
-    for index, (first, second) in enumerate(zip(before, after, strict=False)):
-        said = f"the same episode for {circumstance}; step {index} was {first.decode()}"
-        expect(first == second, said, second.decode())
-    said = f"the same episode for {circumstance}; it took {len(before) - 1} steps"
-    expect(len(before) == len(after), said, len(after) - 1)
+def expect_same(expected: list[bytes], actual: list[bytes], circumstance: str) -> None:
+    """Raise BrokenRuleError unless two records are of equal episodes."""
+    for index, (first, second) in enumerate(zip(expected, actual, strict=False)):
+        text = f"the same episode for {circumstance}; step {index} was {first.decode()}"
+        expect(first == second, text, second.decode())
+    text = f"the same episode for {circumstance}; it took {len(expected) - 1} steps"
+    expect(len(expected) == len(actual), text, len(actual) - 1)

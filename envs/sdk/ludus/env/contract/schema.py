@@ -1,6 +1,6 @@
-"""Random values that fit a JSON schema, and what is wrong with values that do not.
+"""Random values that fit a JSON schema, and the faults of values that do not.
 
-What is drawn covers what pydantic and OpenEnv's models write: types, bounds, enums,
+Random values support the schemas of pydantic and of OpenEnv's models: types, bounds, enums,
 references, unions, nested objects and arrays.
 """
 
@@ -14,16 +14,16 @@ from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import ConfigError
 
-_DEFAULT_REACH = 8
-"""How far numbers without bounds go, and how long lists and texts without bounds get."""
+_DEFAULT_RANGE = 8
+"""Range of numbers without bounds, and extra length of lists and texts without a maximum."""
 _MAX_DEPTH = 12
 
 
 def random_value(schema: JsonObject, generator: random.Random) -> Any:
-    """A value that fits; of an object, the required fields alone.
+    """Draw a value that fits the schema. An object gets only its required fields.
 
     Raises:
-        ConfigError: the schema nests without an end.
+        ConfigError: the schema is nested too deeply.
     """
     return _draw(schema, schema, generator, 0)
 
@@ -31,10 +31,10 @@ def random_value(schema: JsonObject, generator: random.Random) -> Any:
 def random_action(
     schema: JsonObject, observation: JsonObject, generator: random.Random
 ) -> JsonObject:
-    """An action for the observation: out of its `legal_actions` where it lists them."""
+    """Draw an action from the schema, or from the observation's `legal_actions` if it has them."""
     action = random_value(schema, generator)
     if not isinstance(action, dict):
-        raise ConfigError(f"expected an action schema of an object, got {schema}")
+        raise ConfigError(f"the action schema must be a schema of an object, got {schema}")
     legal_actions = observation.get("legal_actions")
     required = schema.get("required", [])
     if isinstance(legal_actions, list) and legal_actions and len(required) == 1:
@@ -43,7 +43,7 @@ def random_action(
 
 
 def random_policy(description: EnvironmentDescription) -> FixedPolicy:
-    """A policy that takes a random action of any environment that describes itself so."""
+    """Return a policy that takes random actions in an environment with this description."""
 
     def play(observation: JsonObject, rng: random.Random) -> JsonObject:
         return random_action(description.action_schema, observation, rng)
@@ -51,31 +51,31 @@ def random_policy(description: EnvironmentDescription) -> FixedPolicy:
     return play
 
 
-def fault_of_schema(schema: JsonObject) -> str:
-    """What is wrong with the schema itself; empty when it is one."""
-    # Servers draw values at their start and judge none: they need not load this.
+def find_schema_fault(schema: JsonObject) -> str:
+    """Return the fault of the schema itself; empty if the schema is valid."""
+    # Servers only draw values, so they need not load this library at their start.
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        return f"expected a JSON schema, got one with a mistake: {error.message}"
+        return f"the JSON schema is not valid: {error.message}"
     return ""
 
 
-def fault_of(value: Any, schema: JsonObject) -> str:
-    """What is wrong with the value, with the field; empty when it fits."""
+def find_fault(value: Any, schema: JsonObject) -> str:
+    """Return the fault of the value with its field; empty if the value fits the schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 
-    if mistake := fault_of_schema(schema):
-        return mistake
+    if schema_fault := find_schema_fault(schema):
+        return schema_fault
     try:
         fault = best_match(Draft202012Validator(schema).iter_errors(value))
     except Unresolvable as error:
-        return f"expected a JSON schema, got one with a mistake: {error}"
+        return f"the JSON schema is not valid: {error}"
     if fault is None:
         return ""
     return f"{'.'.join(map(str, fault.absolute_path)) or 'value'}: {fault.message}"
@@ -83,8 +83,8 @@ def fault_of(value: Any, schema: JsonObject) -> str:
 
 def _draw(schema: JsonObject, root: JsonObject, generator: random.Random, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"expected a schema that ends, got one that nests deeper: {root}")
-    schema = _resolved(schema, root)
+        raise ConfigError(f"the schema must be nested at most {_MAX_DEPTH} levels deep: {root}")
+    schema = _resolve(schema, root)
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
@@ -94,7 +94,7 @@ def _draw(schema: JsonObject, root: JsonObject, generator: random.Random, depth:
             return _draw(generator.choice(schema[union]), root, generator, depth + 1)
     if schema.get("allOf"):
         return _draw(schema["allOf"][0], root, generator, depth + 1)
-    return _draw_typed(_type_of(schema), schema, root, generator, depth)
+    return _draw_typed(_read_type(schema), schema, root, generator, depth)
 
 
 def _draw_typed(
@@ -108,11 +108,12 @@ def _draw_typed(
                 for name in schema.get("required", [])
             }
         case "array":
-            return [_draw(one, root, generator, depth + 1) for one in _items(schema, generator)]
+            items = _item_schemas(schema, generator)
+            return [_draw(item, root, generator, depth + 1) for item in items]
         case "string":
-            shortest = schema.get("minLength", 1)
-            longest = schema.get("maxLength", shortest + _DEFAULT_REACH)
-            length = generator.randint(shortest, max(shortest, min(longest, shortest + 8)))
+            min_length = schema.get("minLength", 1)
+            max_length = schema.get("maxLength", min_length + _DEFAULT_RANGE)
+            length = _draw_length(min_length, max_length, generator)
             return "".join(generator.choices(string.ascii_lowercase, k=length))
         case "integer":
             low, high = _bounds(schema)
@@ -124,14 +125,16 @@ def _draw_typed(
     return None
 
 
-def _items(schema: JsonObject, generator: random.Random) -> list[JsonObject]:
-    """The schemas of an array's elements."""
+def _item_schemas(schema: JsonObject, generator: random.Random) -> list[JsonObject]:
     if "prefixItems" in schema:
         return list(schema["prefixItems"])
-    shortest: int = schema.get("minItems", 0)
-    longest: int = schema.get("maxItems", shortest)
-    length = generator.randint(shortest, max(shortest, min(longest, shortest + _DEFAULT_REACH)))
+    min_items = schema.get("minItems", 0)
+    length = _draw_length(min_items, schema.get("maxItems", min_items), generator)
     return [schema.get("items", {})] * length
+
+
+def _draw_length(minimum: int, maximum: int, generator: random.Random) -> int:
+    return generator.randint(minimum, max(minimum, min(maximum, minimum + _DEFAULT_RANGE)))
 
 
 def _bounds(schema: JsonObject) -> tuple[float, float]:
@@ -142,13 +145,13 @@ def _bounds(schema: JsonObject) -> tuple[float, float]:
     if "exclusiveMaximum" in schema:
         high = schema["exclusiveMaximum"] - 1
     if low is None:
-        low = 0 if high is None or high >= 0 else high - _DEFAULT_REACH
+        low = 0 if high is None or high >= 0 else high - _DEFAULT_RANGE
     if high is None or high < low:
-        high = low + _DEFAULT_REACH
+        high = low + _DEFAULT_RANGE
     return low, high
 
 
-def _type_of(schema: JsonObject) -> str | None:
+def _read_type(schema: JsonObject) -> str | None:
     kind = schema.get("type")
     if isinstance(kind, list):
         return kind[0] if kind else None
@@ -157,14 +160,14 @@ def _type_of(schema: JsonObject) -> str | None:
     return kind
 
 
-def _resolved(schema: JsonObject, root: JsonObject) -> JsonObject:
-    """The schema that a reference within the root points at."""
+def _resolve(schema: JsonObject, root: JsonObject) -> JsonObject:
+    """Follow the schema's references within the root."""
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        found: Any = root
+        target: Any = root
         for part in reference.removeprefix("#/").split("/"):
-            found = found.get(part, {}) if isinstance(found, dict) else {}
-        schema = found
+            target = target.get(part, {}) if isinstance(target, dict) else {}
+        schema = target
     return schema

@@ -47,8 +47,8 @@ class ConnectOptions:
     connect_timeout_s: float = 10.0
     """Time limit for the first response of the server."""
     reconnect_timeout_s: float = 60.0
-    """Time for which calls wait for an unavailable server: every `open`, and the calls of sessions that
-    outlive a broken connection."""
+    """Maximum wait for an unavailable server, by an open or by a call of a session that outlives a
+    broken connection."""
     ca_file: str | None = None
     """PEM file of the authorities that may sign a TLS server's certificate. Default: the
     system's authorities."""
