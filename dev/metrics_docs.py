@@ -15,7 +15,7 @@ from ludus.proto.metrics import (
     TrainSeries,
     prometheus_name,
 )
-from ludus.trainer.run.sinks.prometheus import declared_series
+from ludus.trainer.run.sinks.prometheus import make_series
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 INTRODUCTION = """# Metrics of a run
@@ -99,7 +99,7 @@ def _describe_reduction(spec: MetricSpec) -> str:
 
 def _make_series() -> Iterator[str]:
     yield "\n## Only in Prometheus\n\n| series | labels | description |\n|---|---|---|\n"
-    series = declared_series()
+    series = make_series()
     for name in TrainSeries:
         labels = ", ".join(series[name].labels)
         total = "_total" if series[name].is_counter else ""

@@ -1,4 +1,4 @@
-"""Nodes that do and do not share the run's folder with its driver."""
+"""The check that a folder is shared by all nodes."""
 
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ from ludus.trainer.setup.shared_folder import FolderToken
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(shared_folder, "VISIBLE_TIMEOUT_S", 0.2)
 
 
-def test_a_folder_that_is_shared_is_found_to_be_and_holds_nothing_afterwards(
-    tmp_path: Path,
-) -> None:
+def test_shared_folder_passes_and_is_empty_afterwards(tmp_path: Path) -> None:
     token = FolderToken.write(tmp_path)
     token.check()
     for rank in range(2):
-        token.answer(rank)
-    token.check_answers(2)
+        token.reply(rank)
+    token.check_replies(2)
     token.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_the_same_name_is_not_the_same_folder(tmp_path: Path) -> None:
+def test_folder_of_the_same_name_is_not_the_same_folder(tmp_path: Path) -> None:
     token = FolderToken.write(tmp_path)
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    FolderToken.write(tmp_path)  # another run's
+    FolderToken.write(tmp_path)  # the token of another run
     with pytest.raises(ConfigError, match=r"does not see the run's folder .* all nodes share"):
         token.check()
     with pytest.raises(ConfigError, match="does not see"):
-        token.answer(0)
+        token.reply(0)
 
 
-def test_an_answer_that_does_not_arrive_is_missed(tmp_path: Path) -> None:
+def test_missing_reply_is_an_error(tmp_path: Path) -> None:
     token = FolderToken.write(tmp_path)
-    token.answer(0)
-    with pytest.raises(ConfigError, match=r"what learner rank 1 writes .* does not reach"):
-        token.check_answers(2)
+    token.reply(0)
+    with pytest.raises(ConfigError, match=r"learner rank 1 writes .* do not reach the driver"):
+        token.check_replies(2)
 
 
-def test_a_token_that_a_killed_run_has_left_is_cleared_away(tmp_path: Path) -> None:
-    FolderToken.write(tmp_path).answer(0)
+def test_token_of_a_killed_run_is_removed(tmp_path: Path) -> None:
+    FolderToken.write(tmp_path).reply(0)
     token = FolderToken.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token.name]

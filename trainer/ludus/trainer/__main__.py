@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.proto.config import NetworkRun, RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
-from ludus.trainer.core.disk import describe_write_error, write_atomically
+from ludus.trainer.core.output import describe_write_error, write_atomically
 from ludus.trainer.core.stopping import RunStopped
 
 _INTERRUPTED_EXIT_CODE = 130

@@ -36,7 +36,7 @@ class LearnerActor:
     def answer(self, token: FolderToken | None) -> None:
         """Answer the token of the run's folder, in which this rank will write."""
         if token is not None:
-            token.answer(self._rank)
+            token.reply(self._rank)
 
     def rendezvous(self) -> str:
         """An address at which the ranks can meet; rank 0, who is asked, listens there already."""

@@ -1,10 +1,10 @@
-"""The processes of a run, as the driver sees them.
+"""The interfaces of a run's processes, as the driver uses them.
 
-    Workers   play groups, which go to the buffer without passing through the driver
-    Buffer    holds them, and makes the batches
-    Learners  train on a batch, which they get from the buffer
+    Workers   play groups and send them directly to the buffer
+    Buffer    stores groups and makes batches of them
+    Learners  train on a batch, which they fetch from the buffer
 
-Ray's are in `actors`; the tests of the controller have simulated ones, on one event loop.
+This package implements them with Ray. Tests of the controller simulate them on one event loop.
 """
 
 from __future__ import annotations
@@ -33,92 +33,92 @@ from ludus.trainer.weights import WorkerWeights
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The right to have some groups played, which travel together; `play` gives it back."""
+    """Reserved capacity of a worker for some groups; `play` releases it."""
 
     worker: Any
-    """Means something to the workers only."""
+    """Worker, in a form that only the Workers understand."""
     size: int
-    """Groups that may be played in it, at least one."""
+    """Number of groups that may be played in the slot, at least 1."""
 
 
 class Learners(Protocol):
-    """All ranks of the learner, together."""
+    """All ranks of the learner."""
 
     async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
-        """What the step did; `batch` is what the buffer gave."""
+        """Train on a batch from the buffer and return the metrics of the step."""
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
-        """The version, fetchable."""
+        """Publish the weights as `version`, so that workers can fetch them."""
 
-    async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
-        """The log-probs of each prompt's completion under the policy."""
+    async def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
+        """Return the log-probs of each completion's tokens under the policy."""
 
     async def ping(self) -> None:
         """Return when every rank has responded."""
 
     async def save(self, state_folder: Path, model_folder: Path) -> Sequence[SavedFile]:
-        """Write the learner's state, and the model as a Hugging Face folder: what was written."""
+        """Write the learner's state and the Hugging Face model; return the written files."""
 
     async def restart(self, learner_folder: Path | None) -> None:
         """Replace all ranks; they continue from a checkpoint or from the first model."""
 
 
 class Workers(Protocol):
-    """The rollout workers, which come and go."""
+    """The rollout workers, whose number may change."""
 
     @property
     def held_weights(self) -> Mapping[int, WorkerWeights]:
-        """What each ready worker samples from, by its number."""
+        """Weights of each ready worker, by its number."""
 
     @property
     def num_breaches(self) -> int:
-        """Canary prompts that a worker answered from other weights, all in all."""
+        """Number of canary prompts that workers scored with other weights."""
 
     def describe(self) -> str:
-        """How many workers are ready, and what each does."""
+        """Describe how many workers are ready, and what each of them does."""
 
     def resize(self, num_workers: int) -> None:
-        """Want so many workers from now on."""
+        """Set the number of workers."""
 
     async def slot(self) -> Slot:
-        """A slot on a ready worker, once there is one."""
+        """Wait for a free slot on a ready worker and return it."""
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back in which nothing was played."""
+        """Release a slot in which nothing was played."""
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
-        """The groups that must be replaced; the others are in the buffer.
+        """Play groups, send them to the buffer, and return the groups that must be replaced.
 
-        What the slot has room for beyond these groups is given back at once.
+        Capacity of the slot beyond these groups is released at once.
         """
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
-        """The outcome of one game per seed, in the order of the seeds."""
+        """Play one episode per seed and return the outcomes in the order of the seeds."""
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:
-        """What the policy says after the prompt, once per seed."""
+        """Return one completion of the prompt per seed."""
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
     ) -> Sequence[WorkerWeights]:
-        """What the ready workers hold now: the published weights."""
+        """Load published weights on the ready workers and return their weights."""
 
 
 class Buffer(Protocol):
     """The replay buffer (`data/buffer.py`).
 
-    `take`, `state` and `restore` raise BufferLostError once it has died.
+    `take`, `state` and `restore` raise BufferLostError if the buffer died.
     """
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
         """See GroupBuffer.begin."""
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
-        """Batch `version`; without groups when it is not there within `timeout_s`."""
+        """Return batch `version`, or no groups if it is not complete within `timeout_s`."""
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""

@@ -22,7 +22,7 @@ class Tasks(asyncio.TaskGroup):
     """A task group that cancels its tasks when its block ends.
 
     A TaskGroup waits for its tasks and raises an exception group. This class cancels them instead,
-    and raises the first failure by itself, as callers expect it.
+    and raises the first failure alone, as callers expect it.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,7 @@ async def start_components(
             num_tasks=infrastructure.num_tasks,
         )
     finally:
-        # Before Ray stops: a supervisor would restart Ray to replace the worker that it lost.
+        # Workers stop before Ray; otherwise a supervisor would restart Ray to replace a worker.
         await workers.close()
         learners.close()
         buffer.close()
@@ -173,12 +173,12 @@ async def play_all_baselines(
 ) -> dict[str, dict[str, list[EpisodeOutcome]]]:
     """Play the evaluation episodes of all fixed policies; return the outcomes by environment."""
     return {
-        name: await _play_baselines(run, name, environment)
+        name: await _play_environment_baselines(run, name, environment)
         for name, environment in environments.items()
     }
 
 
-async def _play_baselines(
+async def _play_environment_baselines(
     run: LanguageModelRun, name: str, environment: ConnectedEnvironment
 ) -> dict[str, list[EpisodeOutcome]]:
     config = environment.config

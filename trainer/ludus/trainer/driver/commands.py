@@ -67,7 +67,7 @@ async def evaluate(
     checkpoint = find_checkpoint(checkpoint, run_folder / CHECKPOINTS_FOLDER)
     read_state(checkpoint, RunState)
     with log_to_folder(run_folder, run.log_level):
-        return await _evaluate(run, run_folder, checkpoint, num_games)
+        return await _evaluate_checkpoint(run, run_folder, checkpoint, num_games)
 
 
 def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
@@ -80,7 +80,7 @@ def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
     return path.absolute()
 
 
-async def _evaluate(
+async def _evaluate_checkpoint(
     run: LanguageModelRun, run_folder: Path, checkpoint: Path, num_games: int
 ) -> Evaluation:
     async with start_infrastructure(run, run_folder, with_learner=False) as infrastructure:

@@ -44,7 +44,7 @@ from ludus.proto.config import (
     PpoConfig,
 )
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.core.disk import describe_write_error
+from ludus.trainer.core.output import describe_write_error
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
 from ludus.trainer.learner.actor_critic import ActorCritic

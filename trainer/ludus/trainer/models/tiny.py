@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.disk import describe_write_error, replace_folder
+from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.core.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"

@@ -21,7 +21,7 @@ from ludus.proto.reward_models import (
     TRAINING_SUFFIX,
     RewardModelProgress,
 )
-from ludus.trainer.core.disk import describe_write_error, partial_path
+from ludus.trainer.core.output import describe_write_error, partial_path
 
 _CHANGEABLE_FIELDS = ("output", "device", "num_threads")
 """Fields of the configuration that a resumed training may change."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.disk import describe_write_error, replace_folder
+from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 from ludus.trainer.reward_model.batches import PaddedRows, pad_rows, split_by_budget
 from ludus.trainer.reward_model.preferences import Content

@@ -33,7 +33,7 @@ from ludus.proto.reward_models import (
     RewardModelProgress,
 )
 from ludus.trainer.algorithms.preference import listwise_loss
-from ludus.trainer.core.disk import write_atomically
+from ludus.trainer.core.output import write_atomically
 from ludus.trainer.core.stopping import RunStopped, check_skipped_updates
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.reward_model.batches import pad_rows, split_by_budget

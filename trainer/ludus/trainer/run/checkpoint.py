@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
-from ludus.trainer.core.disk import describe_write_error
-from ludus.trainer.core.notices import warn_user
+from ludus.trainer.core.output import describe_write_error, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts

@@ -15,7 +15,7 @@ from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE, RUN_ID_FILE
-from ludus.trainer.core.disk import partial_path, write_atomically
+from ludus.trainer.core.output import partial_path, write_atomically
 
 
 def run_path(run: RunConfig) -> Path:

@@ -18,7 +18,7 @@ from ludus.proto.config import RunConfig, validate_run_json
 from ludus.proto.config.changes import Change, changes_between, describe_changes
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, Resume
-from ludus.trainer.core.notices import warn_user
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     StateT,

@@ -50,7 +50,7 @@ class StepTimes:
 
 
 def compute_step_values(
-    taken: TakenBatch,
+    batch: TakenBatch,
     metrics: StepMetrics,
     times: StepTimes,
     canary_error: float,
@@ -63,11 +63,11 @@ def compute_step_values(
         num_open: number of environments that the curriculum has opened; None without a curriculum.
     """
     staleness: dict[str, list[int]] = {}
-    for group in taken.groups:
+    for group in batch.groups:
         staleness.setdefault(group.environment, []).append(group.staleness)
     environments = {
-        name: _environment_values(taken.counts.get(name, RolloutCounts()), staleness.get(name, []))
-        for name in sorted(taken.counts.keys() | staleness.keys())
+        name: _environment_values(batch.counts.get(name, RolloutCounts()), staleness.get(name, []))
+        for name in sorted(batch.counts.keys() | staleness.keys())
     }
     combined = combine_metrics(environments.values())
     # Reward terms of the same name in two environments may mean different things.
@@ -75,7 +75,10 @@ def compute_step_values(
         name: value for name, value in combined.items() if not name.startswith(REWARD_TERM_PREFIX)
     }
     run |= _learner_values(metrics, times)
-    run |= {TrainMetric.BUFFER_DEPTH_GROUPS: taken.depth, TrainMetric.CANARY_ERROR: canary_error}
+    run |= {
+        TrainMetric.BUFFER_DEPTH_GROUPS: batch.depth,
+        TrainMetric.CANARY_ERROR: canary_error,
+    }
     if num_open is not None:
         run[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open
     if times.total_s > 0:

@@ -27,7 +27,7 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.trainer.core.disk import write_atomically
+from ludus.trainer.core.output import write_atomically
 from ludus.trainer.run.metrics import (
     compute_delivery_values,
     compute_eval_values,
@@ -147,9 +147,11 @@ class MetricsWriter:
 
     def log_delivery(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
         """Write the weights that each worker, by its number, samples from now on."""
-        held = tuple(make_held_weights(worker, weights[worker]) for worker in sorted(weights))
+        worker_weights = tuple(
+            make_held_weights(worker, weights[worker]) for worker in sorted(weights)
+        )
         values = compute_delivery_values(list(weights.values()))
-        self._append("weights", step, values, weights=held)
+        self._append("weights", step, values, weights=worker_weights)
 
     def log_event(self, step: int, metric: TrainMetric) -> None:
         """Write one event of the kind that `metric` counts."""

@@ -17,7 +17,7 @@ from ludus.proto.config import (
     VllmGenerator,
 )
 from ludus.proto.config.environment import reward_term_name
-from ludus.trainer.core.notices import warn_user
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.models.load import is_folder_path
 from ludus.trainer.rollout.engines import has_vllm
 

@@ -1,7 +1,7 @@
-"""Whether actors on other nodes see the run's folder: this one, not one of the same name.
+"""A check that actors on other nodes see the run's folder, not another folder of the same name.
 
-driver    writes a token --> [ run's folder ] --> every actor reads it before it loads anything
-          reads answers  <-- [              ] <-- those that will write there answer it
+driver    writes a token   --> [ run's folder ] --> every actor reads it before it starts to load
+          reads the replies <-- [              ] <-- actors that will write there reply to it
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from pathlib import Path
 
 from ludus.proto.errors import ConfigError
 
-_PREFIX = ".token-"
-_TIMEOUT_S = 5.0
-"""In which a network file system shows to one node what another has written."""
-_PAUSE_S = 0.1
+_TOKEN_PREFIX = ".token-"
+VISIBLE_TIMEOUT_S = 5.0
+"""Maximum time for a network file system to show one node's files to another node."""
+_POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class FolderToken:
-    """A file in the run's folder, of a name that was never given before."""
+    """A file with a unique name in the run's folder."""
 
     folder: Path
     name: str
 
     @classmethod
     def write(cls, folder: Path) -> FolderToken:
-        """A new token; those that a run which was killed has left are gone."""
-        for old in folder.glob(f"{_PREFIX}*"):
-            old.unlink()
-        token = cls(folder, _PREFIX + uuid.uuid4().hex)
+        """Write a new token, and remove the tokens of killed runs."""
+        for old_token in folder.glob(f"{_TOKEN_PREFIX}*"):
+            old_token.unlink()
+        token = cls(folder, _TOKEN_PREFIX + uuid.uuid4().hex)
         (folder / token.name).touch()
         return token
 
@@ -40,58 +40,59 @@ class FolderToken:
         """Check, in an actor, that its node sees the token.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the node does not see the token.
         """
-        if not _appears(self.folder / self.name):
+        if not _wait_until_visible(self.folder / self.name):
             raise ConfigError(
                 f"output_dir: node '{socket.gethostname()}' does not see the run's folder "
                 f"'{self.folder}' of the driver; set output_dir to a folder that all nodes share"
             )
 
-    def answer(self, rank: int) -> None:
-        """Answer the token from an actor that will write into the folder.
+    def reply(self, rank: int) -> None:
+        """Reply to the token from a learner rank, which will write into the folder.
 
         Raises:
-            ConfigError: its node does not see the token, or cannot write there.
+            ConfigError: the node does not see the token, or cannot write into the folder.
         """
         self.check()
         try:
-            self._answer_of(rank).touch()
+            self._reply_path(rank).touch()
         except OSError as error:
             raise ConfigError(
-                f"output_dir: node '{socket.gethostname()}' cannot write into the run's folder "
-                f"'{self.folder}' ({error.strerror or error}), where checkpoints go; set "
-                "output_dir to a folder that all nodes can write to"
+                f"output_dir: node '{socket.gethostname()}' cannot write checkpoints into the "
+                f"run's folder '{self.folder}' ({error.strerror or error}); set output_dir to a "
+                "folder that all nodes can write to"
             ) from error
 
-    def check_answers(self, num_ranks: int) -> None:
-        """Check, in the driver, that all answers can be seen, and remove them.
+    def check_replies(self, num_ranks: int) -> None:
+        """Check, in the driver, that the replies of all ranks are visible, and remove them.
 
         Raises:
-            ConfigError: one cannot.
+            ConfigError: a reply is not visible.
         """
         for rank in range(num_ranks):
-            answer = self._answer_of(rank)
-            if not _appears(answer):
+            reply = self._reply_path(rank)
+            if not _wait_until_visible(reply):
                 raise ConfigError(
-                    f"output_dir: what learner rank {rank} writes into the run's folder "
-                    f"'{self.folder}' does not reach the driver; set output_dir to a folder that "
+                    f"output_dir: files that learner rank {rank} writes into the run's folder "
+                    f"'{self.folder}' do not reach the driver; set output_dir to a folder that "
                     "all nodes share"
                 )
-            answer.unlink()
+            reply.unlink()
 
     def remove(self) -> None:
-        """Remove the token: no more actors start."""
+        """Remove the token, because no more actors will start."""
         (self.folder / self.name).unlink(missing_ok=True)
 
-    def _answer_of(self, rank: int) -> Path:
+    def _reply_path(self, rank: int) -> Path:
         return self.folder / f"{self.name}-{rank}"
 
 
-def _appears(path: Path) -> bool:
-    deadline_s = time.monotonic() + _TIMEOUT_S
+def _wait_until_visible(path: Path) -> bool:
+    """Return whether the file appears within the time limit."""
+    deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_INTERVAL_S)
     return True

@@ -23,7 +23,7 @@ from ludus.env.types import StepResult
 from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
-from ludus.trainer.core.notices import warn_user
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
 from ludus.trainer.data.failures import count_failures, describe, most_common_reason
 from ludus.trainer.learner.lora import check_targets

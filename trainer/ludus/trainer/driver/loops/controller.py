@@ -15,7 +15,7 @@
       held version
 
     environment watch: restarts local servers that died. Nothing waits for it: the sessions of a
-      dead server are lost, and clients reconnect by themselves.
+      dead server are lost, and clients reconnect automatically.
 
 With a staleness limit S = 1, learner and workers run at the same time:
 
@@ -89,7 +89,7 @@ _WATCH_INTERVAL_S = 0.2
 class _RunningStep:
     """A learner's step from its batch to its row; it cannot be interrupted."""
 
-    taken: TakenBatch
+    batch: TakenBatch
     times: StepTimes
     metrics: StepMetrics | None = None
     """None until the step succeeds."""
@@ -221,10 +221,10 @@ class Controller:
         progress = ProgressMonitor(run, self._sampling.describe)
         while not self.is_finished:
             start_s = time.monotonic()
-            taken = await self._take_batch(progress)
-            if taken is None:
+            batch = await self._take_batch(progress)
+            if batch is None:
                 return
-            step = await self._train(taken, time.monotonic() - start_s, tasks)
+            step = await self._train(batch, time.monotonic() - start_s, tasks)
             if self._is_due(run.eval.every_steps):
                 step = replace(step, evaluation=await self._evaluate())
             if self._is_due(run.training.checkpoint_every_steps):
@@ -244,15 +244,15 @@ class Controller:
             UnavailableError: an environment stays unavailable for longer than allowed.
         """
         while not self.stop_request.is_set:
-            taken = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
-            progress.observe(taken.counts, time.monotonic(), taken=bool(taken.groups))
-            if taken.groups:
-                return taken
+            batch = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
+            progress.observe(batch.counts, time.monotonic(), taken=bool(batch.groups))
+            if batch.groups:
+                return batch
         return None
 
-    async def _train(self, taken: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
+    async def _train(self, batch: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
         """Train on a batch, start the delivery of the new weights, and return the step."""
-        step = self._step = _RunningStep(taken, StepTimes(wait_s))
+        step = self._step = _RunningStep(batch, StepTimes(wait_s))
         step.training = asyncio.create_task(self._train_on(step))
         # If something else fails now, the learner still finishes this step.
         await asyncio.shield(step.training)
@@ -268,7 +268,7 @@ class Controller:
     async def _train_on(self, step: _RunningStep) -> None:
         start_s = time.monotonic()
         coefficients = compute_coefficients(self.components.run, self.state.step)
-        step.metrics = await self.components.learners.train_step(step.taken.batch, coefficients)
+        step.metrics = await self.components.learners.train_step(step.batch.batch, coefficients)
         step.times = replace(step.times, train_s=time.monotonic() - start_s)
         self.state.step += 1
 
@@ -276,29 +276,29 @@ class Controller:
         """Count a trained step, write its metrics, and return it."""
         assert step.metrics is not None
         self._step = None
-        state, taken, metrics = self.state, step.taken, self.components.metrics
-        counts = total(taken.counts.values())
-        state.games_trained += sum(group.num_scored for group in taken.groups)
+        state, batch, metrics = self.state, step.batch, self.components.metrics
+        counts = total(batch.counts.values())
+        state.games_trained += sum(group.num_scored for group in batch.groups)
         state.games_played += counts.num_episodes
         state.episodes_lost += counts.num_lost
         state.episodes_failed += counts.num_failed
         state.num_groups_rolled_back += counts.num_rolled_back_groups
-        staleness = [group.staleness for group in taken.groups]
+        staleness = [group.staleness for group in batch.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
-        unlocked = self._mixture.observe(taken.counts)
+        unlocked = self._mixture.observe(batch.counts)
         times = replace(
             step.times, deliver_s=self._deliver_s, rollout_idle_s=self._sampling.take_idle_s()
         )
         self._deliver_s = 0.0
         values, environments = compute_step_values(
-            taken, step.metrics, times, state.canary_max_error, self._mixture.num_open
+            batch, step.metrics, times, state.canary_max_error, self._mixture.num_open
         )
         metrics.log_step(state.step, state.games_trained, values, environments)
         if unlocked is not None:
             metrics.log_unlock(state.step, state.games_trained, unlocked)
         transcripts = metrics.log_transcripts(
             state.step,
-            [transcript for group in taken.groups for transcript in group.transcripts],
+            [transcript for group in batch.groups for transcript in group.transcripts],
         )
         return Step(state.step, values, environments, transcripts, evaluation=None)
 

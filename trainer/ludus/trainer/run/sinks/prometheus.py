@@ -1,18 +1,20 @@
-"""Metrics for Prometheus, served by the run's driver.
+"""The sink for Prometheus, served over HTTP by the run's driver.
 
     training loop --write(row)--> series, behind a lock <--GET /metrics-- Prometheus
                                                            (a thread for each request)
 
-What rows add up is a counter here, everything else a gauge. Every series has the label `run`, the
-run's name. Metrics that every environment has of its own are labelled with its name and its
-opponent, too; summed or averaged they are those of the whole run. Counters exist from the start,
-at zero, so that rates never miss a beginning; those of environments once their servers have said
-whom the policy plays against. A gauge exists once it was measured. A run that is resumed counts
-on. Times are those of this process: what a run did before it was resumed does not count.
+Metrics that add up over rows are counters, all others are gauges. Every series has the label `run`,
+the run's name. Metrics of one environment also have labels for its name and its opponent; their sum
+or mean is the metric of the whole run. Counters start at zero, so that rates include the first
+event. Counters of environments start when their servers have reported the opponent. A gauge appears
+after its first measurement. After a resume, counters continue from the earlier rows. Times are
+those of this process only.
 
 Label values come from the configuration and from closed sets: environments, opponents, reward
-terms, fixed policies, phases, numbers of workers. The content hash of the weights that a worker
-holds is therefore a number: its first 48 bits, enough to see that two workers differ.
+terms, fixed policies, phases, and worker numbers. The content hash of a worker's weights is
+therefore exported as a number: its first 48 bits, which are enough to distinguish two workers.
+
+A rewind needs no action: later rows set the gauges, and counters include the repeated steps.
 """
 
 from __future__ import annotations
@@ -40,42 +42,43 @@ from ludus.proto.metrics import (
     prometheus_name,
 )
 from ludus.proto.runs import MetricsRow, Phase, WorkerWeightsRow
+from ludus.trainer.run.sinks.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
 
 TRAINED_POLICY = "trained"
 """Value of the label `policy` for the policy that the run trains."""
 NO_OPPONENT = "environment"
-"""Value of the label `opponent` where the environment's options name none."""
+"""Value of the label `opponent` if the environment's options name no opponent."""
 _REQUEST_TIMEOUT_S = 10.0
 _HASH_DIGITS = 12
-"""Hexadecimal digits of a content hash that a float64 holds exactly: 48 bits."""
-_OF_ENVIRONMENT = ("environment", "opponent")
+"""Hexadecimal digits of a content hash that a float64 represents exactly: 48 bits."""
+_ENVIRONMENT_LABELS = ("environment", "opponent")
 _TRAIN_NAMES = {str(metric): prometheus_name(metric) for metric in TrainMetric}
 _EVAL_NAMES = {str(metric): prometheus_name(metric) for metric in EvalMetric}
 
 
 @dataclass(slots=True)
 class Series:
-    """The samples of one name, by the values of its labels."""
+    """The samples of one metric name, by their label values."""
 
     text: str
     labels: tuple[str, ...] = ()
-    """Beside `run`."""
+    """Label names in addition to `run`."""
     is_counter: bool = False
     samples: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """By the values of `labels`, without that of `opponent`, which follows from environment."""
+    """Samples by label values, without `opponent`, which follows from the environment."""
 
-    def take(self, value: float, *labels: str) -> None:
-        """Add the value to a counter; set a gauge to it."""
-        before = self.samples.get(labels, 0.0) if self.is_counter else 0.0
-        self.samples[labels] = before + value
+    def record(self, value: float, *labels: str) -> None:
+        """Add the value to a counter, or set a gauge to it."""
+        previous = self.samples.get(labels, 0.0) if self.is_counter else 0.0
+        self.samples[labels] = previous + value
 
-    def family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
-        """What a scrape shows; environments whose opponent is not known are not shown yet."""
+    def make_family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
+        """Return the samples for a scrape, without environments whose opponent is unknown."""
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
         family = kind(name, self.text, labels=("run", *self.labels))
-        is_per_environment = self.labels[:2] == _OF_ENVIRONMENT
+        is_per_environment = self.labels[:2] == _ENVIRONMENT_LABELS
         for labels, value in self.samples.items():
             if not is_per_environment:
                 family.add_metric((run, *labels), value)
@@ -86,10 +89,10 @@ class Series:
 
 
 class RunSeries:
-    """A run as Prometheus sees it, from the rows of its metrics.
+    """The series of a run, updated from the rows of its metrics.
 
     Args:
-        now: Unix time in seconds.
+        now: function that returns the Unix time in seconds.
     """
 
     def __init__(self, run: RunConfig, now: Callable[[], float] = time.time) -> None:
@@ -97,104 +100,111 @@ class RunSeries:
         self._run = run.name
         self._now = now
         self._opponents: dict[str, str] = {}
-        self._series = declared_series()
-        self._series[TrainSeries.RUN].take(1)
-        self._series[TrainSeries.STEPS].take(0)
-        self._series[TrainSeries.TARGET_STEPS].take(run.training.num_steps)
+        self._series = make_series()
+        self._series[TrainSeries.RUN].record(1)
+        self._series[TrainSeries.STEPS].record(0)
+        self._series[TrainSeries.TARGET_STEPS].record(run.training.num_steps)
         for metric in TrainMetric:
             if metric.spec.reduction is Reduction.SUM:
                 names = [(name,) for name in run.environments]
                 for labels in names if metric.spec.is_per_environment else [()]:
-                    self._series[_TRAIN_NAMES[metric]].take(0, *labels)
-        self._show_phase(None)
+                    self._series[_TRAIN_NAMES[metric]].record(0, *labels)
+        self._record_phase(None)
         for series in (TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT):
-            self._series[series].take(now())
+            self._series[series].record(now())
 
     def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Show the series of the environments, which were built with these options."""
+        """Export the series of the environments, whose opponents are in these options."""
         with self._lock:
-            self._opponents = {name: opponent_of(built) for name, built in options.items()}
+            self._opponents = {
+                name: find_opponent(environment_options)
+                for name, environment_options in options.items()
+            }
 
     def write(self, row: MetricsRow) -> None:
-        """Show the row in the next scrape."""
+        """Update the series from a row."""
         with self._lock:
-            self._series[TrainSeries.ELAPSED].take(row.elapsed_s)
+            self._series[TrainSeries.ELAPSED].record(row.elapsed_s)
             match row.kind:
                 case "phase":
-                    self._show_phase(row.phase, row.num_steps)
+                    self._record_phase(row.phase, row.num_steps)
                 case "train":
-                    self._series[TrainSeries.STEP].take(row.step)
-                    self._series[TrainSeries.STEPS].take(1)
-                    self._series[TrainSeries.LAST_STEP].take(self._now())
-                    self._series[TrainSeries.GAMES_TRAINED].take(row.num_games_trained)
-                    self._take_run(row.values)
+                    self._series[TrainSeries.STEP].record(row.step)
+                    self._series[TrainSeries.STEPS].record(1)
+                    self._series[TrainSeries.LAST_STEP].record(self._now())
+                    self._series[TrainSeries.GAMES_TRAINED].record(row.num_games_trained)
+                    self._record_run(row.values)
                 case "environment":
-                    self._take_environment(row.values, row.environment or "")
+                    self._record_environment(row.values, row.environment or "")
                 case "eval" | "baseline":
                     labels = (row.environment or "", row.policy or TRAINED_POLICY)
                     for name, value in row.values.items():
-                        self._series[_EVAL_NAMES[name]].take(value, *labels)
+                        self._series[_EVAL_NAMES[name]].record(value, *labels)
                 case "weights":
-                    self._take_run(row.values)
-                    self._show_weights(row.weights)
+                    self._record_run(row.values)
+                    self._record_weights(row.weights)
                 case "event" if row.environment is not None:
-                    self._take_environment(row.values, row.environment)
+                    self._record_environment(row.values, row.environment)
                 case "event":
-                    self._take_run(row.values)
+                    self._record_run(row.values)
                     if TrainMetric.NUM_CHECKPOINTS in row.values:
-                        self._series[TrainSeries.LAST_CHECKPOINT].take(self._now())
+                        self._series[TrainSeries.LAST_CHECKPOINT].record(self._now())
 
     def collect(self) -> Iterator[Metric]:
-        """Every family; called by prometheus_client."""
+        """Yield all metrics; called by prometheus_client."""
         with self._lock:
             families = [
-                series.family(name, self._run, self._opponents)
+                series.make_family(name, self._run, self._opponents)
                 for name, series in self._series.items()
             ]
         yield from families
 
-    def _take_run(self, values: Mapping[str, float]) -> None:
+    def _record_run(self, values: Mapping[str, float]) -> None:
         for metric in TrainMetric:
-            # Those of environments come in rows of their own.
+            # Metrics of environments have separate rows.
             if not metric.spec.is_per_environment and metric in values:
-                self._series[_TRAIN_NAMES[metric]].take(values[metric])
+                self._series[_TRAIN_NAMES[metric]].record(values[metric])
 
-    def _take_environment(self, values: Mapping[str, float], environment: str) -> None:
+    def _record_environment(self, values: Mapping[str, float], environment: str) -> None:
         for name, value in values.items():
             if name.startswith(REWARD_TERM_PREFIX):
                 term = name.removeprefix(REWARD_TERM_PREFIX)
-                self._series[TrainSeries.REWARD_TERM].take(value, environment, term)
+                self._series[TrainSeries.REWARD_TERM].record(value, environment, term)
             else:
-                self._series[_TRAIN_NAMES[name]].take(value, environment)
+                self._series[_TRAIN_NAMES[name]].record(value, environment)
 
-    def _show_phase(self, current: Phase | None, num_steps: int | None = None) -> None:
+    def _record_phase(self, current: Phase | None, num_steps: int | None = None) -> None:
         if num_steps is not None:
-            self._series[TrainSeries.TARGET_STEPS].take(num_steps)
+            self._series[TrainSeries.TARGET_STEPS].record(num_steps)
         for phase in Phase:
-            self._series[TrainSeries.PHASE].take(phase is current, phase)
-        self._series[TrainSeries.PHASE_START].take(self._now())
+            self._series[TrainSeries.PHASE].record(phase is current, phase)
+        self._series[TrainSeries.PHASE_START].record(self._now())
 
-    def _show_weights(self, held: tuple[WorkerWeightsRow, ...]) -> None:
-        by_worker = {
+    def _record_weights(self, weights: tuple[WorkerWeightsRow, ...]) -> None:
+        readers = {
             TrainSeries.WORKER_VERSION: lambda worker: worker.version,
             TrainSeries.WORKER_HASH: lambda worker: int(worker.content_hash[:_HASH_DIGITS], 16),
             TrainSeries.WORKER_CANARY_ERROR: lambda worker: worker.canary_error,
         }
-        self._series[TrainSeries.WORKERS].take(len(held))
-        for name, read in by_worker.items():
-            # Workers that left are shown no more.
+        self._series[TrainSeries.WORKERS].record(len(weights))
+        for name, read in readers.items():
+            # Workers that no longer exist are removed.
             self._series[name].samples.clear()
-            for worker in held:
-                self._series[name].take(read(worker), str(worker.worker))
+            for worker in weights:
+                self._series[name].record(read(worker), str(worker.worker))
 
 
-class PrometheusExporter:
-    """Serves a run's series until it is closed."""
+class PrometheusExporter(MetricsSink):
+    """Serves the series of a run over HTTP until it is closed."""
 
     name = "prometheus"
 
     def __init__(self, run: RunConfig, config: PrometheusSink) -> None:
-        """Raises: ConfigError: the address cannot be listened on."""
+        """Start the server.
+
+        Raises:
+            ConfigError: the server cannot listen on the configured address.
+        """
         self._series = RunSeries(run)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._series)
@@ -215,75 +225,72 @@ class PrometheusExporter:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """Port of the server."""
         return self._server.server_port
 
     def write(self, row: MetricsRow) -> None:
-        """Show the row in the next scrape."""
+        """Update the series from a row."""
         self._series.write(row)
 
     def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Show the series of the environments, which were built with these options."""
+        """Export the series of the environments, whose opponents are in these options."""
         self._series.set_environment_options(options)
 
-    def rewind(self, step: int) -> None:
-        """Do nothing: gauges follow the next rows; counters count what was done all the same."""
-
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
-def opponent_of(options: JsonObject) -> str:
-    """Who the policy plays against, as the environment's options name it."""
+def find_opponent(options: JsonObject) -> str:
+    """Return the opponent that the environment's options name."""
     opponent = options.get("opponent")
     return opponent if isinstance(opponent, str) else NO_OPPONENT
 
 
-def declared_series() -> dict[str, Series]:
-    """Every series that a run exports, by its name, still empty."""
+def make_series() -> dict[str, Series]:
+    """Return all series that a run exports, by name and without samples."""
     worker = ("worker",)
     series = {
         _TRAIN_NAMES[metric]: Series(
             metric.spec.help,
-            _OF_ENVIRONMENT if metric.spec.is_per_environment else (),
+            _ENVIRONMENT_LABELS if metric.spec.is_per_environment else (),
             metric.spec.reduction is Reduction.SUM,
         )
         for metric in TrainMetric
     }
     series |= {
-        _EVAL_NAMES[metric]: Series(metric.spec.help, (*_OF_ENVIRONMENT, "policy"))
+        _EVAL_NAMES[metric]: Series(metric.spec.help, (*_ENVIRONMENT_LABELS, "policy"))
         for metric in EvalMetric
     }
     return series | {
-        TrainSeries.RUN: Series("1 while the run of that name is there."),
-        TrainSeries.PHASE: Series("1 for what the run is doing, 0 for all else.", ("phase",)),
-        TrainSeries.PHASE_START: Series("Unix time at which the run turned to it."),
-        TrainSeries.STEP: Series("Optimizer batches done."),
+        TrainSeries.RUN: Series("1 while the run exists."),
+        TrainSeries.PHASE: Series("1 for the current phase, 0 for all others.", ("phase",)),
+        TrainSeries.PHASE_START: Series("Unix time at which the current phase started."),
+        TrainSeries.STEP: Series("Training steps done."),
         TrainSeries.STEPS: Series(
-            "Optimizer batches taken, those that a restart rolled back included.", is_counter=True
+            "Training steps done, including steps that a restart rolled back.", is_counter=True
         ),
-        TrainSeries.TARGET_STEPS: Series("Optimizer batches of the whole run."),
+        TrainSeries.TARGET_STEPS: Series("Training steps of the whole run."),
         TrainSeries.LAST_STEP: Series(
-            "Unix time of the newest step's end; before it, of the run's start."
+            "Unix time at which the newest step ended; before the first step, the run's start."
         ),
         TrainSeries.LAST_CHECKPOINT: Series(
-            "Unix time of the newest checkpoint; before it, of the run's start."
+            "Unix time of the newest checkpoint; before the first checkpoint, the run's start."
         ),
         TrainSeries.ELAPSED: Series("Seconds of training so far."),
-        TrainSeries.GAMES_TRAINED: Series("Episodes whose gradients were taken so far."),
+        TrainSeries.GAMES_TRAINED: Series("Episodes trained on so far."),
         TrainSeries.REWARD_TERM: Series(
-            "Reward term of an episode, before its weight.", (*_OF_ENVIRONMENT, "term")
+            "Mean reward term of an episode, before it is weighted.", (*_ENVIRONMENT_LABELS, "term")
         ),
-        TrainSeries.WORKERS: Series("Rollout workers that hold weights."),
-        TrainSeries.WORKER_VERSION: Series("Version of the weights that a worker holds.", worker),
+        TrainSeries.WORKERS: Series("Rollout workers that have loaded weights."),
+        TrainSeries.WORKER_VERSION: Series("Weights version that a worker has loaded.", worker),
         TrainSeries.WORKER_HASH: Series(
-            "First 48 bits of their content hash: equal where workers hold the same.", worker
+            "First 48 bits of the content hash of a worker's weights.", worker
         ),
         TrainSeries.WORKER_CANARY_ERROR: Series(
-            "Error of a worker's newest canary, in nats.", worker
+            "Canary error of a worker's newest weights, in nats.", worker
         ),
     }
 
@@ -294,7 +301,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Request(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
-    """For a peer that says nothing."""
+    """Time limit for an inactive client."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a scrape every few seconds is no news."""
+        """Ignore the message, because scrapes are frequent."""

@@ -1,40 +1,23 @@
-"""The sinks of a run as one: each row goes to all of them."""
+"""All sinks of a run as one sink."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
 from ludus.trainer.run.sinks.job_log import JobLog
+from ludus.trainer.run.sinks.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
 
 
-class MetricsSink(Protocol):
-    """Takes the rows of a run, in the order of time."""
-
-    name: str
-
-    def write(self, row: MetricsRow) -> None:
-        """Show the row."""
-
-    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Take in what each environment, by its name, was built with."""
-
-    def rewind(self, step: int) -> None:
-        """Void what was written for later steps: the run continues from `step`."""
-
-    def close(self) -> None:
-        """Bring all that was written to safety."""
-
-
 class Sinks:
-    """The sinks that still work."""
+    """Passes rows to all sinks of a run that have not failed."""
 
     def __init__(self, sinks: list[MetricsSink]) -> None:
         self._sinks = sinks
@@ -46,33 +29,33 @@ class Sinks:
         return iter(self._sinks)
 
     def write(self, row: MetricsRow) -> None:
-        """Hand the row to every sink."""
-        self._each(lambda sink: sink.write(row))
+        """Pass a row to every sink."""
+        self._call_each(lambda sink: sink.write(row))
 
     def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Tell every sink what each environment, by its name, was built with."""
-        self._each(lambda sink: sink.set_environment_options(options))
+        """Pass the options of each environment, by its name, to every sink."""
+        self._call_each(lambda sink: sink.set_environment_options(options))
 
     def rewind(self, step: int) -> None:
-        """Void the rows of later steps in every sink."""
-        self._each(lambda sink: sink.rewind(step))
+        """Invalidate the rows of later steps in every sink."""
+        self._call_each(lambda sink: sink.rewind(step))
 
     def close(self) -> None:
         """Close all sinks."""
         for sink in self._sinks:
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+            except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 _log.warning("closing %s failed: %r", sink.name, error)
         self._sinks = []
 
-    def _each(self, call: Callable[[MetricsSink], None]) -> None:
+    def _call_each(self, call: Callable[[MetricsSink], None]) -> None:
         for sink in tuple(self._sinks):
             try:
                 call(sink)
-            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+            except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 _log.warning(
-                    "%s failed and gets no more metrics, metrics.jsonl has them all: %r",
+                    "%s failed and gets no more metrics; metrics.jsonl has all of them: %r",
                     sink.name,
                     error,
                 )
@@ -87,18 +70,18 @@ def open_sinks(
     past: Sequence[MetricsRow] = (),
     job_log: TextIO | None = None,
 ) -> Sinks:
-    """The sinks that the run's configuration names.
+    """Open the sinks of a run's configuration.
 
     Args:
-        folder: of the run; files go into folders of their own there.
-        resume_from: the step that the run continues from; None for a new run.
-        past: the rows up to that step; sinks that keep nothing themselves take them in again.
-        job_log: takes a line for each step, where it is given.
+        folder: the run's folder. Each sink writes into its own subfolder.
+        resume_from: step from which the run resumes; None for a new run.
+        past: rows up to that step, for sinks that do not store rows.
+        job_log: stream that receives a line for each step; None for no such lines.
 
     Raises:
-        ConfigError: one of them cannot start as configured; none is left open.
+        ConfigError: a sink cannot start as configured. All sinks are closed.
     """
-    # Their packages are loaded by the runs that use them only.
+    # Imported here, because most runs use none of these packages.
     sinks: list[MetricsSink] = []
     try:
         if job_log is not None:

@@ -1,25 +1,23 @@
-"""Metrics as TensorBoard's event files, by TensorBoard's own writer: torch is not needed."""
+"""The sink that writes TensorBoard event files, with TensorBoard's writer instead of torch's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from ludus.env.types import JsonObject
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.run.sinks.names import tagged_values
+from ludus.trainer.run.sinks.sink import MetricsSink, tag_values
 
 _FLUSH_S = 5
-"""How old a value may be when TensorBoard shows it."""
+"""Maximum delay before values are written, in seconds."""
 
 
-class TensorboardWriter:
-    """One event file per process; a resumed run adds one, and voids what came after its step."""
+class TensorboardWriter(MetricsSink):
+    """Writes an event file; a resumed run adds another file."""
 
     name = "tensorboard"
 
@@ -29,23 +27,21 @@ class TensorboardWriter:
             self.rewind(resume_from)
 
     def write(self, row: MetricsRow) -> None:
-        """Write the row's values to the file."""
-        tagged = tagged_values(row)
-        if not tagged:
+        """Write the row's values."""
+        values = [
+            Summary.Value(tag=tag, simple_value=value) for tag, value in tag_values(row).items()
+        ]
+        if not values:
             return
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged.items()]
         self._add(Event(step=row.step, summary=Summary(value=values)))
 
-    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Do nothing: rows name their environment."""
-
     def rewind(self, step: int) -> None:
-        """Void what was written for later steps: readers drop it."""
-        # Readers drop everything from the step of a session's start on.
+        """Make readers drop the values of later steps."""
+        # Readers drop all values from the step of a session start onwards.
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write pending values and close the file."""
         self._writer.close()
 
     def _add(self, event: Event) -> None:

@@ -1,29 +1,30 @@
-"""Metrics for Weights & Biases: sent while the run continues, or kept in its folder."""
+"""The sink for Weights & Biases: values are sent at once, or stored in the run's folder."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.run.sinks.names import tagged_values
+from ludus.trainer.run.sinks.sink import MetricsSink, tag_values
 
 if TYPE_CHECKING:
     import wandb
 
 _KEY_VARIABLE = "WANDB_API_KEY"
 _TIMEOUT_S = 60.0
-"""For a service that does not answer: when a run begins, and when it ends."""
+"""Time limit for the service to respond, when a run starts and when it stops."""
 _STEP, _GAMES, _ELAPSED = "step", "num_games_trained", "elapsed_s"
 
 
-class WandbWriter:
-    """One run of a project; a resumed run continues under its id."""
+class WandbWriter(MetricsSink):
+    """Logs to a run of a Weights & Biases project; a resumed run keeps its id.
+
+    A rewound run repeats steps, which Weights & Biases shows next to the earlier ones.
+    """
 
     name = "wandb"
 
@@ -32,10 +33,10 @@ class WandbWriter:
 
     @classmethod
     def start(cls, run: RunConfig, config: WandbSink, folder: Path) -> WandbWriter:
-        """The sink, which has written the run's configuration.
+        """Open the sink and write the run's configuration.
 
         Raises:
-            ConfigError: the package or the key is missing, or the service refuses.
+            ConfigError: the package or the key is missing, or the service refuses the run.
         """
         try:
             import wandb
@@ -46,8 +47,8 @@ class WandbWriter:
             ) from error
         if config.mode == "online" and not os.environ.get(_KEY_VARIABLE):
             raise ConfigError(
-                f"metrics.wandb.mode = 'online' expected a key in {_KEY_VARIABLE}, which is not "
-                "set; set it, or take mode = 'offline' and send the run later with `wandb sync`"
+                f"metrics.wandb.mode = 'online' needs a key in {_KEY_VARIABLE}, which is not set; "
+                "set it, or use mode = 'offline' and send the run later with `wandb sync`"
             )
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -55,7 +56,7 @@ class WandbWriter:
                 project=config.project,
                 entity=config.entity,
                 name=run.name,
-                id=_identity(run, folder),
+                id=_ensure_wandb_id(run, folder),
                 resume="allow",
                 mode=config.mode,
                 dir=folder.parent,
@@ -63,7 +64,7 @@ class WandbWriter:
                 settings=wandb.Settings(
                     silent=True,
                     init_timeout=_TIMEOUT_S,
-                    # What is not sent by then is in the folder, for `wandb sync`.
+                    # Values that are not sent by then stay in the folder, for `wandb sync`.
                     finish_timeout=_TIMEOUT_S,
                     finish_timeout_raises=True,
                     console="off",
@@ -78,40 +79,34 @@ class WandbWriter:
         except (wandb.Error, OSError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
-                f"metrics.wandb: the run cannot be opened: {reason}; see {_KEY_VARIABLE}, project "
-                f"'{config.project}' and the network, or take mode = 'offline'"
+                f"metrics.wandb: the run cannot be opened: {reason}; check {_KEY_VARIABLE}, "
+                f"project '{config.project}' and the network, or use mode = 'offline'"
             ) from error
-        # A resumed run repeats steps; W&B's own counter would drop them.
+        # A resumed run repeats steps, which W&B's default counter would drop.
         session.define_metric(_STEP)
         session.define_metric("*", step_metric=_STEP)
         return cls(session)
 
     def write(self, row: MetricsRow) -> None:
         """Send the row's values."""
-        tagged = tagged_values(row)
-        if tagged:
+        values = tag_values(row)
+        if values:
             self._session.log(
                 {
-                    **tagged,
+                    **values,
                     _STEP: row.step,
                     _GAMES: row.num_games_trained,
                     _ELAPSED: row.elapsed_s,
                 }
             )
 
-    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Do nothing: rows name their environment."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: what follows stands beside what there is, by its step."""
-
     def close(self) -> None:
-        """Send what was written, or leave it in the folder."""
+        """Send pending values, or keep them in the folder."""
         self._session.finish()
 
 
-def _identity(run: RunConfig, folder: Path) -> str:
-    """The id of this run, the same after a resume; it stands in a file of the folder."""
+def _ensure_wandb_id(run: RunConfig, folder: Path) -> str:
+    """Return the id of this run from a file in the folder, which a resumed run reuses."""
     path = folder / "run-id"
     if not path.exists():
         path.write_text(f"{run.name}-{os.urandom(4).hex()}", encoding="utf-8")

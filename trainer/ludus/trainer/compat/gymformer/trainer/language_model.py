@@ -32,7 +32,7 @@ from ludus.trainer.compat.gymformer.trainer.request import (
     running_average,
 )
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.core.disk import replace_folder
+from ludus.trainer.core.output import replace_folder
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.checkpoint import model_folder

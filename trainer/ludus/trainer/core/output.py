@@ -1,12 +1,16 @@
-"""Files and folders that are written completely or not at all."""
+"""Output of the trainer: files that are written completely or not at all, and user warnings."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _PARTIAL_SUFFIX = ".partial"
 
@@ -43,3 +47,9 @@ def describe_write_error(path: Path, error: BaseException) -> str:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     num_free_bytes = shutil.disk_usage(existing_path).free
     return f"'{path}' cannot be written: {reason}; {num_free_bytes:,} bytes are free there"
+
+
+def warn_user(message: str) -> None:
+    """Log a warning and print it on standard error, where `ludus` shows it to the user."""
+    _log.warning("%s", message)
+    sys.stderr.write(f"warning: {message}\n")
