@@ -64,7 +64,7 @@ def test_invalid_tool_calls_are_refused() -> None:
     for arguments in ({}, {"message": 3}, {"message": "hi", "loud": True}):
         with pytest.raises(ToolError, match="expected one text, `message`"):
             environment.call_tool("echo_message", arguments)
-    with pytest.raises(ToolError, match=r"echo_message.*'shout'"):
+    with pytest.raises(ToolError, match="no tool 'shout'"):
         environment.call_tool("shout", {"message": "hi"})
 
 
