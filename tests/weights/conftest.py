@@ -1,4 +1,4 @@
-"""What all tests of weights need: one thread for tiny models, time for a slow machine."""
+"""Fixtures of all tests of weights: one thread for tiny models, time for a slow machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> Iterator[None]:
-    """Set the number of threads, and set it back."""
-    before = torch.get_num_threads()
+    """Use one thread, and restore the number of threads at the end."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)
-def time_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old versions that are not dropped in time stay until the next, which no test waits for."""
+def long_drop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the time limit for dropping old versions, after which they stay until the next one."""
     monkeypatch.setattr("ludus.trainer.weights.store._DROP_TIMEOUT_S", 60.0)

@@ -17,29 +17,29 @@ CANARY_PROMPT = ScoringRequest([1, 2], [3])
 
 
 def make_state(version: int) -> dict[str, torch.Tensor]:
-    """Tensors of several types and shapes that differ between versions."""
+    """Return tensors of several types and shapes, different for each version."""
     noise = torch.Generator().manual_seed(version)
     return {
         "matrix": torch.randn(5, 7, generator=noise),
         "half": torch.randn(6, generator=noise).to(torch.bfloat16),
         "scalar": torch.tensor(float(version)),
-        # A view: its elements do not lie in row-major order.
+        # A view whose elements are not in row-major order.
         "transposed": torch.randn(4, 3, generator=noise).T,
         "constant": torch.arange(11),
     }
 
 
-def manifest_of(version: int, state: StateDict | None = None) -> WeightManifest:
-    """The manifest of a version."""
+def manifest_for(version: int, state: StateDict | None = None) -> WeightManifest:
+    """Return the manifest of a version."""
     return make_manifest(
         version, make_state(version) if state is None else state, [CANARY_PROMPT], [[-1.0]]
     )
 
 
 def publish(store: VersionStore, version: int, state: StateDict | None = None) -> PublishedWeights:
-    """The version, published."""
+    """Publish a version."""
     state = make_state(version) if state is None else state
-    return store.publish(manifest_of(version, state), state)
+    return store.publish(manifest_for(version, state), state)
 
 
 def assert_same(fetched: StateDict, expected: StateDict) -> None:
@@ -51,41 +51,41 @@ def assert_same(fetched: StateDict, expected: StateDict) -> None:
 
 
 def settings(**fields: Any) -> WeightStoreConfig:
-    """A store's settings, with a time limit that no slow machine reaches."""
+    """Return a store's settings, with a time limit long enough for a slow machine."""
     return FolderWeightStore(**{"timeout_s": 60.0, **fields})
 
 
 class MemoryStorage:
-    """Storage in this process that counts what is asked of it, and can be away."""
+    """Storage in this process that records calls and can be unavailable."""
 
-    place = "memory"
+    description = "memory"
 
     def __init__(self) -> None:
         self.files: dict[str, np.ndarray] = {}
-        self.got: list[str] = []
+        self.read_names: list[str] = []
         self.failures: list[Exception] = []
-        """Raised by the next calls, one each."""
+        """Errors that the next calls raise, one each."""
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
         """See StorageBackend."""
-        self._fail()
+        self._raise_failure()
         self.files[name] = np.concatenate(buffers)
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
         """See StorageBackend."""
-        self._fail()
-        self.got.append(location)
+        self._raise_failure()
+        self.read_names.append(location)
         return [self.files[location].copy()]
 
     def drop(self, location: str) -> None:
         """See StorageBackend."""
         del self.files[location]
 
-    def leftovers(self) -> list[str]:
+    def list_locations(self) -> list[str]:
         """See StorageBackend."""
         return list(self.files)
 
-    def _fail(self) -> None:
+    def _raise_failure(self) -> None:
         if self.failures:
             raise self.failures.pop(0)

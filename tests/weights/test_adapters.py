@@ -1,4 +1,4 @@
-"""Adapters travel alone, and merged they are the model that was trained."""
+"""Adapters are published alone, and merging them gives the trained model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = torch.tensor([[5, 9, 2, 40, 7, 7, 1, 33]])
 
 
 def make_model(tie_embeddings: bool = False) -> Qwen2ForCausalLM:
-    """A model of two layers with random weights."""
+    """Return a model of two layers with random weights."""
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -49,13 +49,13 @@ def make_model(tie_embeddings: bool = False) -> Qwen2ForCausalLM:
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with the model that training begins with."""
+    """Return a folder with the starting model."""
     make_model(request.param).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def trained(base: Path) -> PreTrainedModel:
-    """The model with adapters, after a few steps that moved it far."""
+def train_adapters(base: Path) -> PreTrainedModel:
+    """Return the model with adapters, after a few large training steps."""
     model = Qwen2ForCausalLM.from_pretrained(base).eval()
     torch.manual_seed(1)
     add_adapters(model, CONFIG)
@@ -74,8 +74,8 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
     return torch.log_softmax(model(input_ids=IDS).logits[0], dim=-1)
 
 
-def test_merged_weights_answer_as_the_model_with_adapters_does(base: Path) -> None:
-    model = trained(base)
+def test_merged_weights_equal_the_model_with_adapters(base: Path) -> None:
+    model = train_adapters(base)
     engine = Qwen2ForCausalLM.from_pretrained(base).eval()
     start = logprobs(engine)
     merged = AdapterMerger.load(str(base), CONFIG).merge(adapter_state(model))
@@ -85,15 +85,15 @@ def test_merged_weights_answer_as_the_model_with_adapters_does(base: Path) -> No
     torch.testing.assert_close(logprobs(engine), logprobs(model), atol=2e-5, rtol=0)
 
 
-def test_merging_again_starts_from_the_base_again(base: Path) -> None:
+def test_merging_twice_starts_from_the_base(base: Path) -> None:
     merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = adapter_state(trained(base))
+    adapters = adapter_state(train_adapters(base))
     first, second = merger.merge(adapters), merger.merge(adapters)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_only_adapters_are_trained_and_only_adapters_travel(base: Path) -> None:
-    model = trained(base)
+def test_only_adapters_are_trained_and_published(base: Path) -> None:
+    model = train_adapters(base)
     adapters = adapter_state(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert sum(t.numel() for t in adapters.values()) == sum(p.numel() for p in trainable)
@@ -106,15 +106,15 @@ def test_only_adapters_are_trained_and_only_adapters_travel(base: Path) -> None:
     assert all(torch.equal(frozen[name], untrained[name]) for name in frozen)
 
 
-def test_before_the_first_step_adapters_change_nothing(base: Path) -> None:
+def test_new_adapters_do_not_change_the_model(base: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(base).eval()
     start = logprobs(model)
     add_adapters(model, CONFIG)
     assert torch.equal(logprobs(model), start)
 
 
-def test_without_its_adapters_the_model_is_the_one_it_began_as(base: Path) -> None:
-    model = trained(base)
+def test_model_without_adapters_is_the_starting_model(base: Path) -> None:
+    model = train_adapters(base)
     start = logprobs(Qwen2ForCausalLM.from_pretrained(base).eval())
     set_adapters_enabled(model, False)
     assert torch.equal(logprobs(model), start)
@@ -122,8 +122,8 @@ def test_without_its_adapters_the_model_is_the_one_it_began_as(base: Path) -> No
     assert not torch.equal(logprobs(model), start)
 
 
-def test_exported_files_are_what_peft_loads(base: Path, tmp_path: Path) -> None:
-    model = trained(base)
+def test_peft_loads_exported_files(base: Path, tmp_path: Path) -> None:
+    model = train_adapters(base)
     folder = tmp_path / "export" / ADAPTER_FOLDER
     save_adapters(folder, adapter_state(model), CONFIG, str(base))
     loaded = peft.PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(base), folder).eval()
@@ -132,7 +132,7 @@ def test_exported_files_are_what_peft_loads(base: Path, tmp_path: Path) -> None:
     assert settings["lora_alpha"] == 24.0
 
 
-def test_a_target_that_the_model_does_not_have_is_refused_with_those_it_has(base: Path) -> None:
+def test_unknown_target_is_refused(base: Path) -> None:
     wrong = CONFIG.model_copy(update={"targets": ("q_proj", "qkv_proj")})
     expected = r"no linear layer \['qkv_proj'\]; it has \[.*'down_proj'.*'q_proj'.*'v_proj'\]"
     with pytest.raises(ConfigError, match=expected):
@@ -142,7 +142,7 @@ def test_a_target_that_the_model_does_not_have_is_refused_with_those_it_has(base
     check_targets(str(base), CONFIG)
 
 
-async def test_a_run_with_a_wrong_target_is_refused_before_weights_are_loaded(
+async def test_run_with_unknown_target_is_refused_before_loading_weights(
     base: Path, tmp_path: Path
 ) -> None:
     model = ["model.kind=pretrained", f"model.path={base}", 'model.lora.targets=["qkv_proj"]']
@@ -150,14 +150,14 @@ async def test_a_run_with_a_wrong_target_is_refused_before_weights_are_loaded(
         await prepare_model(load_run_config(None, model), {}, tmp_path)
 
 
-def test_a_wrong_target_of_a_tiny_model_is_refused_at_parse() -> None:
+def test_unknown_target_of_a_tiny_model_is_refused_by_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.targets.*'qkv_proj'.*'gate_proj'"):
         load_run_config(None, ["model.kind=tiny", 'model.lora.targets=["qkv_proj"]'])
 
 
-def test_adapters_of_another_model_are_refused(base: Path) -> None:
+def test_adapters_of_a_different_model_are_refused(base: Path) -> None:
     merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = adapter_state(trained(base))
+    adapters = adapter_state(train_adapters(base))
     name = next(iter(adapters))
     with pytest.raises(WeightSyncError, match=r"q_proj.*model\.path"):
         merger.merge({n: t for n, t in adapters.items() if n != name})

@@ -1,4 +1,4 @@
-"""The canary sings when a worker samples from other weights than those published."""
+"""The canary detects workers that do not sample from the published weights."""
 
 from __future__ import annotations
 
@@ -29,19 +29,17 @@ from tests.rollout.engine_pair import (
 )
 
 LOGPROBS = [-1.5, -0.25, -4.0]
-
-
 BFLOAT16 = "bfloat16"
 
 
-def manifest_of(state: dict[str, torch.Tensor], logprobs: Sequence[float]) -> WeightManifest:
+def manifest_for(state: dict[str, torch.Tensor], logprobs: Sequence[float]) -> WeightManifest:
     return make_manifest(8, state, [CANARY_PROMPT], [list(logprobs)])
 
 
-def report_of(
+def compare(
     answer: Sequence[float], dtype: str = "float32", **settings: float | None
 ) -> CanaryReport:
-    manifest = manifest_of({"w": torch.ones(2)}, LOGPROBS)
+    manifest = manifest_for({"w": torch.ones(2)}, LOGPROBS)
     return check_canary(manifest, [answer], CanaryConfig.model_validate(settings), dtype)
 
 
@@ -49,86 +47,86 @@ def report(error: float, *, is_exact: bool = False) -> CanaryReport:
     return CanaryReport(8, "ab" * 16, error, is_exact)
 
 
-def passes(judge: CanaryJudge, judged: CanaryReport) -> bool:
+def passes(judge: CanaryJudge, canary_report: CanaryReport) -> bool:
     try:
-        judge.judge(judged, worker=0)
+        judge.check(canary_report, worker=0)
     except CanaryError:
         return False
     return True
 
 
-def differing_by(*errors: float) -> list[float]:
+def shifted_logprobs(*errors: float) -> list[float]:
     return [logprob - error for logprob, error in zip(LOGPROBS, errors, strict=True)]
 
 
-def test_the_learners_own_answer_passes() -> None:
-    own = report_of(LOGPROBS)
-    assert (own.error, own.version) == (0.0, 8)
-    assert passes(CanaryJudge(CanaryConfig()), own)
+def test_equal_logprobs_pass() -> None:
+    equal = compare(LOGPROBS)
+    assert (equal.error, equal.version) == (0.0, 8)
+    assert passes(CanaryJudge(CanaryConfig()), equal)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_in_float32_no_token_may_differ(position: int) -> None:
+def test_float32_tolerance_applies_to_every_token(position: int) -> None:
     judge = CanaryJudge(CanaryConfig())
     for size, may_pass in ((0.9e-4, True), (1.1e-4, False)):
         errors = [0.0, 0.0, 0.0]
         errors[position] = size
-        judged = report_of(differing_by(*errors))
-        assert judged.error == pytest.approx(size)
-        assert passes(judge, judged) is may_pass
+        canary_report = compare(shifted_logprobs(*errors))
+        assert canary_report.error == pytest.approx(size)
+        assert passes(judge, canary_report) is may_pass
 
 
-def test_in_float32_what_was_usual_before_allows_nothing_more() -> None:
+def test_float32_tolerance_does_not_grow() -> None:
     judge = CanaryJudge(CanaryConfig())
     for _ in range(100):
-        judge.judge(report(0.9e-4, is_exact=True), worker=0)
-    assert judge.allowed(report(0.0, is_exact=True)) == 1e-4
+        judge.check(report(0.9e-4, is_exact=True), worker=0)
+    assert judge.max_error(report(0.0, is_exact=True)) == 1e-4
 
 
-def test_in_bfloat16_the_mean_is_judged_so_that_single_tokens_may_differ_much() -> None:
-    judged = report_of(differing_by(0.32, 0.01, 0.03), BFLOAT16)
-    assert judged.error == pytest.approx(0.12)
-    assert passes(CanaryJudge(CanaryConfig()), judged)
+def test_bfloat16_compares_the_mean() -> None:
+    canary_report = compare(shifted_logprobs(0.32, 0.01, 0.03), BFLOAT16)
+    assert canary_report.error == pytest.approx(0.12)
+    assert passes(CanaryJudge(CanaryConfig()), canary_report)
 
 
 @pytest.mark.parametrize(
     ("quantile", "error"), [(0.01, 0.01), (0.34, 0.03), (0.5, 0.03), (0.67, 0.32), (1.0, 0.32)]
 )
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
-def test_a_quantile_can_be_judged(quantile: float, error: float, dtype: str) -> None:
-    answer = differing_by(0.32, 0.01, 0.03)
-    assert report_of(answer, dtype, quantile=quantile).error == pytest.approx(error)
+def test_quantile_may_be_compared(quantile: float, error: float, dtype: str) -> None:
+    answer = shifted_logprobs(0.32, 0.01, 0.03)
+    assert compare(answer, dtype, quantile=quantile).error == pytest.approx(error)
 
 
-def test_other_weights_never_pass_in_bfloat16_either() -> None:
+def test_other_weights_never_pass_in_bfloat16() -> None:
     judge = CanaryJudge(CanaryConfig())
-    assert not passes(judge, report(0.6)), "before anything is usual"
+    assert not passes(judge, report(0.6)), "without earlier reports"
     for _ in range(10):
-        judge.judge(report(0.3), worker=0)
-    assert not passes(judge, report(0.6)), "however much was usual"
+        judge.check(report(0.3), worker=0)
+    assert not passes(judge, report(0.6)), "with large earlier errors"
 
 
-def test_a_jump_against_what_was_usual_does_not_pass() -> None:
+def test_jump_above_the_usual_error_does_not_pass() -> None:
     judge = CanaryJudge(CanaryConfig(floor=0.05, factor=4.0, window=8))
     for error in (0.02, 0.03, 0.025, 0.02, 0.04):
-        assert passes(judge, report(error)), "below the floor nothing is unusual"
-    assert judge.allowed(report(0.0)) == pytest.approx(0.1), "4 times the median of 0.025"
+        assert passes(judge, report(error)), "errors below the floor pass"
+    assert judge.max_error(report(0.0)) == pytest.approx(0.1), "4 times the median of 0.025"
     assert passes(judge, report(0.09))
     assert not passes(judge, report(0.2))
     for _ in range(8):
-        judge.judge(report(0.09), worker=0)
-    assert passes(judge, report(0.2)), "the window holds the newest alone"
+        judge.check(report(0.09), worker=0)
+    assert passes(judge, report(0.2)), "the window contains the latest errors only"
 
 
-def test_what_did_not_pass_is_not_usual() -> None:
+def test_failed_reports_do_not_count_as_usual() -> None:
     judge = CanaryJudge(CanaryConfig())
-    judge.judge(report(0.02), worker=0)
+    judge.check(report(0.02), worker=0)
     assert not any(passes(judge, report(0.3)) for _ in range(100))
 
 
-def test_without_a_window_the_tolerance_alone_counts() -> None:
+def test_without_a_window_only_the_tolerance_counts() -> None:
     judge = CanaryJudge(CanaryConfig(window=0, tolerance=0.2))
-    judge.judge(report(0.001), worker=0)
+    judge.check(report(0.001), worker=0)
     assert passes(judge, report(0.19))
     assert not passes(judge, report(0.21))
 
@@ -136,44 +134,44 @@ def test_without_a_window_the_tolerance_alone_counts() -> None:
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
-def test_a_logprob_that_is_no_number_never_passes(position: int, value: float, dtype: str) -> None:
+def test_logprob_that_is_not_finite_never_passes(position: int, value: float, dtype: str) -> None:
     answer = list(LOGPROBS)
     answer[position] = value
-    assert not passes(CanaryJudge(CanaryConfig()), report_of(answer, dtype))
+    assert not passes(CanaryJudge(CanaryConfig()), compare(answer, dtype))
     lenient = CanaryJudge(CanaryConfig(tolerance=1e9))
-    assert not passes(lenient, report_of(answer, dtype, quantile=0.1))
+    assert not passes(lenient, compare(answer, dtype, quantile=0.1))
 
 
-def test_weights_that_travel_in_a_coarser_type_may_differ_by_what_it_cannot_hold() -> None:
+def test_weights_published_in_bfloat16_have_its_tolerance() -> None:
     state = cast_floats({"w": torch.ones(2), "count": torch.arange(3)}, BFLOAT16)
-    answer, judge = differing_by(0.05, 0.0, 0.0), CanaryJudge(CanaryConfig())
-    coarse = check_canary(manifest_of(state, LOGPROBS), [answer], CanaryConfig(), "float32")
+    answer, judge = shifted_logprobs(0.05, 0.0, 0.0), CanaryJudge(CanaryConfig())
+    coarse = check_canary(manifest_for(state, LOGPROBS), [answer], CanaryConfig(), "float32")
     assert passes(judge, coarse)
-    assert not passes(judge, report_of(answer))
+    assert not passes(judge, compare(answer))
 
 
-def test_the_tokens_of_all_prompts_are_judged_together() -> None:
+def test_tokens_of_all_prompts_are_compared_together() -> None:
     prompts = [CANARY_PROMPT, CANARY_PROMPT]
     manifest = make_manifest(8, {"w": torch.ones(2)}, prompts, [[-1.0, -2.0], [-3.0]])
-    judged = check_canary(manifest, [[-1.0, -2.0], [-3.3]], CanaryConfig(), BFLOAT16)
-    assert judged.error == pytest.approx(0.1)
+    canary_report = check_canary(manifest, [[-1.0, -2.0], [-3.3]], CanaryConfig(), BFLOAT16)
+    assert canary_report.error == pytest.approx(0.1)
 
 
-def test_what_a_worker_holds_can_be_read_off() -> None:
-    held = WorkerWeights(report_of([-1.5, -0.75, -4.0]), 0.25, 0.5, bytes_fetched=8)
-    assert (held.version, held.canary_error) == (8, 0.5)
-    assert held.content_hash == manifest_of({"w": torch.ones(2)}, LOGPROBS).content_hash
+def test_worker_weights_expose_the_canary() -> None:
+    weights = WorkerWeights(compare([-1.5, -0.75, -4.0]), 0.25, 0.5, bytes_fetched=8)
+    assert (weights.version, weights.canary_error) == (8, 0.5)
+    assert weights.content_hash == manifest_for({"w": torch.ones(2)}, LOGPROBS).content_hash
 
 
-def test_an_answer_of_another_length_is_an_error() -> None:
+def test_logprobs_of_another_length_are_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        report_of(LOGPROBS[:2])
+        compare(LOGPROBS[:2])
 
 
-def test_a_failure_names_worker_version_hash_and_sizes() -> None:
-    wrong = report_of([-1.5, -0.75, -4.0])
+def test_message_has_worker_version_hash_and_errors() -> None:
+    wrong = compare([-1.5, -0.75, -4.0])
     with pytest.raises(CanaryError, match="does not sample from the published weights") as raised:
-        CanaryJudge(CanaryConfig()).judge(wrong, worker=3)
+        CanaryJudge(CanaryConfig()).check(wrong, worker=3)
     for part in ("version 8", wrong.content_hash[:12], "worker 3", "by 0.5", "allowed 0.0001"):
         assert part in str(raised.value)
 
@@ -186,7 +184,7 @@ def test_tied_embeddings_that_stay_stale_are_caught(
     with open_pair(EngineKind("vllm", tie_embeddings=True), tmp_path) as pair:
         assert canary_after_sync(pair, seed=1).error < 1e-4
         with monkeypatch.context() as patch:
-            # Without these two, vLLM is as it comes: it keeps the old output layer and is silent.
+            # Without these two, plain vLLM silently keeps the old output layer.
             patch.setattr(pair.engine, "_tied_names", {})
             patch.setattr(pair.engine, "_refuse_stale_layers", lambda names: None)
             stale = canary_after_sync(pair, seed=2)
@@ -195,9 +193,9 @@ def test_tied_embeddings_that_stay_stale_are_caught(
 
 
 def canary_after_sync(pair: EnginePair, seed: int) -> CanaryReport:
-    """What the canary says once the engine was handed weights that moved."""
+    """Load changed weights into the engine, and return the canary report."""
     pair.sync(seed)
     expected = full_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids)
     state = {name: tensor.detach() for name, tensor in pair.model.named_parameters()}
     answers = [pair.engine.score(CANARY_PROMPT)]
-    return check_canary(manifest_of(state, expected), answers, CanaryConfig(), "float32")
+    return check_canary(manifest_for(state, expected), answers, CanaryConfig(), "float32")

@@ -1,4 +1,4 @@
-"""What a store's settings refuse, and where they put each run's weights."""
+"""Validation of a store's settings, and the location of each run's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.proto.config import (
     load_run_config,
 )
 from ludus.proto.errors import ConfigError
-from ludus.trainer.actors.weight_store import located, make_store
+from ludus.trainer.actors.weight_store import make_store, resolve_location
 from ludus.trainer.run.folder import RunFolder, ensure_run_id
 from tests.weights.states import assert_same, make_state, publish
 
@@ -31,7 +31,7 @@ S3 = ["weights.kind=s3", "weights.bucket=models"]
         "ftp://open-sesame",
     ],
 )
-def test_an_endpoint_holds_no_credentials_and_a_refusal_does_not_repeat_them(
+def test_endpoint_with_credentials_is_refused_without_revealing_them(
     endpoint: str,
 ) -> None:
     with pytest.raises(ConfigError, match=r"weights\.endpoint.*AWS_SECRET_ACCESS_KEY") as raised:
@@ -40,44 +40,44 @@ def test_an_endpoint_holds_no_credentials_and_a_refusal_does_not_repeat_them(
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000", "https://storage.example/", None])
-def test_an_endpoint_is_a_url_without_path_or_nothing(endpoint: str | None) -> None:
+def test_endpoint_is_a_url_without_path(endpoint: str | None) -> None:
     assert S3WeightStore(bucket="models", endpoint=endpoint).endpoint == endpoint
 
 
 @pytest.mark.parametrize("bucket", ["Models", "a", "under_score", "-models", "models/other"])
-def test_a_name_that_no_bucket_can_have_is_refused(bucket: str) -> None:
+def test_invalid_bucket_name_is_refused(bucket: str) -> None:
     with pytest.raises(ConfigError, match=r"weights\.bucket"):
         load_run_config(None, ["weights.kind=s3", f"weights.bucket={bucket}"])
 
 
-def test_the_type_that_travels_is_the_learners_unless_it_is_said() -> None:
+def test_published_dtype_is_the_learners_by_default() -> None:
     assert RayWeightStore().published_dtype("float32") == "float32"
     assert RayWeightStore().published_dtype("bfloat16") == "bfloat16"
     assert RayWeightStore(dtype="bfloat16").published_dtype("float32") == "bfloat16"
 
 
-def test_each_run_has_a_place_of_its_own(tmp_path: Path) -> None:
+def test_each_run_has_a_separate_location(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "run-1"
-    folder = located(FolderWeightStore(), path, "7f3a")
+    folder = resolve_location(FolderWeightStore(), path, "7f3a")
     assert folder.path == str(path / "weights")
-    shared = located(FolderWeightStore(path="/shared/weights"), path, "7f3a")
+    shared = resolve_location(FolderWeightStore(path="/shared/weights"), path, "7f3a")
     assert shared.path == "/shared/weights/run-1-7f3a"
-    bucket = located(S3WeightStore(bucket="models", prefix="team/"), path, "7f3a")
+    bucket = resolve_location(S3WeightStore(bucket="models", prefix="team/"), path, "7f3a")
     assert bucket.prefix == "team/run-1-7f3a"
-    at_top = located(S3WeightStore(bucket="models", prefix=""), path, "7f3a")
-    assert at_top.prefix == "run-1-7f3a"
+    without_prefix = resolve_location(S3WeightStore(bucket="models", prefix=""), path, "7f3a")
+    assert without_prefix.prefix == "run-1-7f3a"
 
 
-def test_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_path: Path) -> None:
-    """A store removes what earlier processes of its run have left."""
+def test_runs_with_the_same_name_do_not_delete_each_others_weights(tmp_path: Path) -> None:
+    """A store deletes the versions of earlier processes of its run."""
     config = FolderWeightStore(path=str(tmp_path / "shared"))
     stores, published = [], []
-    for output_dir in ("mine", "theirs"):
+    for output_dir in ("first", "second"):
         run = LanguageModelRun.model_validate(
             {"name": "demo", "output_dir": str(tmp_path / output_dir)}
         )
         folder = RunFolder.create(run, overwrite=False)
-        stores.append(make_store(located(config, folder.path, ensure_run_id(folder.path))))
+        stores.append(make_store(resolve_location(config, folder.path, ensure_run_id(folder.path))))
         published.append(publish(stores[-1], 1))
         folder.close()
     for store, version in zip(stores, published, strict=True):

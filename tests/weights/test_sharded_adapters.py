@@ -1,4 +1,4 @@
-"""Adapters of a model that is sharded over two ranks are published whole, and prove themselves."""
+"""Adapters of a model that is sharded over two ranks are published completely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_RANKS = 2
 
 
 class Scorer(nn.Module):
-    """Log-probs of the tokens of IDS; what FSDP calls must be one module."""
+    """A module that returns the log-probs of the tokens of IDS; FSDP needs one module."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class Scorer(nn.Module):
 
 
 def train_rank(rank: int, folder: str) -> None:
-    """Trains adapters on one rank, which ends without a thread of its group."""
+    """Train adapters on one rank, and leave the process group."""
     torch.set_num_threads(1)
-    meeting_place = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=NUM_RANKS)
+    rendezvous = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS)
     train_adapters(rank, folder)
     leave_process_group()
 
 
 def train_adapters(rank: int, folder: str) -> None:
-    """Rank 0 saves what it would publish, and its answers."""
+    """Train; rank 0 saves log-probs and weights."""
     model = Qwen2ForCausalLM.from_pretrained(f"{folder}/base")
     torch.manual_seed(1)
     add_adapters(model, CONFIG)
@@ -62,23 +62,23 @@ def train_adapters(rank: int, folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        answers, adapters, base = policy(IDS), adapter_state(model), base_state(model)
+        logprobs, adapters, base = policy(IDS), adapter_state(model), base_state(model)
         set_adapters_enabled(policy, False)
         start = policy(IDS)
     if rank == 0:
-        torch.save((answers, start, adapters, base), f"{folder}/outcome.pt")
+        torch.save((logprobs, start, adapters, base), f"{folder}/outcome.pt")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_adapters_of_a_sharded_model_are_published_whole(tmp_path: Path) -> None:
+def test_adapters_of_a_sharded_model_are_published_completely(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "base")
     mp.spawn(train_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
-    answers, start, adapters, base = torch.load(tmp_path / "outcome.pt")
+    logprobs, start, adapters, base = torch.load(tmp_path / "outcome.pt")
     scorer = Scorer(make_model())
     with torch.no_grad():
         torch.testing.assert_close(scorer(IDS), start, atol=1e-5, rtol=0)
         merged = AdapterMerger(base, CONFIG).merge(adapters)
         scorer.language_model.load_state_dict(merged, strict=False)
-        torch.testing.assert_close(scorer(IDS), answers, atol=1e-5, rtol=0)
-    assert (answers - start).abs().max() > 0.1
+        torch.testing.assert_close(scorer(IDS), logprobs, atol=1e-5, rtol=0)
+    assert (logprobs - start).abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""Versions as chains of differences: whole, exactly once, no more than needed, never for ever."""
+"""Versions as chains of differences: complete, minimal, and with a time limit."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.weights.states import (
     MemoryStorage,
     assert_same,
     make_state,
-    manifest_of,
+    manifest_for,
     publish,
     settings,
 )
 
 
 def pair(storage: MemoryStorage, **fields: float) -> tuple[VersionStore, VersionStore]:
-    """The learner's store and a worker's."""
+    """Return the stores of the learner and of a worker."""
     return VersionStore(storage, settings(**fields)), VersionStore(storage, settings(**fields))
 
 
-def test_every_version_arrives_bit_for_bit_however_it_travels() -> None:
+def test_every_version_arrives_bit_for_bit() -> None:
     learner, worker = pair(MemoryStorage(), full_every=4)
     for version in range(11):
         fetched = worker.fetch(publish(learner, version))
         assert_same(fetched.state, make_state(version))
 
 
-def test_a_version_is_complete_at_the_start_and_every_k() -> None:
+def test_first_and_every_kth_version_are_complete() -> None:
     storage = MemoryStorage()
     learner, _ = pair(storage, full_every=4, keep_versions=20)
     for version in range(3, 10):
@@ -44,39 +44,39 @@ def test_a_version_is_complete_at_the_start_and_every_k() -> None:
     assert complete == [3, 4, 8]
 
 
-def test_an_up_to_date_worker_fetches_the_newest_difference_alone() -> None:
+def test_up_to_date_worker_fetches_only_the_newest_difference() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=8)
     for version in range(5):
         worker.fetch(publish(learner, version))
-    assert [int(name[1:9]) for name in storage.got] == [0, 1, 2, 3, 4]
+    assert [int(name[1:9]) for name in storage.read_names] == [0, 1, 2, 3, 4]
 
 
-def test_a_worker_that_joins_late_fetches_one_complete_version_and_what_came_since() -> None:
+def test_late_worker_fetches_one_complete_version_and_later_differences() -> None:
     storage = MemoryStorage()
     learner, _ = pair(storage, full_every=4)
     for version in range(12):
         newest = publish(learner, version)
         late = VersionStore(storage, settings(full_every=4))
-        storage.got.clear()
+        storage.read_names.clear()
         assert_same(late.fetch(newest).state, make_state(version))
-        assert [int(name[1:9]) for name in storage.got] == list(
+        assert [int(name[1:9]) for name in storage.read_names] == list(
             range(version // 4 * 4, version + 1)
         )
 
 
-def test_a_worker_that_missed_versions_fetches_all_since_its_own() -> None:
+def test_worker_that_missed_versions_fetches_their_differences() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=8, keep_versions=8)
     worker.fetch(publish(learner, 0))
     for version in range(1, 4):
         newest = publish(learner, version)
-    storage.got.clear()
+    storage.read_names.clear()
     assert_same(worker.fetch(newest).state, make_state(3))
-    assert [int(name[1:9]) for name in storage.got] == [1, 2, 3]
+    assert [int(name[1:9]) for name in storage.read_names] == [1, 2, 3]
 
 
-def test_a_version_that_is_held_already_is_not_fetched_again() -> None:
+def test_same_version_is_not_fetched_twice() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=2)
     newest = publish(learner, 0)
@@ -84,10 +84,10 @@ def test_a_version_that_is_held_already_is_not_fetched_again() -> None:
     again = worker.fetch(newest)
     assert_same(again.state, make_state(0))
     assert again.num_bytes == 0
-    assert len(storage.got) == 1
+    assert len(storage.read_names) == 1
 
 
-def test_what_did_not_change_does_not_travel() -> None:
+def test_unchanged_tensors_are_not_fetched() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=100)
     state = {f"layer{i}": torch.randn(100_000) for i in range(8)}
@@ -98,8 +98,8 @@ def test_what_did_not_change_does_not_travel() -> None:
     assert second.num_bytes < first.num_bytes / 8
 
 
-def test_what_the_optimizer_writes_after_publishing_is_not_in_the_difference_twice() -> None:
-    """The learner's tensors are the parameters themselves, and the next step writes to them."""
+def test_differences_ignore_later_writes_of_the_optimizer() -> None:
+    """The published tensors are the parameters, which the next step writes to."""
     learner, worker = pair(MemoryStorage(), full_every=10)
     weights = torch.zeros(1000)
     for version in range(5):
@@ -108,76 +108,77 @@ def test_what_the_optimizer_writes_after_publishing_is_not_in_the_difference_twi
         assert torch.equal(fetched.state["w"], weights)
 
 
-def test_other_tensors_than_before_travel_as_a_complete_version() -> None:
+def test_different_set_of_tensors_is_published_completely() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=10)
     worker.fetch(publish(learner, 1))
-    other = {**make_state(2), "more": torch.ones(2)}
-    assert_same(worker.fetch(publish(learner, 2, other)).state, other)
+    state = {**make_state(2), "more": torch.ones(2)}
+    assert_same(worker.fetch(publish(learner, 2, state)).state, state)
     assert not [name for name in storage.files if ".delta." in name]
 
 
-def test_a_run_that_continues_from_before_reaches_workers_that_are_ahead() -> None:
+def test_resumed_run_reaches_workers_with_later_versions() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=10)
     for version in range(4):
         worker.fetch(publish(learner, version))
     resumed = VersionStore(storage, settings(full_every=10))
-    again = make_state(77)
-    assert_same(worker.fetch(publish(resumed, 2, again)).state, again)
+    state = make_state(77)
+    assert_same(worker.fetch(publish(resumed, 2, state)).state, state)
     assert_same(worker.fetch(publish(resumed, 3)).state, make_state(3))
     assert [int(name[1:9]) for name in storage.files] == [2, 3]
 
 
-def test_retention_keeps_what_kept_versions_build_upon() -> None:
+def test_retention_keeps_the_chains_of_kept_versions() -> None:
     storage = MemoryStorage()
     learner, _ = pair(storage, full_every=4, keep_versions=2)
-    kept = []
+    stored_versions = []
     for version in range(10):
         publish(learner, version)
-        kept.append(sorted(int(name[1:9]) for name in storage.files))
-    assert kept[3] == [0, 1, 2, 3]
-    assert kept[4] == [0, 1, 2, 3, 4]
-    assert kept[5] == [4, 5]
-    assert kept[9] == [8, 9]
+        stored_versions.append(sorted(int(name[1:9]) for name in storage.files))
+    assert stored_versions[3] == [0, 1, 2, 3]
+    assert stored_versions[4] == [0, 1, 2, 3, 4]
+    assert stored_versions[5] == [4, 5]
+    assert stored_versions[9] == [8, 9]
 
 
-def test_the_version_before_the_newest_can_still_be_fetched() -> None:
-    learner, _ = pair(MemoryStorage(), full_every=4, keep_versions=2)
+def test_previous_version_can_still_be_fetched() -> None:
+    storage = MemoryStorage()
+    learner, _ = pair(storage, full_every=4, keep_versions=2)
     published = [publish(learner, version) for version in range(9)]
     for version in (7, 8):
-        late = VersionStore(learner._storage, settings(full_every=4))
+        late = VersionStore(storage, settings(full_every=4))
         assert_same(late.fetch(published[version]).state, make_state(version))
 
 
-def test_an_altered_difference_is_found_by_the_checksum_of_its_result() -> None:
+def test_damaged_difference_is_detected() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=8)
     worker.fetch(publish(learner, 0))
     newest = publish(learner, 1)
     name = newest.location[-1].location
     for position in range(200, len(storage.files[name]), 7):
-        whole = storage.files[name].copy()
+        content = storage.files[name].copy()
         storage.files[name][position] ^= 0x55
         with pytest.raises(WeightSyncError, match=r"version 1|safetensors"):
             worker.fetch(newest)
-        storage.files[name] = whole
+        storage.files[name] = content
     assert_same(worker.fetch(newest).state, make_state(1))
 
 
-def test_a_worker_whose_own_copy_went_bad_starts_over_from_the_complete_version() -> None:
+def test_worker_with_a_damaged_copy_starts_from_the_complete_version() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=8)
-    held = worker.fetch(publish(learner, 0)).state
-    held["matrix"][2, 3] += 1.0
+    state = worker.fetch(publish(learner, 0)).state
+    state["matrix"][2, 3] += 1.0
     newest = publish(learner, 1)
-    storage.got.clear()
+    storage.read_names.clear()
     assert_same(worker.fetch(newest).state, make_state(1))
-    assert [int(name[1:9]) for name in storage.got] == [1, 0, 1]
+    assert [int(name[1:9]) for name in storage.read_names] == [1, 0, 1]
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_for_a_while_only_delays() -> None:
+def test_short_outage_only_delays() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=2)
     storage.failures = [StoreUnavailableError("no route")] * 4
@@ -186,76 +187,76 @@ def test_a_store_that_is_away_for_a_while_only_delays() -> None:
     assert_same(worker.fetch(newest).state, make_state(0))
 
 
-def test_a_store_that_stays_away_ends_in_an_error_that_says_what_and_how_long() -> None:
+def test_long_outage_is_an_error() -> None:
     storage = MemoryStorage()
     newest = publish(VersionStore(storage, settings()), 6)
     learner, worker = pair(storage, timeout_s=0.4)
     storage.failures = [StoreUnavailableError("no route")] * 10_000
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(
         WeightSyncError,
-        match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no (route|answer)",
+        match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no (route|response)",
     ):
         worker.fetch(newest)
     with pytest.raises(WeightSyncError, match=r"publishing weights version 7 to memory"):
         publish(learner, 7)
-    assert time.monotonic() - begun < 60.0
+    assert time.monotonic() - start_s < 60.0
 
 
-def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
+def test_hanging_store_is_an_error() -> None:
     class Hanging(MemoryStorage):
         def __init__(self) -> None:
             super().__init__()
-            self.freed = threading.Event()
+            self.released = threading.Event()
 
         def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-            self.freed.wait(240)
+            self.released.wait(240)
             return super().put(name, buffers)
 
     storage = Hanging()
     store = VersionStore(storage, settings(timeout_s=0.3))
-    begun = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"publishing weights version 1.*no answer within"):
+    start_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"publishing weights version 1.*no response within"):
         publish(store, 1)
-    assert time.monotonic() - begun < 60.0
-    storage.freed.set()
+    assert time.monotonic() - start_s < 60.0
+    storage.released.set()
 
 
-def test_an_answer_that_comes_just_when_the_time_is_over_is_an_answer(
+def test_result_at_the_deadline_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Late(Future[str]):
+    class LateFuture(Future[str]):
         def result(self, timeout: float | None = None) -> str:
-            answer = super().result()
+            value = super().result()
             if timeout is not None:
                 raise TimeoutError
-            return answer
+            return value
 
-    monkeypatch.setattr(retry_deadline, "Future", Late)
-    assert retry_deadline.answer_within(lambda: "here", 60.0) == "here"
+    monkeypatch.setattr(retry_deadline, "Future", LateFuture)
+    assert retry_deadline.call_within(lambda: "result", 60.0) == "result"
 
 
-def test_an_error_that_waiting_does_not_mend_is_told_at_once() -> None:
+def test_permanent_error_is_raised_immediately() -> None:
     storage = MemoryStorage()
     learner, _ = pair(storage, timeout_s=240.0)
     storage.failures = [WeightSyncError("access denied")]
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(WeightSyncError, match="access denied"):
         publish(learner, 0)
-    assert time.monotonic() - begun < 60.0
+    assert time.monotonic() - start_s < 60.0
 
 
-def test_weights_that_are_not_those_of_the_manifest_are_refused() -> None:
+def test_weights_that_differ_from_the_manifest_are_refused() -> None:
     learner, worker = pair(MemoryStorage())
     state = make_state(1)
     fewer = {name: tensor for name, tensor in state.items() if name != "matrix"}
     with pytest.raises(WeightSyncError, match="matrix"):
-        worker.fetch(learner.publish(manifest_of(1, state), fewer))
+        worker.fetch(learner.publish(manifest_for(1, state), fewer))
     reshaped = {**state, "matrix": state["matrix"].reshape(7, 5)}
     with pytest.raises(WeightSyncError, match=r"'matrix' arrived altered.*\(7, 5\)"):
-        worker.fetch(learner.publish(manifest_of(2, state), reshaped))
+        worker.fetch(learner.publish(manifest_for(2, state), reshaped))
 
 
-def test_the_content_hash_tells_versions_apart() -> None:
-    hashes = [manifest_of(1, make_state(seed)).content_hash for seed in (1, 1, 2)]
+def test_content_hash_depends_on_the_tensors() -> None:
+    hashes = [manifest_for(1, make_state(seed)).content_hash for seed in (1, 1, 2)]
     assert hashes[0] == hashes[1] != hashes[2]

@@ -103,7 +103,7 @@ class Roster:
             return worker.held
         try:
             held = await worker.load(published, timeout_s)
-            self.judge.judge(held.canary, worker.number)
+            self.judge.check(held.canary, worker.number)
         except WeightSyncError as error:
             self._refuse(worker, error)
             return None

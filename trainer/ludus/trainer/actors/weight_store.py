@@ -1,4 +1,4 @@
-"""The weight store that a configuration names, and the one that lies in Ray's object store."""
+"""The configured weight store, and the storage in Ray's object store."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from ludus.trainer.weights.store import StorageBackend, VersionStore
 
 
 def make_store(config: WeightStoreConfig) -> VersionStore:
-    """The store that the configuration names, once `located` has said where it lies."""
+    """Build the configured store; `resolve_location` must have completed the configuration."""
     return VersionStore(_make_backend(config), config)
 
 
-def located(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
-    """The configuration with a place that no other run uses, told from every machine.
+def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
+    """Return the configuration with a location that no other run uses, valid on every machine.
 
-    Runs in different folders may have one name, and each removes what it finds in its place.
+    Runs in different folders may have the same name, and each run deletes old versions at its
+    location, so the name alone is not enough.
     """
-    place = f"{run_path.name}-{run_id}"
+    name = f"{run_path.name}-{run_id}"
     match config:
         case FolderWeightStore():
-            path = Path(config.path) / place if config.path else run_path / "weights"
+            path = Path(config.path) / name if config.path else run_path / "weights"
             return config.model_copy(update={"path": str(path.absolute())})
         case S3WeightStore():
-            prefix = "/".join(part for part in (config.prefix.strip("/"), place) if part)
+            prefix = "/".join(part for part in (config.prefix.strip("/"), name) if part)
             return config.model_copy(update={"prefix": prefix})
     return config
 
 
 def check_reachable(config: WeightStoreConfig) -> None:
-    """Check that a bucket answers, before anything heavy starts.
+    """Check that a bucket responds, before anything expensive starts.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the bucket does not respond.
     """
     if isinstance(config, S3WeightStore):
         from ludus.trainer.weights.bucket import BucketObjects
@@ -55,45 +56,47 @@ def _make_backend(config: WeightStoreConfig) -> StorageBackend:
             assert config.path is not None
             return FolderFiles(Path(config.path))
         case S3WeightStore():
-            # Imported where it is wanted: it starts threads of its own.
+            # Imported only when needed, because obstore starts threads.
             from ludus.trainer.weights.bucket import BucketObjects
 
             return BucketObjects(config)
 
 
 class RayObjects:
-    """Versions as objects that the publishing process owns.
+    """A storage backend of Ray objects that the publishing process owns.
 
-    Workers map the same shared memory, so a version is copied once per machine. An object lives
-    as long as somebody holds its reference: the store, for versions that it keeps, and a worker
-    that fetches one.
+    Workers map the same shared memory, so a version is copied once per machine. An object lives as
+    long as a reference exists: in the store, for kept versions, or in a worker that fetches it.
     """
 
-    place = "Ray's object store"
+    description = "Ray's object store"
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> list[ray.ObjectRef]:
-        """The reference, in a list: in one, Ray hands on itself instead of what it refers to."""
+        """Store the buffers, and return the reference in a list.
+
+        As an argument, Ray would replace a bare reference by the object.
+        """
         try:
             return [ray.put(list(buffers))]
         except ray.exceptions.RayError as error:
             raise WeightSyncError(
-                f"{self.place} takes no {name}: {error}; give Ray more memory, or set "
+                f"{self.description} cannot store {name}: {error}; give Ray more memory, or set "
                 "weights.kind = 'folder'"
             ) from error
 
     def get(self, location: list[ray.ObjectRef], num_bytes: int) -> Sequence[np.ndarray]:
-        """The buffers, in shared memory."""
+        """Return the buffers, in shared memory."""
         try:
             buffers: list[np.ndarray] = ray.get(location[0])
         except ray.exceptions.RayError as error:
             raise WeightSyncError(
-                f"{self.place} has lost them: {error}; see why the learner died"
+                f"{self.description} has lost the weights: {error}; check why the learner died"
             ) from error
         return buffers
 
     def drop(self, location: list[ray.ObjectRef]) -> None:
-        """Do nothing: the last reference goes with the store's own."""
+        """Do nothing: the object disappears with the store's last reference."""
 
-    def leftovers(self) -> Sequence[list[ray.ObjectRef]]:
-        """None: objects end with the process that owns them."""
+    def list_locations(self) -> Sequence[list[ray.ObjectRef]]:
+        """Return an empty list: objects disappear with the process that owns them."""
         return ()

@@ -14,7 +14,7 @@ from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
 from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.actors.weight_store import check_reachable, located
+from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.checks.environments import check_local_environments, check_remote_addresses
 from ludus.trainer.checks.models import check_models
 from ludus.trainer.checks.names import check_names
@@ -36,7 +36,7 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
     if is_local():
         _check_gpus(run)
     folder = run_path(run)
-    check_reachable(located(run.weights, folder, make_run_id()))
+    check_reachable(resolve_location(run.weights, folder, make_run_id()))
     _check_folder(folder)
     find_start(run, resume, RunState)
 

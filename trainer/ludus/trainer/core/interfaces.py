@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from ludus.trainer.core.types import Completion, Sampling, ScoringRequest, WeightManifest
+
+StorageLocation: TypeAlias = Any
+"""A file name, object key or Ray reference; only the weight store that created it can use it."""
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by their names in the Hugging Face model."""
@@ -78,7 +81,7 @@ class PublishedWeights:
     """A weights version that workers can fetch."""
 
     manifest: WeightManifest
-    location: Any
+    location: StorageLocation
     """Location of the bytes, in a form that only the publishing store understands."""
 
 

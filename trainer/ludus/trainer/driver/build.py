@@ -19,7 +19,7 @@ from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.sending import check_given_functions
-from ludus.trainer.actors.weight_store import check_reachable, located
+from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.checks.environments import (
     check_first_prompts,
@@ -82,7 +82,7 @@ async def start_infrastructure(
     seconds. Ray forks processes, which must happen before this process uses gRPC.
     """
     check_given_functions()
-    check_reachable(located(run.weights, run_folder, ensure_run_id(run_folder)))
+    check_reachable(resolve_location(run.weights, run_folder, ensure_run_id(run_folder)))
     await check_remote_addresses(run)
     async with AsyncExitStack() as stack:
         servers = stack.enter_context(start_local_servers(run, run_folder))
@@ -164,7 +164,7 @@ def make_worker_spec(
     addresses = {
         name: environment.address for name, environment in infrastructure.environments.items()
     }
-    weights = located(run.weights, run_folder, ensure_run_id(run_folder))
+    weights = resolve_location(run.weights, run_folder, ensure_run_id(run_folder))
     return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
 
 

@@ -1,10 +1,10 @@
-"""Weights from learner to sampler.
+"""Weights on their way from the learner to the rollout workers.
 
-store      versions go in, versions come out: chains, retention, time limits
-payload    one version as the bytes that travel;  delta  as the difference from another
-folder, bucket (and actors/weight_store.py)  where the bytes lie
-manifest   checksums;  canary  proof that a worker samples from what it loaded
-adapters   adapters and base weights become the tensors that an engine loads
+store      versions: publishing, fetching, retention, time limits
+payload    one version as bytes;  delta  as the difference from another version
+folder, bucket (and actors/weight_store.py)  storage of the bytes
+manifest   checksums;  canary  proof that a worker samples from the weights that it loaded
+adapters   merging of adapters and base weights into the tensors that an engine loads
 """
 
 from ludus.trainer.weights.canary import CanaryJudge, CanaryReport, WorkerWeights, check_canary

@@ -1,10 +1,9 @@
-"""Adapters and base weights become the tensors that any engine loads.
+"""Merging of adapters and base weights into the tensors that any engine loads.
 
-    learner            base W (frozen), A, B  --  A, B travel  -->  worker: W + (alpha / rank) B A
+    learner            base W (frozen), A, B  --  A, B  -->  worker: W + (alpha / rank) B A
 
-Merging at the worker, and not an engine's own support for adapters, serves every engine alike,
-and costs sampling nothing. The base weights stay in the worker's memory, in the type of the
-file they come from.
+Merging at the worker supports every engine, unlike an engine's own adapter support, and does not
+slow sampling down. The base weights stay in the worker's memory, in the type of their file.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.models.load import load_language_model
 
 DOWN, UP = "lora_A.weight", "lora_B.weight"
-"""Ends of the names under which A [rank, in] and B [out, rank] of a layer travel."""
+"""Suffixes of the names under which A [rank, in] and B [out, rank] of a layer are published."""
 
 
 class AdapterMerger:
-    """Base weights that adapters are added to."""
+    """Base weights to which adapters are added."""
 
     def __init__(self, base: StateDict, config: LoraConfig) -> None:
         self._base = base
@@ -29,16 +28,16 @@ class AdapterMerger:
 
     @classmethod
     def load(cls, model_path: str, config: LoraConfig) -> AdapterMerger:
-        """A merger with the weights of the model that training began with."""
+        """Load the weights of the starting policy."""
         model = load_language_model(model_path, "auto")
         return cls({name: tensor.detach() for name, tensor in model.named_parameters()}, config)
 
     @torch.no_grad()
     def merge(self, adapters: StateDict) -> dict[str, torch.Tensor]:
-        """All tensors of the model, by their Hugging Face names; those with adapters in float32.
+        """Return all tensors of the model, by Hugging Face name; merged tensors are float32.
 
         Raises:
-            WeightSyncError: the adapters are of another model.
+            WeightSyncError: the adapters belong to a different model.
         """
         merged = dict(self._base)
         layers = {name.rpartition(".lora_")[0] for name in adapters}
@@ -47,7 +46,7 @@ class AdapterMerger:
             base = self._base.get(f"{layer}.weight")
             if down is None or up is None or base is None or base.shape != (len(up), len(down.T)):
                 raise WeightSyncError(
-                    f"expected adapters of this model's linear layers, got some of '{layer}'; "
+                    f"the adapters of '{layer}' do not match a linear layer of this model; "
                     "learner and workers must start from the same model.path"
                 )
             merged[f"{layer}.weight"] = base.float() + self._scale * (up.float() @ down.float())

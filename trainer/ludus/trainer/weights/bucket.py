@@ -1,11 +1,11 @@
-"""Versions as objects in an S3-compatible bucket; the one file that knows obstore.
+"""Versions as objects in an S3-compatible bucket; the only file that uses obstore.
 
-    put   parts of one multipart upload, side by side; the object appears when all have arrived
-    get   ranges of the object, side by side, into one buffer
+    put   parallel parts of one multipart upload; the object appears when all parts have arrived
+    get   parallel ranges of the object, read into one buffer
 
 obstore is the Rust `object_store` crate: it signs, splits, retries and streams without holding
-Python's lock, and depends on nothing. It reads credentials from the environment or from the
-pod's identity; none ever passes through this file.
+Python's lock, and has no dependencies. It reads credentials from the environment or from the
+pod's identity; no credentials pass through this file.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights.retry_deadline import answer_within
+from ludus.trainer.weights.retry_deadline import call_within
 
 _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 5000
 _NUM_CONNECTIONS = 8
-_STALLED_AFTER_S = 30.0
+_MAX_STALL_S = 30.0
 _CHECK_TIMEOUT_S = 15.0
-_CREDENTIALS = (
+_CREDENTIALS_HINT = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of driver, learner and "
     "workers, or give their pods an identity that may read, write and delete there"
 )
 
 
 class BucketObjects:
-    """One object for each version."""
+    """A storage backend with one object for each version."""
 
     def __init__(self, config: S3WeightStore) -> None:
         self._config = config
-        # A part of the time there is, so that a server that hangs and comes back is asked again.
-        stalled_after_s = min(_STALLED_AFTER_S, config.timeout_s / 4)
+        # Only a part of the total time, so that a server that hangs briefly is tried again.
+        max_stall_s = min(_MAX_STALL_S, config.timeout_s / 4)
         self._store = S3Store(
             config.bucket,
             prefix=config.prefix or None,
@@ -49,21 +49,21 @@ class BucketObjects:
             endpoint=config.endpoint,
             client_options={
                 "allow_http": (config.endpoint or "").startswith("http://"),
-                "connect_timeout": timedelta(seconds=stalled_after_s),
-                "read_timeout": timedelta(seconds=stalled_after_s),
+                "connect_timeout": timedelta(seconds=max_stall_s),
+                "read_timeout": timedelta(seconds=max_stall_s),
                 "timeout": timedelta(seconds=config.timeout_s),
             },
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=config.timeout_s)},
         )
 
     @property
-    def place(self) -> str:
-        """What messages call it."""
-        at = f" at {self._config.endpoint}" if self._config.endpoint else ""
-        return f"the bucket '{self._config.bucket}'{at}, prefix '{self._config.prefix}'"
+    def description(self) -> str:
+        """The name of the storage in messages."""
+        endpoint = f" at {self._config.endpoint}" if self._config.endpoint else ""
+        return f"the bucket '{self._config.bucket}'{endpoint}, prefix '{self._config.prefix}'"
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-        """The object's key below the prefix."""
+        """Store the buffers as one object, and return its key below the prefix."""
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         part_bytes = max(_PART_BYTES, num_bytes // _MAX_PARTS)
         try:
@@ -83,13 +83,13 @@ class BucketObjects:
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
-        """The object's bytes."""
+        """Return the bytes of an object as one buffer."""
         try:
             size = obstore.head(self._store, location)["size"]
             if size != num_bytes:
                 raise WeightSyncError(
-                    f"'{location}' in {self.place} was cut off: expected {num_bytes} bytes, got "
-                    f"{size}; see who else writes there"
+                    f"'{location}' in {self.description} has {size} bytes instead of {num_bytes}; "
+                    "check whether another program writes there"
                 )
             content = np.empty(num_bytes, dtype=np.uint8)
             asyncio.run(self._load(location, content))
@@ -110,7 +110,7 @@ class BucketObjects:
         await asyncio.gather(*(load(start) for start in range(0, content.nbytes, _PART_BYTES)))
 
     def drop(self, location: str) -> None:
-        """Delete the object, if it is there."""
+        """Delete the object, if it exists."""
         try:
             obstore.delete(self._store, location)
         except FileNotFoundError:
@@ -118,31 +118,31 @@ class BucketObjects:
         except (BaseError, OSError) as error:
             raise self._failure(error) from None
 
-    def leftovers(self) -> list[str]:
-        """Keys of the versions of earlier processes."""
+    def list_locations(self) -> list[str]:
+        """Return the keys of all stored versions."""
         try:
-            keys = [found["path"] for page in obstore.list(self._store) for found in page]
+            keys = [entry["path"] for page in obstore.list(self._store) for entry in page]
         except (BaseError, OSError) as error:
             raise self._failure(error) from None
         return [key for key in keys if re.fullmatch(r"v\d{8,}-\w+(\.delta)?\.safetensors", key)]
 
     def check(self) -> None:
-        """Ask the bucket for a list.
+        """Check that the bucket can be listed.
 
         Raises:
-            ConfigError: it does not answer, or refuses.
+            ConfigError: the bucket does not respond, or refuses access.
         """
         try:
-            answer_within(self.leftovers, _CHECK_TIMEOUT_S)
+            call_within(self.list_locations, _CHECK_TIMEOUT_S)
         except WeightSyncError as error:
             raise ConfigError(f"weights.bucket = '{self._config.bucket}': {error}") from error
 
     def _failure(self, error: Exception) -> WeightSyncError:
-        reason = f"{self.place}: {_reason(error)}"
-        # The library has error classes for some calls, but the status for all.
+        reason = f"{self.description}: {_first_line(error)}"
+        # obstore has error classes for some calls only, but a status for all.
         status = re.search(r"status code: (\d+)", reason)
         if status and status[1] in ("401", "403"):
-            return WeightSyncError(f"{reason}; {_CREDENTIALS}")
+            return WeightSyncError(f"{reason}; {_CREDENTIALS_HINT}")
         if status and status[1] == "404":
             return WeightSyncError(
                 f"{reason}; the bucket must exist, and a slow worker may need more "
@@ -151,9 +151,9 @@ class BucketObjects:
         return StoreUnavailableError(reason)
 
 
-def _reason(error: Exception) -> str:
-    """One line; the library's own message continues for pages."""
+def _first_line(error: Exception) -> str:
+    """Return the first line of obstore's message, which may fill pages, with the error code."""
     text = str(error)
-    first = text.partition("\n")[0].partition("<?xml")[0].rstrip(" :")
+    first_line = text.partition("\n")[0].partition("<?xml")[0].rstrip(" :")
     code = re.search(r"<Code>(\w+)</Code>", text)
-    return f"{first} ({code[1]})" if code else first
+    return f"{first_line} ({code[1]})" if code else first_line

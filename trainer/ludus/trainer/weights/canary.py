@@ -1,17 +1,17 @@
-"""Proves after each pull that a worker samples from the weights that were published.
+"""Proof after each fetch that a worker samples from the published weights.
 
-Checksums prove that the bytes arrived. They do not prove that the engine uses them: an engine
-may keep a packed or fused copy of old weights and never say so. So the worker answers fixed
-prompts with the weights it would sample from now, and the answers' log-probs must be those that
-the learner computed when it published.
+Checksums prove that the bytes arrived. They do not prove that the engine uses them: an engine may
+silently keep a packed or fused copy of old weights. So the worker scores fixed completions with
+the weights that it would sample from now, and the log-probs must agree with those that the learner
+computed when it published.
 
-    learner  --answers, in the manifest-->  worker: its own answers  -->  CanaryReport
+    learner  --log-probs, in the manifest-->  worker: own log-probs  -->  CanaryReport
                                                                               |
-    driver:  CanaryJudge, which knows what differences were usual so far  <---+
+    driver:  CanaryJudge, which knows the usual differences of this run  <----+
 
-In float32 two right implementations agree to 1e-4 in every token. In bfloat16 single tokens of
-right ones have been seen to differ by 0.3 nats and more (vLLM issue 18352, TRL issue 6789), so
-there the mean is judged, and a jump against what was usual before counts as well as its size.
+In float32, two correct implementations agree to 1e-4 in every token. In bfloat16, single tokens of
+correct implementations may differ by 0.3 nats and more (vLLM issue 18352, TRL issue 6789), so the
+mean is compared. A jump above the usual difference fails as well as a large difference.
 """
 
 from __future__ import annotations
@@ -33,30 +33,35 @@ _REDUCED_TYPES = frozenset({"bfloat16", "float16"})
 
 @dataclass(frozen=True, slots=True)
 class CanaryReport:
-    """How far a worker's answers to the canary prompts are from the learner's."""
+    """The difference between a worker's log-probs of the canary completions and the learner's."""
 
     version: int
     content_hash: str
     error: float
-    """Difference of log-probs, in nats, in the statistic that weights.canary names; nan where a
-    log-prob is no number."""
+    """Difference of the log-probs in nats, in the statistic that weights.canary selects; NaN if a
+    log-prob is not finite."""
     is_exact: bool = True
-    """Whether all was computed, and travelled, in float32."""
+    """True if all weights were computed and published in float32."""
 
 
 def check_canary(
-    manifest: WeightManifest, answers: Sequence[Sequence[float]], config: CanaryConfig, dtype: str
+    manifest: WeightManifest,
+    worker_logprobs: Sequence[Sequence[float]],
+    config: CanaryConfig,
+    dtype: str,
 ) -> CanaryReport:
-    """The comparison of a worker's canary log-probs with those of the manifest.
+    """Compare a worker's canary log-probs with those of the manifest.
 
     Args:
-        answers: one to each of the manifest's canary prompts.
-        dtype: in which the learner and the engine compute.
+        manifest: published version.
+        worker_logprobs: the worker's log-probs, for each of the manifest's canary prompts.
+        config: settings of the comparison.
+        dtype: type in which learner and engine compute.
     """
     errors = sorted(
-        abs(expected - got)
-        for learner, worker in zip(manifest.canary_logprobs, answers, strict=True)
-        for expected, got in zip(learner, worker, strict=True)
+        abs(expected - actual)
+        for learner, worker in zip(manifest.canary_logprobs, worker_logprobs, strict=True)
+        for expected, actual in zip(learner, worker, strict=True)
     )
     is_exact = _REDUCED_TYPES.isdisjoint({dtype, *(entry.dtype for entry in manifest.tensors)})
     error = _statistic(errors, config.quantile, is_exact=is_exact)
@@ -73,63 +78,63 @@ def _statistic(errors: Sequence[float], quantile: float | None, *, is_exact: boo
 
 
 class CanaryJudge:
-    """Says which reports pass, of all workers of a run."""
+    """The decision which reports of a run's workers pass."""
 
     def __init__(self, config: CanaryConfig) -> None:
         self._config = config
-        self._usual: deque[float] = deque(maxlen=config.window)
-        """The newest errors that passed."""
+        self._usual_errors: deque[float] = deque(maxlen=config.window)
+        """The latest errors that passed."""
 
-    def allowed(self, report: CanaryReport) -> float:
-        """The largest error with which the report passes."""
+    def max_error(self, report: CanaryReport) -> float:
+        """Return the largest error with which the report passes."""
         default = _EXACT_TOLERANCE if report.is_exact else _REDUCED_TOLERANCE
         tolerance = self._config.tolerance or default
-        if report.is_exact or not self._usual:
+        if report.is_exact or not self._usual_errors:
             return tolerance
-        unusual = self._config.factor * median(self._usual)
+        unusual = self._config.factor * median(self._usual_errors)
         return min(tolerance, max(self._config.floor, unusual))
 
-    def judge(self, report: CanaryReport, worker: int) -> None:
-        """Note that the report of this worker passes.
+    def check(self, report: CanaryReport, worker: int) -> None:
+        """Check and record the report of a worker.
 
         Raises:
-            CanaryError: it does not; its worker must take no traffic.
+            CanaryError: the report does not pass, so the worker must get no traffic.
         """
-        allowed = self.allowed(report)
-        # An error that is nan is not larger than anything, either.
-        if not report.error <= allowed:
+        max_error = self.max_error(report)
+        # Comparisons with NaN are false, so NaN does not pass.
+        if not report.error <= max_error:
             raise CanaryError(
                 f"canary of weights version {report.version} ({report.content_hash[:12]}): the "
                 f"log-probs of rollout worker {worker} differ from the learner's by "
-                f"{report.error:.3g}, allowed {allowed:.3g}; it does not sample from the "
+                f"{report.error:.3g}, allowed {max_error:.3g}; it does not sample from the "
                 "published weights"
             )
-        self._usual.append(report.error)
+        self._usual_errors.append(report.error)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerWeights:
-    """The weights that a worker says it samples from, and what it took to get them there."""
+    """The weights that a worker reports to sample from, and the cost of loading them."""
 
     canary: CanaryReport
     fetch_s: float
-    """Until all tensors were there and checked."""
+    """Time until all tensors were fetched and checked, in seconds."""
     pause_s: float
-    """In which nothing was sampled: the engine loaded them and answered the canary prompts."""
+    """Time without sampling, while the engine loaded the weights and scored the canary prompts."""
     bytes_fetched: int
-    """Fewer than the tensors have where differences travel."""
+    """Number of fetched bytes; fewer than the tensors have if differences were fetched."""
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         return self.canary.version
 
     @property
     def content_hash(self) -> str:
-        """Of the weights."""
+        """Content hash of the weights."""
         return self.canary.content_hash
 
     @property
     def canary_error(self) -> float:
-        """How far the worker's canary log-probs are from the learner's, as CanaryReport has it."""
+        """Error of the canary, see CanaryReport."""
         return self.canary.error

@@ -1,14 +1,14 @@
-"""What has changed between two versions, and the way back.
+"""The difference between two versions, and its application.
 
-    old bits ^ new bits  ->  bytes of equal rank beside each other  ->  zstd level 1
+    old bits ^ new bits  ->  bytes grouped by significance  ->  zstd level 1
 
-A small step leaves most bfloat16 weights as they were, bit for bit, and in the others the sign
-and the exponent: their difference is zeros. Sorting the bytes by rank puts these zeros beside
-each other. Naming the changed elements and their new values was measured to be larger
-(`bench/weights.py` has the figures), and needs a second format.
+A small step leaves most bfloat16 weights unchanged, bit for bit, and in the others it leaves sign
+and exponent unchanged, so their difference is zero there. Grouping the bytes by significance puts
+these zeros next to each other. A list of changed elements with their new values was measured to be
+larger (see `bench/weights.py`), and needs a second format.
 
-A difference of bits undoes itself when it is applied twice, so what it is applied to must be
-known: `apply_delta` refuses any other version.
+A bitwise difference reverts itself when it is applied twice, so it must be applied to the right
+version: `apply_delta` refuses any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEVEL = 1
 
 
 def encode_delta(old: StateDict, new: StateDict, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The differences of the named tensors, which both versions have."""
+    """Return the compressed differences of the named tensors, which both versions have."""
 
     def encode(name: str) -> torch.Tensor:
         return encode_difference(old[name], new[name])
@@ -39,40 +39,40 @@ def encode_delta(old: StateDict, new: StateDict, names: Sequence[str]) -> dict[s
 
 
 def encode_difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """uint8 [n]: what turns `old` into `new`, which have the same type and shape."""
+    """Return uint8 [n] the compressed difference of tensors of the same type and shape."""
     difference = raw_bytes(old) ^ raw_bytes(new)
-    by_rank = np.ascontiguousarray(difference.reshape(-1, new.itemsize).T)
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(by_rank.data)
+    grouped = np.ascontiguousarray(difference.reshape(-1, new.itemsize).T)
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(grouped.data)
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
 
 
 def decode_difference(old: torch.Tensor, frame: torch.Tensor) -> torch.Tensor:
-    """The tensor that `encode_difference` saw as `new`.
+    """Return the tensor that `encode_difference` got as `new`.
 
     Raises:
-        ValueError: the difference is of a tensor of another size, or altered.
+        ValueError: the difference is of a tensor of another size, or damaged.
     """
     num_bytes = old.numel() * old.itemsize
-    packed = raw_bytes(frame).data
-    # What a frame claims decides how much memory is taken, so it is looked at first.
-    claimed = zstandard.frame_content_size(packed)
-    if claimed != num_bytes:
-        raise ValueError(f"it is of {claimed} bytes, the tensor has {num_bytes}")
-    by_rank = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), dtype=np.uint8)
-    difference = np.ascontiguousarray(by_rank.reshape(old.itemsize, -1).T).reshape(-1)
+    compressed = raw_bytes(frame).data
+    # The frame states its size, which decides how much memory is allocated, so check it first.
+    frame_bytes = zstandard.frame_content_size(compressed)
+    if frame_bytes != num_bytes:
+        raise ValueError(f"the difference has {frame_bytes} bytes, the tensor has {num_bytes}")
+    grouped = np.frombuffer(zstandard.ZstdDecompressor().decompress(compressed), dtype=np.uint8)
+    difference = np.ascontiguousarray(grouped.reshape(old.itemsize, -1).T).reshape(-1)
     return from_raw_bytes(difference ^ raw_bytes(old), old.dtype, old.shape)
 
 
 def apply_delta(state: StateDict, state_hash: str, delta: Payload) -> dict[str, torch.Tensor]:
-    """The tensors of the delta's version; those that did not change are the same objects.
+    """Return the tensors of the delta's version; unchanged tensors are the same objects.
 
     Raises:
-        WeightSyncError: `state` is not the version that the delta builds on, or it is altered.
+        WeightSyncError: `state` is not the version that the delta builds on, or it is damaged.
     """
     if delta.parent_hash != state_hash:
         raise WeightSyncError(
-            f"weights version {delta.version} is a difference from {delta.parent_hash}, got "
-            f"weights {state_hash} to apply it to; apply it to its parent, once, or fetch the "
+            f"weights version {delta.version} is a difference from {delta.parent_hash} and cannot "
+            f"be applied to {state_hash}; apply it to its parent, once, or fetch the "
             "newest complete version"
         )
 

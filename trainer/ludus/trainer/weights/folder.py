@@ -12,61 +12,61 @@ from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 
 
 class FolderFiles:
-    """One file for each version, written aside and renamed: there is all of it, or none.
+    """A storage backend with one file for each version; a file appears only when complete.
 
-    Plain files, because a general object-store library reads and writes local ones at a third
-    of the speed. A mapped file would be faster still, but a shared folder may take a dropped
-    file away under its reader, which then dies of it.
+    It uses plain file calls, because a general object-store library reads and writes local files
+    at a third of the speed. A mapped file would be faster still, but a reader dies if a shared
+    folder removes a file that the reader has mapped.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made = False
+        self._is_created = False
 
     @property
-    def place(self) -> str:
-        """What messages call it."""
+    def description(self) -> str:
+        """The name of the storage in messages."""
         return f"the folder '{self._folder}'"
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-        """Where the file lies."""
+        """Write the buffers as one file, and return its name."""
         target = self._folder / name
-        aside = self._folder / f"{name}.partial"
+        partial = self._folder / f"{name}.partial"
         try:
-            if not self._made:
-                # Only once: a folder that vanishes later is unavailable, and will come back.
+            if not self._is_created:
+                # Only once: a folder that disappears later is unavailable, and may come back.
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._made = True
-            with aside.open("wb") as file:
+                self._is_created = True
+            with partial.open("wb") as file:
                 for buffer in buffers:
                     file.write(buffer.data)
-            os.replace(aside, target)
+            os.replace(partial, target)
         except OSError as error:
             raise self._failure(error) from error
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
-        """The file's bytes."""
+        """Return the bytes of a file as one buffer."""
         path = self._folder / location
-        # Unlike Path.is_dir, this one answers also where the folder is out of order.
-        was_there = os.path.isdir(self._folder)
+        # Unlike Path.is_dir, os.path.isdir does not raise if the folder is out of order.
+        had_folder = os.path.isdir(self._folder)
         try:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != num_bytes:
                     raise WeightSyncError(
-                        f"'{path}' was cut off: expected {num_bytes} bytes, got {size}; every "
-                        "rollout worker must see the folder weights.path as the learner does"
+                        f"'{path}' has {size} bytes instead of {num_bytes}; every rollout worker "
+                        "must see the folder weights.path as the learner does"
                     )
                 content = np.empty(num_bytes, dtype=np.uint8)
                 view, start = memoryview(content.data), 0
                 while start < num_bytes and (num_read := file.readinto(view[start:])):
                     start += num_read
         except FileNotFoundError as error:
-            if was_there and os.path.isdir(self._folder):
+            if had_folder and os.path.isdir(self._folder):
                 raise WeightSyncError(
-                    f"{self.place} has no '{location}'; every rollout worker must see the folder "
-                    "weights.path, and a slow one may need more weights.keep_versions"
+                    f"{self.description} has no '{location}'; every rollout worker must see the "
+                    "folder weights.path, and a slow one may need more weights.keep_versions"
                 ) from error
             raise self._failure(error) from error
         except OSError as error:
@@ -74,20 +74,20 @@ class FolderFiles:
         return [content[:start]]
 
     def drop(self, location: str) -> None:
-        """Delete the file, if it is there."""
+        """Delete the file, if it exists."""
         try:
             (self._folder / location).unlink()
         except FileNotFoundError as error:
             if not os.path.isdir(self._folder):
-                # It comes back with the folder.
+                # The file comes back with the folder.
                 raise self._failure(error) from error
 
-    def leftovers(self) -> list[str]:
-        """Files of earlier processes, whole or not."""
+    def list_locations(self) -> list[str]:
+        """Return the names of all files of versions, complete or not."""
         return [path.name for path in self._folder.glob("v*-*.safetensors*")]
 
     def _failure(self, error: OSError) -> WeightSyncError:
-        reason = f"{self.place}: {error.strerror or error}"
+        reason = f"{self.description}: {error.strerror or error}"
         if isinstance(error, PermissionError):
             return WeightSyncError(
                 f"{reason}; the user that runs learner and workers must be able to read and "

@@ -1,8 +1,8 @@
-"""Describes a version of the weights so that its arrival can be proven.
+"""Manifests, which describe a version of the weights so that its arrival can be proven.
 
-The manifest travels apart from the tensors, through Ray. Its checksums are BLAKE3: whoever can
-write into a folder or a bucket still cannot hand other weights to the workers, and a checksum
-costs about as much as copying the tensor.
+The manifest is sent through Ray, separately from the tensors. Its checksums are BLAKE3, so a
+program with write access to the folder or bucket still cannot give other weights to the workers.
+A checksum costs about as much as a copy of the tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DIGEST_BYTES = 16
 
 
 def cast_floats(state: StateDict, dtype: str) -> dict[str, torch.Tensor]:
-    """The tensors as they travel: floating-point ones in `dtype`, contiguous, on the CPU."""
-    wanted = getattr(torch, dtype)
+    """Return the tensors to publish: floating-point ones in `dtype`, contiguous, on the CPU."""
+    target = getattr(torch, dtype)
     return {
-        name: (tensor.to(wanted) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        name: (tensor.to(target) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in state.items()
     }
 
@@ -36,36 +36,39 @@ def make_manifest(
     canary: Sequence[ScoringRequest],
     canary_logprobs: Sequence[Sequence[float]],
 ) -> WeightManifest:
-    """The manifest of `state` as version `version`."""
+    """Return the manifest of `state` as version `version`."""
     entries = tuple(_entry(name, tensor) for name, tensor in sorted(state.items()))
-    answers = tuple(tuple(answer) for answer in canary_logprobs)
-    return WeightManifest(version, entries, _content_hash(entries), tuple(canary), answers)
+    logprobs = tuple(map(tuple, canary_logprobs))
+    return WeightManifest(version, entries, _content_hash(entries), tuple(canary), logprobs)
 
 
 def verify(
     manifest: WeightManifest,
     state: StateDict,
-    known: Mapping[str, TensorEntry] | None = None,
-    altered: Collection[str] = (),
+    verified: Mapping[str, TensorEntry] | None = None,
+    changed: Collection[str] = (),
 ) -> None:
-    """Compare the tensors with those that were published.
+    """Check that the tensors are those that were published.
 
     Args:
-        known: entries of tensors that were verified before and not written to since, so that
-            only those in `altered` must be read again; None reads all.
+        manifest: published version.
+        state: tensors to check.
+        verified: entries of tensors that were already verified, and not written to since; only
+            those in `changed` are checked again. None checks all tensors.
+        changed: names of tensors that have changed since.
 
     Raises:
-        WeightSyncError: a tensor is missing, unknown, of another shape, or altered.
+        WeightSyncError: a tensor is missing, unknown, of another shape, or changed.
     """
     published = {entry.name: entry for entry in manifest.tensors}
     if published.keys() != state.keys():
         raise WeightSyncError(
-            f"weights version {manifest.version}: expected {len(published)} tensors, got "
-            f"{len(state)}; they differ in {sorted(published.keys() ^ state.keys())[:5]}"
+            f"weights version {manifest.version} has {len(published)} tensors, but {len(state)} "
+            f"arrived; they differ in {sorted(published.keys() ^ state.keys())[:5]}"
         )
     for name, tensor in state.items():
-        seen = None if known is None or name in altered else known.get(name)
-        if (seen or _entry(name, tensor)) != published[name]:
+        entry = None if verified is None or name in changed else verified.get(name)
+        if (entry or _entry(name, tensor)) != published[name]:
             raise WeightSyncError(
                 f"weights version {manifest.version}: tensor '{name}' arrived altered (checksum "
                 f"or shape {tuple(tensor.shape)} differs); check the weight store"
@@ -73,7 +76,7 @@ def verify(
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 [bytes]: the elements in row-major order, without a copy where it is contiguous."""
+    """Return uint8 [bytes] the elements in row-major order; a view if the tensor is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy()
 
@@ -81,11 +84,11 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
 def from_raw_bytes(
     raw: np.ndarray, dtype: torch.dtype, shape: Sequence[int] | torch.Size
 ) -> torch.Tensor:
-    """The tensor of which `raw_bytes` made these; a view of them."""
+    """Return the tensor from which `raw_bytes` made these bytes; a view of them."""
     if raw.nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
-        # What lies in Ray's shared memory is read-only, and stays so: nobody writes to weights.
+        # Ray's shared memory is read-only, and fetched weights are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(raw).view(dtype).reshape(shape)
 

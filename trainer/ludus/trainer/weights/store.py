@@ -1,19 +1,19 @@
-"""A weight store: versions go in at the learner and come out at the workers, whole or not at all.
+"""The weight store: the learner publishes versions, and workers fetch them.
 
     learner                                                          worker
     manifest, tensors                                                manifest, tensors
-       |  complete, or the difference from        what it holds + the differences since,
-       |  the version before                      or the newest complete one + all since
+       |  complete, or the difference from        its version + the differences since,
+       |  the previous version                    or the latest complete version + all since
        v                                                                ^
     payload  -->  files of a folder | objects of a bucket | objects of Ray
 
-A version is complete when its number is a multiple of `full_every`, or when there is nothing
-to build on. A worker that joins late so fetches one complete version and at most
-`full_every - 1` differences. What is published names its whole chain, so a worker asks the
-store for nothing but bytes.
+A version is complete if its number is a multiple of `full_every`, or if there is no version to
+build on. So a worker that joins late fetches one complete version and at most `full_every - 1`
+differences. A published version lists its whole chain of payloads, so a worker needs only their
+bytes from the store.
 
-Both ends keep the last version's tensors when differences travel: that memory is their price.
-Whatever goes wrong ends in a result or a WeightSyncError after `timeout_s` at the latest.
+If differences are published, both ends keep the tensors of the last version in memory. Every
+operation ends with a result or a WeightSyncError, after `timeout_s` at the latest.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
+from ludus.trainer.core.interfaces import (
+    FetchedWeights,
+    PublishedWeights,
+    StateDict,
+    StorageLocation,
+)
 from ludus.trainer.core.types import TensorEntry, WeightManifest
 from ludus.trainer.weights.delta import apply_delta, encode_delta
 from ludus.trainer.weights.manifest import verify
 from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers
-from ludus.trainer.weights.retry_deadline import RetryDeadline, answer_within
+from ludus.trainer.weights.retry_deadline import RetryDeadline, call_within
 
 _log = logging.getLogger(__name__)
 
@@ -43,46 +48,46 @@ _DROP_TIMEOUT_S = 5.0
 
 
 class StorageBackend(Protocol):
-    """Where payloads lie: the one part in which stores differ.
+    """Storage of payloads: the only part in which stores differ.
 
-    Every method may be called from any thread, and raises StoreUnavailableError for what may
-    pass by itself, another WeightSyncError for what will not.
+    Every method may be called from any thread. It raises StoreUnavailableError for temporary
+    failures, and another WeightSyncError for permanent ones.
     """
 
     @property
-    def place(self) -> str:
-        """What messages call it."""
+    def description(self) -> str:
+        """The name of the storage in messages."""
 
-    def put(self, name: str, buffers: Sequence[np.ndarray]) -> Any:
-        """Where the buffers lie now: all of them, one after another, under one name."""
+    def put(self, name: str, buffers: Sequence[np.ndarray]) -> StorageLocation:
+        """Store the concatenated buffers under one name, and return their location."""
 
-    def get(self, location: Any, num_bytes: int) -> Sequence[np.ndarray]:
-        """The buffers of `put`, or one that holds them all."""
+    def get(self, location: StorageLocation, num_bytes: int) -> Sequence[np.ndarray]:
+        """Return the buffers of `put`, or one buffer with all their bytes."""
 
-    def drop(self, location: Any) -> None:
-        """Forget what lies there."""
+    def drop(self, location: StorageLocation) -> None:
+        """Delete the payload at a location."""
 
-    def leftovers(self) -> Sequence[Any]:
-        """Where payloads of earlier processes lie."""
+    def list_locations(self) -> Sequence[StorageLocation]:
+        """Return the locations of all payloads, including those of earlier processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class StoredPayload:
     """One payload of a chain."""
 
     version: int
     content_hash: str
-    """Of the version that it makes."""
+    """Content hash of the version that the payload completes."""
     num_bytes: int
-    location: Any
+    location: StorageLocation
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredVersion:
     manifest: WeightManifest
     state: StateDict
-    chain: tuple[Link, ...]
-    """What it was made from, the complete version first."""
+    chain: tuple[StoredPayload, ...]
+    """Payloads of the version, the complete one first."""
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -90,91 +95,92 @@ class _Held:
 
 
 class VersionStore:
-    """Carries versions over a storage backend; one object publishes or fetches, never both."""
+    """A store of versions in a storage backend; one object either publishes or fetches."""
 
     def __init__(self, storage: StorageBackend, config: WeightStoreConfig) -> None:
         self._storage = storage
         self._config = config
-        self._last: _Held | None = None
-        """What was published or fetched last; None where nothing builds on it."""
-        self._kept: deque[tuple[Link, ...]] = deque(maxlen=config.keep_versions)
-        self._stored: list[Any] | None = None
-        """All locations that may hold something; None before the backend was asked."""
+        self._last: _StoredVersion | None = None
+        """The last version published or fetched; None if no difference will build on it."""
+        self._kept: deque[tuple[StoredPayload, ...]] = deque(maxlen=config.keep_versions)
+        self._locations: list[StorageLocation] | None = None
+        """All locations that may be in use; None until the backend is asked."""
 
     def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
-        """The version, complete and fetchable; older ones that nothing needs are dropped.
+        """Store a version, return how to fetch it, and delete versions that are not needed.
 
         Raises:
-            WeightSyncError: the store did not take it within `timeout_s`.
+            WeightSyncError: the version was not stored within `timeout_s`.
         """
-        doing = f"publishing weights version {manifest.version} to {self._storage.place}"
-        deadline = RetryDeadline(doing, self._config.timeout_s)
-        base = self._base_of(manifest)
-        buffers = to_buffers(_payload(manifest, state, base))
+        operation = f"publishing weights version {manifest.version} to {self._storage.description}"
+        deadline = RetryDeadline(operation, self._config.timeout_s)
+        base = self._find_base(manifest)
+        buffers = to_buffers(_make_payload(manifest, state, base))
         name = f"v{manifest.version:08d}-{manifest.content_hash[:12]}"
         name += ".delta.safetensors" if base else ".safetensors"
         location = deadline.call(partial(self._storage.put, name, buffers))
         num_bytes = sum(buffer.nbytes for buffer in buffers)
-        link = Link(manifest.version, manifest.content_hash, num_bytes, location)
-        chain = (*base.chain, link) if base else (link,)
+        payload = StoredPayload(manifest.version, manifest.content_hash, num_bytes, location)
+        chain = (*base.chain, payload) if base else (payload,)
         if self._config.full_every > 1:
-            self._last = _Held(manifest, _own_copy(manifest, state, self._last), chain)
+            self._last = _StoredVersion(manifest, _copy_state(manifest, state, self._last), chain)
         self._kept.append(chain)
         self._drop_unneeded(location)
         return PublishedWeights(manifest, chain)
 
     def fetch(self, published: PublishedWeights) -> FetchedWeights:
-        """The tensors as they were published; nobody may write to them.
+        """Return the tensors as they were published; do not write to them.
 
         Raises:
-            WeightSyncError: missing, cut off or altered, or away for longer than `timeout_s`.
+            WeightSyncError: the version is missing, damaged, or unavailable for `timeout_s`.
         """
         version = published.manifest.version
-        deadline = RetryDeadline(
-            f"fetching weights version {version} from {self._storage.place}", self._config.timeout_s
-        )
-        held = self._last
-        num_known = _num_links_held(held, published.location)
+        operation = f"fetching weights version {version} from {self._storage.description}"
+        deadline = RetryDeadline(operation, self._config.timeout_s)
+        last = self._last
+        num_applied = _num_applied(last, published.location)
         try:
-            fetched = self._climb(published, held if num_known else None, num_known, deadline)
+            fetched = self._fetch_chain(
+                published, last if num_applied else None, num_applied, deadline
+            )
         except WeightSyncError as error:
-            if not num_known:
+            if not num_applied:
                 raise
-            _log.warning("weights version %d is fetched again from the start: %s", version, error)
-            fetched = self._climb(published, None, 0, deadline)
+            _log.warning("fetching weights version %d again from the start: %s", version, error)
+            fetched = self._fetch_chain(published, None, 0, deadline)
         if self._config.full_every > 1:
-            self._last = _Held(published.manifest, fetched.state, published.location)
+            self._last = _StoredVersion(published.manifest, fetched.state, published.location)
         return fetched
 
-    def _climb(
+    def _fetch_chain(
         self,
         published: PublishedWeights,
-        held: _Held | None,
-        num_known: int,
+        base: _StoredVersion | None,
+        num_applied: int,
         deadline: RetryDeadline,
     ) -> FetchedWeights:
-        """What `held` and the links after it come to, verified."""
-        state = dict(held.state) if held else {}
-        content_hash = held.manifest.content_hash if held else None
-        altered: set[str] = set()
-        links: tuple[Link, ...] = published.location[num_known:]
-        for link in links:
-            payload = from_buffers(deadline.call(partial(self._read, link)))
+        """Apply the payloads after the first `num_applied` to `base`, and verify the result."""
+        state = dict(base.state) if base else {}
+        content_hash = base.manifest.content_hash if base else None
+        changed: set[str] = set()
+        chain: tuple[StoredPayload, ...] = published.location[num_applied:]
+        for stored in chain:
+            payload = from_buffers(deadline.call(partial(self._read, stored)))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
                 state = apply_delta(state, content_hash or "nothing", payload)
             content_hash = payload.content_hash
-            altered.update(payload.parts)
-        verify(published.manifest, state, held.entries if held else None, altered)
-        num_bytes = sum(link.num_bytes for link in links)
-        return FetchedWeights(state, num_bytes, deadline.spent_s)
+            changed.update(payload.parts)
+        verify(published.manifest, state, base.entries if base else None, changed)
+        num_bytes = sum(stored.num_bytes for stored in chain)
+        return FetchedWeights(state, num_bytes, deadline.elapsed_s)
 
-    def _read(self, link: Link) -> Sequence[np.ndarray]:
-        return self._storage.get(link.location, link.num_bytes)
+    def _read(self, stored: StoredPayload) -> Sequence[np.ndarray]:
+        return self._storage.get(stored.location, stored.num_bytes)
 
-    def _base_of(self, manifest: WeightManifest) -> _Held | None:
-        """The version that `manifest` may be a difference from."""
+    def _find_base(self, manifest: WeightManifest) -> _StoredVersion | None:
+        """Return the version from which `manifest` may be published as a difference."""
         last = self._last
         if last is None or manifest.version % self._config.full_every == 0:
             return None
@@ -182,50 +188,53 @@ class VersionStore:
             return None
         return last if _layout(last.manifest) == _layout(manifest) else None
 
-    def _drop_unneeded(self, newest: Any) -> None:
-        """Drop what no kept version builds on; what fails is tried again after the next one."""
-        needed = [link.location for chain in self._kept for link in chain]
+    def _drop_unneeded(self, newest: StorageLocation) -> None:
+        """Delete payloads that no kept version needs; failures are retried after the next one."""
+        needed = [stored.location for chain in self._kept for stored in chain]
         try:
-            if self._stored is None:
-                self._stored = list(answer_within(self._storage.leftovers, _DROP_TIMEOUT_S))
-            if newest not in self._stored:
-                self._stored.append(newest)
-            for location in [one for one in self._stored if one not in needed]:
-                answer_within(partial(self._storage.drop, location), _DROP_TIMEOUT_S)
-                self._stored.remove(location)
+            if self._locations is None:
+                locations = call_within(self._storage.list_locations, _DROP_TIMEOUT_S)
+                self._locations = list(locations)
+            if newest not in self._locations:
+                self._locations.append(newest)
+            for location in [each for each in self._locations if each not in needed]:
+                call_within(partial(self._storage.drop, location), _DROP_TIMEOUT_S)
+                self._locations.remove(location)
         except (WeightSyncError, OSError) as error:
-            _log.warning("old weights are not dropped yet: %s", error)
+            _log.warning("old weights are not deleted yet: %s", error)
 
 
-def _payload(manifest: WeightManifest, state: StateDict, base: _Held | None) -> Payload:
+def _make_payload(
+    manifest: WeightManifest, state: StateDict, base: _StoredVersion | None
+) -> Payload:
     if base is None:
         return Payload(manifest.version, manifest.content_hash, None, state)
-    before = base.entries
-    changed = [entry.name for entry in manifest.tensors if entry != before[entry.name]]
+    base_entries = base.entries
+    changed = [entry.name for entry in manifest.tensors if entry != base_entries[entry.name]]
     differences = encode_delta(base.state, state, changed)
     return Payload(manifest.version, manifest.content_hash, base.manifest.content_hash, differences)
 
 
-def _own_copy(
-    manifest: WeightManifest, state: StateDict, last: _Held | None
+def _copy_state(
+    manifest: WeightManifest, state: StateDict, last: _StoredVersion | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors, apart from those that the optimizer will write to."""
-    before = last.entries if last else {}
+    """Return copies of the tensors, which the optimizer may write to; unchanged ones are shared."""
+    last_entries = last.entries if last else {}
     return {
         entry.name: last.state[entry.name]
-        if last and before.get(entry.name) == entry
+        if last and last_entries.get(entry.name) == entry
         else state[entry.name].detach().clone()
         for entry in manifest.tensors
     }
 
 
-def _num_links_held(held: _Held | None, chain: tuple[Link, ...]) -> int:
-    """How many links of the chain lead to what is held; 0 when it is not part of it."""
-    if held is None:
+def _num_applied(last: _StoredVersion | None, chain: tuple[StoredPayload, ...]) -> int:
+    """Return the number of payloads of the chain that `last` includes; 0 if not a part."""
+    if last is None:
         return 0
-    hashes = [link.content_hash for link in chain]
-    own = held.manifest.content_hash
-    return len(hashes) - hashes[::-1].index(own) if own in hashes else 0
+    hashes = [stored.content_hash for stored in chain]
+    last_hash = last.manifest.content_hash
+    return len(hashes) - hashes[::-1].index(last_hash) if last_hash in hashes else 0
 
 
 def _layout(manifest: WeightManifest) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -105,7 +105,7 @@ class Generator(ForgeActor):
         await self._generator.load_weights(fetched.state, version)
         answers = await self._generator.score(manifest.canary)
         canary, dtype = self._run.weights.canary, self._run.learner.dtype
-        self._judge.judge(check_canary(manifest, answers, canary, dtype), worker=0)
+        self._judge.check(check_canary(manifest, answers, canary, dtype), worker=0)
         self._version = version
 
     @endpoint
