@@ -17,7 +17,7 @@ class CodeAction(Action):
 
 
 class CodeEnv(Environment[CodeAction, Observation, State]):
-    """Runs what it is told; the answer's info holds the result, or what was raised."""
+    """Runs the action's code; the info of the result contains `result` or the error."""
 
     action_type = CodeAction
     observation_type = Observation
@@ -36,10 +36,10 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
         try:
             exec(action.code, scope)
         except BaseException as error:  # noqa: BLE001 - any code may be tried
-            told = {"error": type(error).__name__, "said": str(error)}
+            outcome = {"error": type(error).__name__, "said": str(error)}
         else:
-            told = {"result": scope.get("result")}
-        return Transition(Observation(), reward=0.0, info=told)
+            outcome = {"result": scope.get("result")}
+        return Transition(Observation(), reward=0.0, info=outcome)
 
     @property
     def state(self) -> State:

@@ -12,7 +12,7 @@ from tests.env.served import WIRES
 
 @pytest.fixture(params=WIRES)
 def wire(request: pytest.FixtureRequest) -> str:
-    """Each of our client's wires, for `served.address_of`."""
+    """Each of our client's wires, for `served.server_address`."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""`python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`: what one layer alone denies.
+"""`python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`: deeds that a single layer denies.
 
 Writes a JSON object: by deed the name of the error, or "done"; or why the layer is not offered.
 """
@@ -25,20 +25,20 @@ _CLONE_NEWUSER = 0x1000_0000
 _PTRACE_SEIZE = 0x4206
 
 
-def main(layer: str, folder: Path, secret: Path, pid: int, asked: list[str]) -> dict[str, Any]:
-    """What was denied."""
+def main(layer: str, folder: Path, secret: Path, pid: int, deed_names: list[str]) -> dict[str, Any]:
+    """Return the outcome of each deed."""
     (folder / "own").mkdir(mode=0o700)
-    own = folder / "own"
+    own_folder = folder / "own"
     try:
         if layer == "namespaces":
             return in_namespaces(pid)
-        put_on(layer, own)
+        put_on(layer, own_folder)
     except LayerUnavailableError as error:
         return {"not offered": str(error)}
     deeds: dict[str, Callable[[], object]] = {
         "read": lambda: secret.read_text(),
         "write": lambda: secret.with_name("new").write_text("x"),
-        "write own": lambda: (own / "file").write_text("x"),
+        "write own": lambda: (own_folder / "file").write_text("x"),
         "environ": lambda: Path(f"/proc/{pid}/environ").read_bytes(),
         "signal": lambda: os.kill(pid, 0),
         "trace": lambda: c_call("ptrace", _PTRACE_SEIZE, pid, 0, 0),
@@ -46,16 +46,16 @@ def main(layer: str, folder: Path, secret: Path, pid: int, asked: list[str]) -> 
         "regain": lambda: os.setuid(0),
         "be looked into": lambda: read_parent_as_another(),
     }
-    return {name: outcome(deeds[name]) for name in asked}
+    return {name: outcome(deeds[name]) for name in deed_names}
 
 
-def put_on(layer: str, own: Path) -> None:
+def put_on(layer: str, own_folder: Path) -> None:
     match layer:
         case "user-id":
-            take_user_id(os.getpid(), own, [], [])
+            take_user_id(os.getpid(), own_folder, [], [])
         case "landlock":
             give_up_privileges()
-            restrict_files([*system_paths(), *code_paths(own)], [own])
+            restrict_files([*system_paths(), *code_paths(own_folder)], [own_folder])
         case "signal-scope":
             require_signal_scope()
             give_up_privileges()
@@ -64,7 +64,7 @@ def put_on(layer: str, own: Path) -> None:
             give_up_privileges()
             refuse_system_calls()
         case "non-dumpable":
-            take_user_id(os.getpid(), own, [], [])
+            take_user_id(os.getpid(), own_folder, [], [])
             hide_process()
 
 
@@ -82,8 +82,8 @@ def in_namespaces(pid: int) -> dict[str, Any]:
         os.write(writer, json.dumps(seen).encode())
         os._exit(7)
     os.close(writer)
-    with open(reader) as told:
-        seen = json.load(told)
+    with open(reader) as report:
+        seen = json.load(report)
     seen["exit code"] = os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1])
     os.waitpid(forked.keeper_pid, 0)  # it ends with the worker
     return dict(seen)
@@ -104,7 +104,7 @@ def c_call(name: str, *values: int) -> None:
 
 
 def read_parent_as_another() -> None:
-    """Have a child of the same user read this process's variables."""
+    """Let a child of the same user read this process's variables."""
     child = os.fork()
     if child == 0:
         try:
@@ -117,5 +117,5 @@ def read_parent_as_another() -> None:
 
 
 if __name__ == "__main__":
-    layer_, folder_, secret_, pid_, *asked_ = sys.argv[1:]
-    json.dump(main(layer_, Path(folder_), Path(secret_), int(pid_), asked_), sys.stdout)
+    layer_, folder_, secret_, pid_, *deed_names = sys.argv[1:]
+    json.dump(main(layer_, Path(folder_), Path(secret_), int(pid_), deed_names), sys.stdout)

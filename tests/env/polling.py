@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, never for a time; where a time must pass, it is told to."""
+"""Waiting in tests: for a condition, never for a time; a clock is moved instead."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from ludus.env.workers.host import WorkerHost
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Wait until the condition holds; fail the test when it does not in time."""
+    """Wait until the condition is true; fail the test if it takes too long."""
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come true in time"
         await asyncio.sleep(0.005)
 
 
-async def settled(core: SessionCore, num_sessions: int) -> None:
-    """Wait until there are so many sessions; connections take a moment to end."""
+async def wait_for_sessions(core: SessionCore, num_sessions: int) -> None:
+    """Wait until `num_sessions` are open, because connections take a moment to end."""
     deadline_s = time.monotonic() + 60.0
     while core.load.num_sessions != num_sessions:
-        found = core.load.num_sessions
-        assert time.monotonic() < deadline_s, f"expected {num_sessions} sessions, got {found}"
+        num_open = core.load.num_sessions
+        assert time.monotonic() < deadline_s, f"expected {num_sessions} sessions, got {num_open}"
         await asyncio.sleep(0.005)
 
 
 async def turns_of_the_loop(num_turns: int = 20) -> None:
-    """Let every task run that can; what has not happened then waits for something."""
+    """Let all runnable tasks run."""
     for _ in range(num_turns):
         await asyncio.sleep(0)
 
 
 def limit_steps(core: SessionCore, limit_s: float) -> None:
-    """From now on; what a test prepares is then bound by no limit that is short."""
+    """Limit steps from now on, so that the limit does not apply to a test's preparation."""
     core.options = dataclasses.replace(core.options, step_timeout_s=limit_s)
     if isinstance(core.host, WorkerHost):
         core.host.step_timeout_s = limit_s
 
 
-def detached(core: SessionCore) -> set[str]:
-    """Sessions that outlived their connections and end after their linger."""
-    return {one.id for one in core.open_sessions.values() if one.detached_s is not None}
+def detached_sessions(core: SessionCore) -> set[str]:
+    """Return the sessions that linger after their connections ended."""
+    return {session.id for session in core.open_sessions.values() if session.detached_s is not None}
 
 
 def busy(core: SessionCore) -> set[str]:
-    """Sessions of which a call is under way off the event loop."""
-    return {one.id for one in core.open_sessions.values() if one.lock.locked()}
+    """Return the sessions with a call under way off the event loop."""
+    return {session.id for session in core.open_sessions.values() if session.lock.locked()}
 
 
 class CoreClock:
-    """The clock by which every core of this process ends its sessions, soon after they are due."""
+    """The clock by which every core of this process closes expired sessions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead_s = 0.0
@@ -70,7 +70,7 @@ class CoreClock:
 
 
 def move_loop_clock(span_s: float) -> None:
-    """Let this event loop's timers run out as if that time had passed; no other clock moves."""
+    """Advance this event loop's clock, and no other clock."""
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + span_s

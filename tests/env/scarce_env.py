@@ -19,20 +19,20 @@ ITSELF, ITS_COPY = "itself", "its copy"
 
 
 class ScarceEnv(CountingEnv):
-    """The same."""
+    """The counting environment, in such a process."""
 
 
 def _refuse_forks(folder: Path) -> None:
     fork, importing_pid = os.fork, os.getpid()
 
-    def fork_unless_told() -> int:
-        told = folder / NO_FORK
-        here = ITSELF if os.getpid() == importing_pid else ITS_COPY
-        if told.exists() and told.read_text() == here:
+    def fork_or_refuse() -> int:
+        order_file = folder / NO_FORK
+        process_name = ITSELF if os.getpid() == importing_pid else ITS_COPY
+        if order_file.exists() and order_file.read_text() == process_name:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return fork()
 
-    os.fork = fork_unless_told
+    os.fork = fork_or_refuse
 
 
 if FOLDER_VARIABLE in os.environ:

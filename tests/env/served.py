@@ -24,31 +24,31 @@ WIRES = ("grpc", "http")
 
 
 def running(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
-    """A server on free ports, to be entered with `async with`."""
+    """Make a server on free ports, for `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, **options}))
 
 
-def address_of(server: EnvServer | ServerProcess, wire: str) -> str:
+def server_address(server: EnvServer | ServerProcess, wire: str) -> str:
     return server.grpc_address if wire == "grpc" else server.http_address
 
 
 @contextmanager
 def port_of_nobody() -> Iterator[int]:
-    """A port where nobody listens, and which nobody else is given."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield taken.getsockname()[1]
+    """Reserve a port without a listener."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        yield listener.getsockname()[1]
 
 
 def lasting_ports() -> list[str]:
-    """Arguments for ports that a server can have again after its end."""
+    """Return arguments for ports that a server can use again after it stopped."""
     http, grpc = quiet_ports(2)
     return ["--port", str(http), "--grpc-port", str(grpc)]
 
 
 @dataclass
 class ServerProcess:
-    """A counting server in a process of its own."""
+    """A counting server in a separate process."""
 
     process: subprocess.Popen[str]
     http_address: str

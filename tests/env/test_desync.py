@@ -16,14 +16,14 @@ from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import grpc_served
 from tests.env.polling import (
-    detached,
+    detached_sessions,
     eventually,
     move_loop_clock,
-    settled,
     turns_of_the_loop,
+    wait_for_sessions,
 )
 from tests.env.quiet_edge import QuietEdge
-from tests.env.served import address_of, running
+from tests.env.served import running, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -69,7 +69,7 @@ class Player:
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, factory):
     delays = random.Random(0)
-    async with running(factory) as server, FlakyProxy(address_of(server, wire)) as proxy:
+    async with running(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
         async with await hasty_client(proxy.address) as client:
             proxy.delay_s = lambda: delays.choice(
                 [0, 0, 0, 0, TIMEOUT_S * delays.uniform(0.6, 1.4)]
@@ -82,7 +82,7 @@ async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, fact
                 num_answers = sum(player.num_answers for player in players)
                 num_lost = sum(player.num_lost for player in players)
             proxy.delay_s = lambda: 0.0
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 async def hasty_client(address: str) -> AsyncEnvClient:
@@ -111,7 +111,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
             )
             assert proxy.num_connections > 1
             assert server.core.load.num_sessions == 16
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch, cor
             proxy.cut()
             [result] = await client.step_many([(busy, {"add": 1})])
             assert result.observation["total"] == 1 + number
-            await eventually(lambda: not detached(server.core))
+            await eventually(lambda: not detached_sessions(server.core))
             await asyncio.sleep(1)
             assert proxy.num_connections == num_connections + 1
         core_clock.move_on(60)
@@ -190,7 +190,7 @@ async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_no
 async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
     async with (
         running() as server,
-        FlakyProxy(address_of(server, wire)) as proxy,
+        FlakyProxy(server_address(server, wire)) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
         session, _ = await client.open()

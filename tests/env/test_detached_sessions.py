@@ -1,4 +1,4 @@
-"""Sessions that linger become those of the next connection that calls them."""
+"""Lingering sessions belong to the next connection that calls them."""
 
 import grpc
 import pytest
@@ -12,7 +12,7 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
-from tests.env.polling import busy, detached, eventually, settled
+from tests.env.polling import busy, detached_sessions, eventually, wait_for_sessions
 from tests.env.served import running
 
 
@@ -26,19 +26,19 @@ async def test_every_call_of_a_detached_session_attaches_it_but_no_open_detach_o
     opening = OpenArgs(ResetArgs(seed=1), linger_s=9)
     ids = [(await core.open(opening, first)).session_id for _ in (*kinds, "detach", "open")]
     core.release(first)
-    assert detached(core) == set(ids)
+    assert detached_sessions(core) == set(ids)
     calls = [pb.Call()]
     for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
     recording.attach(called_sessions(calls), second)
     assert second.session_ids == set(ids[:-2])
-    assert detached(core) == set(ids[-2:])
+    assert detached_sessions(core) == set(ids[-2:])
     recording.finish()
 
 
 class Line:
-    """One Connect stream."""
+    """A Connect stream."""
 
     def __init__(self, server):
         self.channel = grpc.aio.insecure_channel(server.grpc_address.removeprefix("grpc://"))
@@ -58,13 +58,13 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
         session_id = opened.open.session_id
         await first.channel.close()
-        await eventually(lambda: detached(server.core))
+        await eventually(lambda: detached_sessions(server.core))
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
         await second.ask(pb.Call(step=step))
         await second.channel.close()
-        await eventually(lambda: detached(server.core))
+        await eventually(lambda: detached_sessions(server.core))
         core_clock.move_on(60)
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.find_tombstone(session_id).reason
 
 
@@ -80,10 +80,10 @@ async def test_a_step_under_way_at_its_clients_death_does_not_keep_the_session(
         await line.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
         await eventually(lambda: gate.num_entered)
         await line.channel.close()
-        await eventually(lambda: detached(server.core))
+        await eventually(lambda: detached_sessions(server.core))
         core_clock.move_on(1)
         gate.open()
         await eventually(lambda: not busy(server.core))
         core_clock.move_on(60)
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
         assert "60 s ago" in server.core.find_tombstone(session_id).reason

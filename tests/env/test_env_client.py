@@ -19,8 +19,8 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import eventually, move_loop_clock, settled
-from tests.env.served import WIRES, address_of, port_of_nobody, running
+from tests.env.polling import eventually, move_loop_clock, wait_for_sessions
+from tests.env.served import WIRES, port_of_nobody, running, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -31,7 +31,7 @@ def factory(request):
 
 
 async def connected(server, wire, **options) -> AsyncEnvClient:
-    return await AsyncEnvClient.connect(address_of(server, wire), ConnectOptions(**options))
+    return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
 async def play(client: AsyncEnvClient, seed: int) -> list:
@@ -106,7 +106,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
         with pytest.raises(CapacityError, match="2/2"):
             await client.open_session()
         await first.close()
-        await settled(server.core, 1)
+        await wait_for_sessions(server.core, 1)
         await client.open()
         with pytest.raises(SessionLostError, match="it was closed"):
             await first.step({"add": 1})
@@ -120,7 +120,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
     ):
         for seed in range(3):
             await play(client, seed)
-            await settled(server.core, 0)
+            await wait_for_sessions(server.core, 0)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_leaves_no_session(wire, factory):
         async with await connected(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
             assert server.core.load.num_sessions == 10
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(wire, gate):
             await session.step({"add": 1})
         gate.open()
         assert (await other.step({"add": 2})).observation["total"] == 2
-        await settled(server.core, 1)
+        await wait_for_sessions(server.core, 1)
 
 
 async def test_a_cancelled_call_drops_its_session(wire):
@@ -201,7 +201,7 @@ async def test_a_cancelled_call_drops_its_session(wire):
             await asyncio.wait_for(session.step({"add": 99}), 0.05)
         with pytest.raises(SessionLostError, match="cancelled"):
             await session.step({"add": 1})
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 async def test_an_idle_session_is_lost_and_says_so(wire, core_clock):
@@ -211,7 +211,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire, core_clock):
     ):
         session, _ = await client.open()
         core_clock.move_on(60)
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
         with pytest.raises(SessionLostError, match="idle for 60 s"):
             await session.step({"add": 1})
         await client.open()
@@ -266,5 +266,5 @@ async def test_the_synchronous_client_plays_the_same_episode(wire):
             return results
 
     async with running() as server, await connected(server, wire) as client:
-        results = await asyncio.to_thread(play_synchronously, address_of(server, wire))
+        results = await asyncio.to_thread(play_synchronously, server_address(server, wire))
         assert results == await play(client, 5)

@@ -1,4 +1,4 @@
-"""Code in a worker tries to get out, as code that a model wrote may: it must fail."""
+"""Code in a worker, such as code that a model wrote, cannot escape the sandbox."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from ludus.env.workers.describe import require_layers
 from ludus.proto.errors import ConfigError, SessionLostError
 from tests.env.code_env import CodeEnv
 from tests.env.polling import eventually
-from tests.env.processes import arguments_of, children_of, lives, pids
+from tests.env.processes import child_processes, command_line, lives, pids
 from tests.env.served import ServerProcess, running, server_process
 
 pytestmark = [
@@ -48,7 +48,7 @@ DENIED = {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
 
 @dataclass
 class Target:
-    """A server to be attacked, and who else is there."""
+    """The attacked server and its other processes."""
 
     server: ServerProcess
     secret_file: Path
@@ -59,7 +59,11 @@ class Target:
 
     @property
     def fork_server(self) -> int:
-        (pid,) = (one for one in children_of(self.pid) if "forkserver" in arguments_of(one))
+        (pid,) = (
+            child_pid
+            for child_pid in child_processes(self.pid)
+            if "forkserver" in command_line(child_pid)
+        )
         return pid
 
 
@@ -83,7 +87,7 @@ def target(request, tmp_path_factory) -> Iterator[Target]:
 
 
 def require_signal_scope_or_skip() -> None:
-    """Without namespaces nothing else keeps signals in."""
+    """Skip without namespaces and signal scope, because then signals are not confined."""
     try:
         require_signal_scope()
     except LayerUnavailableError as error:
@@ -91,20 +95,20 @@ def require_signal_scope_or_skip() -> None:
 
 
 async def run(session: Any, code: str, **values: Any) -> dict[str, Any]:
-    """What became of the code in a session's worker."""
-    given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    code = f"import os\n{given}\n{textwrap.dedent(code)}"
+    """Run code in a session's worker and return its report."""
+    assignments = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    code = f"import os\n{assignments}\n{textwrap.dedent(code)}"
     return (await session.step({"code": code})).info
 
 
-async def result_of(session: Any, code: str, **values: Any) -> Any:
-    told = await run(session, code, **values)
-    assert "result" in told, told
-    return told["result"]
+async def run_for_result(session: Any, code: str, **values: Any) -> Any:
+    report = await run(session, code, **values)
+    assert "result" in report, report
+    return report["result"]
 
 
 @asynccontextmanager
-async def client_of(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient]:
+async def connect_to(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient]:
     is_process = isinstance(target, Target)
     address = target.server.grpc_address if is_process else target.grpc_address
     token = SECRETS["LUDUS_ENV_TOKEN"] if is_process else None
@@ -117,7 +121,7 @@ async def client_of(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient]
 
 @asynccontextmanager
 async def sessions_on(target: Target | EnvServer, count: int) -> AsyncIterator[list[Any]]:
-    async with client_of(target) as client:
+    async with connect_to(target) as client:
         sessions = [(await client.open())[0] for _ in range(count)]
         yield sessions
         for session in sessions:
@@ -132,7 +136,7 @@ async def a_session(target: Target | EnvServer) -> AsyncIterator[Any]:
 
 
 async def worker_pid(session: Any) -> int:
-    return int(await result_of(session, "result = os.environ['LUDUS_WORKER_PID']"))
+    return int(await run_for_result(session, "result = os.environ['LUDUS_WORKER_PID']"))
 
 
 # -- secrets ---------------------------------------------------------------------------
@@ -146,24 +150,24 @@ async def test_no_environment_variables_of_others_can_be_read(target):
             except OSError:
                 return ""
 
-        result = "\\n".join(map(variables, [*os.listdir("/proc"), *others]))
+        result = "\\n".join(map(variables, [*os.listdir("/proc"), *other_pids]))
     """
     async with a_session(target) as session:
-        others = [target.pid, target.fork_server, os.getpid(), 1]
-        seen = await result_of(session, code, others=others)
-        seen += str(await result_of(session, "result = dict(os.environ)"))
+        other_pids = [target.pid, target.fork_server, os.getpid(), 1]
+        seen = await run_for_result(session, code, other_pids=other_pids)
+        seen += str(await run_for_result(session, "result = dict(os.environ)"))
         assert [name for name, secret in SECRETS.items() if secret in seen] == []
         assert "PATH" in seen
 
 
-@pytest.mark.parametrize("what", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
-async def test_no_other_process_can_be_looked_into(target, what):
+@pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
+async def test_no_other_process_can_be_looked_into(target, entry):
     async with sessions_on(target, 2) as (session, other):
         for pid in (target.pid, target.fork_server, await worker_pid(other), os.getpid()):
-            told = await run(
-                session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{what}"
+            report = await run(
+                session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{entry}"
             )
-            assert told.get("error") in DENIED, (pid, told)
+            assert report.get("error") in DENIED, (pid, report)
 
 
 async def test_no_process_can_be_traced(target):
@@ -174,14 +178,14 @@ async def test_no_process_can_be_traced(target):
         buffer = ctypes.create_string_buffer(8)
         span = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
         result = []
-        for pid in others:
+        for pid in other_pids:
             result.append(libc.ptrace(PTRACE_ATTACH, pid, 0, 0))
             result.append(libc.ptrace(PTRACE_SEIZE, pid, 0, 0))
             result.append(libc.process_vm_readv(pid, span, 1, span, 1, 0))
     """
     async with a_session(target) as session:
-        others = [target.pid, target.fork_server, 1]
-        assert set(await result_of(session, code, others=others)) == {-1}
+        other_pids = [target.pid, target.fork_server, 1]
+        assert set(await run_for_result(session, code, other_pids=other_pids)) == {-1}
 
 
 # -- files -----------------------------------------------------------------------------
@@ -189,23 +193,23 @@ async def test_no_process_can_be_traced(target):
 
 async def test_files_outside_can_neither_be_read_nor_written(target):
     async with sessions_on(target, 2) as (session, other):
-        theirs = await result_of(other, "result = os.environ['TMPDIR']")
-        mine = await result_of(session, "result = os.environ['TMPDIR']")
+        other_folder = await run_for_result(other, "result = os.environ['TMPDIR']")
+        own_folder = await run_for_result(session, "result = os.environ['TMPDIR']")
         closed = [str(target.secret_file), "/etc/shadow", str(Path.home() / ".bashrc")]
-        if theirs != mine:
-            await result_of(other, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
-            closed.append(f"{theirs}/own")
+        if other_folder != own_folder:
+            await run_for_result(other, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
+            closed.append(f"{other_folder}/own")
         for path in closed:
-            told = await run(session, "result = open(path).read(1)", path=path)
-            assert told.get("error") in DENIED, (path, told)
+            report = await run(session, "result = open(path).read(1)", path=path)
+            assert report.get("error") in DENIED, (path, report)
         outside = [target.secret_file.parent / "new", Path("/tmp/new"), Path(__file__), "/etc/new"]
         for path in map(str, outside):
-            told = await run(session, "result = open(path, 'a').write('x')", path=path)
-            assert told.get("error") in {*DENIED, "OSError"}, (path, told)
-        told = await run(session, "os.unlink(path)", path=str(target.secret_file))
-        assert told.get("error") in {*DENIED, "OSError"} and target.secret_file.exists()
-        told = await run(session, "os.listdir(path)", path=str(target.secret_file.parent))
-        assert told.get("error") in DENIED
+            report = await run(session, "result = open(path, 'a').write('x')", path=path)
+            assert report.get("error") in {*DENIED, "OSError"}, (path, report)
+        report = await run(session, "os.unlink(path)", path=str(target.secret_file))
+        assert report.get("error") in {*DENIED, "OSError"} and target.secret_file.exists()
+        report = await run(session, "os.listdir(path)", path=str(target.secret_file.parent))
+        assert report.get("error") in DENIED
 
 
 async def test_what_a_worker_starts_is_confined_too(target):
@@ -222,8 +226,10 @@ async def test_what_a_worker_starts_is_confined_too(target):
         ]
     """
     async with a_session(target) as session:
-        said = await result_of(session, code, secret=str(target.secret_file), server=target.pid)
-        assert said == ["", "", "", "", "alive\n"]
+        outputs = await run_for_result(
+            session, code, secret=str(target.secret_file), server=target.pid
+        )
+        assert outputs == ["", "", "", "", "alive\n"]
 
 
 async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
@@ -236,7 +242,7 @@ async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
         result = [open(file.name).read(), tempfile.gettempdir()]
     """
     async with a_session(target) as session:
-        text, folder = await result_of(session, code)
+        text, folder = await run_for_result(session, code)
         assert text == "mine" and Path(folder, "more").exists()
         worker = await worker_pid(session)
         os.kill(worker, signal.SIGKILL)
@@ -244,7 +250,7 @@ async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
 
 
 def without_layer(target: Target, layer: Layer) -> bool:
-    """True where the machine does not offer it."""
+    """Return True if the machine does not support the layer."""
     token = {"authorization": f"Bearer {SECRETS['LUDUS_ENV_TOKEN']}"}
     text = httpx.get(f"{target.server.http_address}/metrics", headers=token, timeout=60).text
     return f'layer="{layer}"}} 0.0' in text
@@ -264,10 +270,12 @@ async def test_what_is_known_of_files_outside_stays_as_it_was(target, change):
     if without_layer(target, Layer.READ_ONLY):
         pytest.skip("mounts are shared here")
     async with a_session(target) as session:
-        told = await run(session, change, path=str(target.secret_file))
-        assert told.get("error") in {*DENIED, "OSError"}, told
-        own = "path = os.environ['TMPDIR'] + '/own'; open(path, 'w').close(); os.chmod(path, 0o700)"
-        await result_of(session, f"{own}; result = 1")
+        report = await run(session, change, path=str(target.secret_file))
+        assert report.get("error") in {*DENIED, "OSError"}, report
+        use_own_folder = (
+            "path = os.environ['TMPDIR'] + '/own'; open(path, 'w').close(); os.chmod(path, 0o700)"
+        )
+        await run_for_result(session, f"{use_own_folder}; result = 1")
 
 
 async def test_a_worker_inherits_its_own_connection_alone(target):
@@ -280,7 +288,7 @@ async def test_a_worker_inherits_its_own_connection_alone(target):
                 pass
     """
     async with a_session(target) as session:
-        assert await result_of(session, code) == ["socket"]
+        assert await run_for_result(session, code) == ["socket"]
 
 
 async def test_memory_of_one_worker_is_never_found_by_another(target):
@@ -290,14 +298,14 @@ async def test_memory_of_one_worker_is_never_found_by_another(target):
         result = libc.shmget(0x1DD5, 4096, flags)
     """
     async with sessions_on(target, 2) as (session, other):
-        await result_of(session, code, flags=0o1600)
-        assert await result_of(other, code, flags=0) == -1
+        await run_for_result(session, code, flags=0o1600)
+        assert await run_for_result(other, code, flags=0) == -1
 
 
 async def test_no_socket_goes_around_the_network(target):
-    told = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
+    report = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
     async with a_session(target) as session:
-        assert (await run(session, told)).get("error") in {*DENIED, "OSError"}
+        assert (await run(session, report)).get("error") in {*DENIED, "OSError"}
 
 
 # -- signals and children --------------------------------------------------------------
@@ -305,13 +313,15 @@ async def test_no_socket_goes_around_the_network(target):
 
 async def test_no_signal_reaches_another_process(target):
     async with sessions_on(target, 2) as (session, other):
-        neighbour, own = await worker_pid(other), await worker_pid(session)
-        others = {target.pid, target.fork_server, os.getpid(), neighbour, os.getppid()} - {own}
-        for pid in others:
+        neighbour, use_own_folder = await worker_pid(other), await worker_pid(session)
+        other_pids = {target.pid, target.fork_server, os.getpid(), neighbour, os.getppid()} - {
+            use_own_folder
+        }
+        for pid in other_pids:
             for number in (0, int(signal.SIGTERM)):
-                told = await run(session, "os.kill(pid, number)", pid=pid, number=number)
-                assert told.get("error") in DENIED, (pid, told)
-        assert await result_of(other, "result = 1 + 1") == 2
+                report = await run(session, "os.kill(pid, number)", pid=pid, number=number)
+                assert report.get("error") in DENIED, (pid, report)
+        assert await run_for_result(other, "result = 1 + 1") == 2
 
 
 @pytest.mark.parametrize(
@@ -324,7 +334,7 @@ async def test_no_signal_reaches_another_process(target):
     ],
 )
 async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed):
-    own = """
+    use_own_folder = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(0)
@@ -333,9 +343,9 @@ async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed)
     """
     async with sessions_on(target, 2) as (session, other):
         neighbour = await worker_pid(other)
-        told = await run(session, f"import resource; {deed}", pid=neighbour)
-        assert told.get("error") in DENIED, told
-        await result_of(session, own)
+        report = await run(session, f"import resource; {deed}", pid=neighbour)
+        assert report.get("error") in DENIED, report
+        await run_for_result(session, use_own_folder)
 
 
 async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(target):
@@ -346,14 +356,14 @@ async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(
     """
     mark = f"left-behind-{os.urandom(8).hex()}"
 
-    def left() -> list[int]:
-        return [pid for pid in pids() if mark in arguments_of(pid) and lives(pid)]
+    def marked_pids() -> list[int]:
+        return [pid for pid in pids() if mark in command_line(pid) and lives(pid)]
 
     async with a_session(target) as session:
-        await result_of(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
-        assert len(left()) == 1
+        await run_for_result(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
+        assert len(marked_pids()) == 1
         os.kill(await worker_pid(session), signal.SIGKILL)
-        await eventually(lambda: not left())
+        await eventually(lambda: not marked_pids())
 
 
 async def test_privileges_cannot_be_had_nor_regained(target):
@@ -363,7 +373,7 @@ async def test_privileges_cannot_be_had_nor_regained(target):
         result = dict(line.split(":\\t", 1) for line in status.splitlines())
     """
     async with a_session(target) as session:
-        status = await result_of(session, code)
+        status = await run_for_result(session, code)
         assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
         assert int(status["NoNewPrivs"]) == 1
 
@@ -377,13 +387,13 @@ async def test_the_rest_of_the_machine_works_as_ever(target):
         result += len(os.urandom(4)) + open("/dev/null", "w").write("x")
     """
     async with a_session(target) as session:
-        assert await result_of(session, code) == 11
+        assert await run_for_result(session, code) == 11
 
 
 # -- what an operator chooses ----------------------------------------------------------
 
 
-def coded(isolation: str = "pool", **options: Any) -> EnvServer:
+def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", 1)
     return running(CodeEnv, isolation=isolation, **options)
@@ -402,14 +412,14 @@ async def test_paths_that_are_named_are_open(tmp_path):
         a_session(server) as session,
     ):
         code = "result = open(notes).read(), open(path).read()"
-        read = await result_of(session, code, path=str(data / "one"))
+        read = await run_for_result(session, code, path=str(data / "one"))
         assert read == ["by an option", "by a flag"]
         written = "open(path, 'w').write('kept')"
-        await result_of(session, written, path=str(results / "one"))
+        await run_for_result(session, written, path=str(results / "one"))
         assert (results / "one").read_text() == "kept"
         for path in (notes, data / "one"):
-            told = await run(session, written, path=str(path))
-            assert told.get("error") in {*DENIED, "OSError"}
+            report = await run(session, written, path=str(path))
+            assert report.get("error") in {*DENIED, "OSError"}
 
 
 async def test_a_folder_beyond_its_limit_ends_its_worker():
@@ -417,7 +427,7 @@ async def test_a_folder_beyond_its_limit_ends_its_worker():
         for index in range(1024):
             open(f"{os.environ['TMPDIR']}/{index}", "wb").write(b"x" * 8192)
     """
-    async with coded(disk_limit_mb=4) as server, a_session(server) as session:
+    async with code_server(disk_limit_mb=4) as server, a_session(server) as session:
         with pytest.raises(SessionLostError, match=r"its limit of 4 MB \(disk_limit_mb\)"):
             async with asyncio.timeout(60):
                 await run(session, code)
@@ -429,7 +439,7 @@ async def test_a_folder_beyond_its_limit_ends_its_worker():
 async def test_workers_have_a_network_unless_it_is_taken_from_them():
     code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
     for is_open, options in ((True, {}), (False, {"no_network": True})):
-        server = coded(**options)
+        server = code_server(**options)
         try:
             await server.start()
         except ConfigError as refused:
@@ -438,28 +448,28 @@ async def test_workers_have_a_network_unless_it_is_taken_from_them():
         try:
             async with a_session(server) as session:
                 port = int(server.http_address.rpartition(":")[2])
-                told = await run(session, code, port=port)
-                assert ("result" in told) is is_open
+                report = await run(session, code, port=port)
+                assert ("result" in report) is is_open
         finally:
             await server.stop()
 
 
 async def test_layers_are_metrics_and_may_be_required():
-    async with coded() as server:
+    async with code_server() as server:
         async with httpx.AsyncClient(base_url=server.http_address, timeout=60) as client:
             text = (await client.get("/metrics")).text
-        found = re.findall(r'env_server_sandbox_layer\{env="code",layer="(.+)"\} (\S+)', text)
-        in_force = {name: float(value) == 1 for name, value in found}
+        metrics = re.findall(r'env_server_sandbox_layer\{env="code",layer="(.+)"\} (\S+)', text)
+        in_force = {name: float(value) == 1 for name, value in metrics}
     assert set(in_force) == set(Layer)
     assert in_force[Layer.NO_NEW_PRIVILEGES]
     missing = [layer for layer, is_in_force in in_force.items() if not is_in_force]
-    strict = coded(require_sandbox=True)
+    strict = code_server(require_sandbox=True)
     if missing:
         with pytest.raises(ConfigError, match=f"requires: {missing[0]} "):
             await strict.start()
     else:
         async with strict, a_session(strict) as session:
-            assert await result_of(session, "result = 1") == 1
+            assert await run_for_result(session, "result = 1") == 1
 
 
 def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2():

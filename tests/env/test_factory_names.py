@@ -1,4 +1,4 @@
-"""Factories by name: what another process can find again, and what it cannot."""
+"""Names of factories that another process can import, and factories without a name."""
 
 import subprocess
 import sys
@@ -28,8 +28,8 @@ if __name__ == "__main__":
 """
 
 
-def travelled(name: FactoryName) -> FactoryName:
-    """The name as another process reads it."""
+def sent(name: FactoryName) -> FactoryName:
+    """Return the name as another process decodes it."""
     return FactoryName(**orjson.loads(orjson.dumps(name)))
 
 
@@ -42,23 +42,23 @@ def travelled(name: FactoryName) -> FactoryName:
     ],
 )
 def test_a_named_factory_is_found_again(factory):
-    name = travelled(name_factory(factory))
+    name = sent(name_factory(factory))
     assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
 def test_options_travel_with_the_name_the_outer_ones_first():
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
-    name = travelled(name_factory(factory))
+    name = sent(name_factory(factory))
     with pytest.raises(RuntimeError, match="outer"):
         name.resolve()()
 
 
 class Outer:
-    """Holds a class, which can be found through it."""
+    """Contains a class that can be imported through this one."""
 
     class InnerEnv(CountingEnv):
-        """A class within a class has a name that can be followed."""
+        """A nested class, whose qualified name can be imported."""
 
 
 def test_a_class_within_a_class_is_named_by_its_path():
@@ -66,7 +66,7 @@ def test_a_class_within_a_class_is_named_by_its_path():
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
         (lambda: CountingEnv(), r"lambda.*isolation='inline'"),
         (CountingEnv().reset, "worker processes cannot import|isolation='inline'"),
@@ -75,8 +75,8 @@ def test_a_class_within_a_class_is_named_by_its_path():
         (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
     ],
 )
-def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, message):
+    with pytest.raises(ConfigError, match=message):
         name_factory(factory)
 
 
@@ -93,8 +93,8 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         timeout=60,
     )
     try:
-        found = FactoryName(**orjson.loads(ended.stdout)).resolve()()
-        assert found.name == "scripted"
-        assert isinstance(found, CountingEnv)
+        message = FactoryName(**orjson.loads(ended.stdout)).resolve()()
+        assert message.name == "scripted"
+        assert isinstance(message, CountingEnv)
     finally:
         sys.modules.pop("__ludus_main__", None)

@@ -1,4 +1,4 @@
-"""Text for environments that have none: what is shown of fields, and what is read as an action."""
+"""Text for environments without a renderer: shown fields and parsed actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOVE = {
 SEEN = {"board": "x.o", "turn": 3, "note": None, "legal_actions": [1, 4], "metadata": {"a": 1}}
 
 
-def text_of(kind: str, **field: Any) -> FieldsText:
+def make_text(kind: str, **field: Any) -> FieldsText:
     schema = {"properties": {"said": {"type": kind, **field}}, "required": ["said"]}
     return FieldsText("talk", schema)
 
@@ -35,19 +35,19 @@ def test_legal_actions_are_the_answers_and_others_are_none() -> None:
     text = FieldsText("Row", MOVE)
     assert text.legal_answers(SEEN) == ["1", "4"]
     assert text.action(" 4 ", SEEN) == text.action('{"action_id": 4}', SEEN) == {"action_id": 4}
-    for said in ("2", "four", '{"action": 4}', "[" * 100_000):
+    for message in ("2", "four", '{"action": 4}', "[" * 100_000):
         with pytest.raises(ActionParseError):
-            text.action(said, SEEN)
+            text.action(message, SEEN)
     assert text.action("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
 
 
 def test_a_field_of_text_takes_any_words_and_one_of_few_values_those() -> None:
-    talk = text_of("string")
+    talk = make_text("string")
     assert talk.action("Hello, 4!", {}) == {"said": "Hello, 4!"}
     assert talk.legal_answers({}) == []
     with pytest.raises(ActionParseError, match="expected some text"):
         talk.action(" ", {})
-    few = text_of("string", enum=["left", "right"])
+    few = make_text("string", enum=["left", "right"])
     assert few.legal_answers({}) == ["left", "right"]
     with pytest.raises(ActionParseError, match=r"expected one of \['left', 'right'\]"):
         few.action("up", {})

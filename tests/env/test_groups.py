@@ -18,8 +18,8 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.grpc_served import grpc_served
-from tests.env.polling import settled
-from tests.env.served import address_of, running
+from tests.env.polling import wait_for_sessions
+from tests.env.served import running, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -34,7 +34,7 @@ class MoodyEnv(CountingEnv):
 
 
 async def connected(server, wire, **options) -> AsyncEnvClient:
-    return await AsyncEnvClient.connect(address_of(server, wire), ConnectOptions(**options))
+    return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
@@ -63,7 +63,7 @@ async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wir
     async with running(MoodyEnv) as server, await connected(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 async def test_a_group_that_does_not_fit_leaves_nothing(wire):
@@ -73,7 +73,7 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire):
         with pytest.raises(CapacityError, match="4") as caught:
             await client.open_group(3)
         assert caught.value.retry_after_s > 0
-        await settled(server.core, 2)
+        await wait_for_sessions(server.core, 2)
         assert len(await client.open_group(2)) == 2
         with pytest.raises(InvalidCallError, match="at least 1 session, got 0"):
             await client.open_group(0)
@@ -84,7 +84,7 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire):
         group = await client.open_group(3, close_when_done=True)
         for session, _ in group:
             await session.step({"add": 7})
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
         with pytest.raises(SessionLostError, match="close_when_done"):
             await group[0][0].step({"add": 1})
 
@@ -174,5 +174,5 @@ async def test_the_synchronous_client_opens_groups(wire):
             assert client.step_many([(group[0][0], Reset(seed=1))])[0] == group[1][1]
 
     async with running() as server:
-        await asyncio.to_thread(play_synchronously, address_of(server, wire))
-        await settled(server.core, 0)
+        await asyncio.to_thread(play_synchronously, server_address(server, wire))
+        await wait_for_sessions(server.core, 0)

@@ -11,7 +11,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import eventually, settled
+from tests.env.polling import eventually, wait_for_sessions
 from tests.env.raw_stream import RawStream
 from tests.env.served import running
 
@@ -70,7 +70,7 @@ async def test_sessions_end_with_their_stream_and_with_no_other(factory):
         async with RawStream(server.grpc_address) as other:
             lost = await other.open()
             assert server.core.load.num_sessions == 2
-        await settled(server.core, 1)
+        await wait_for_sessions(server.core, 1)
         assert (await raw.ask(pb.Call(state=pb.StateRequest(session_id=kept)))).HasField("state")
         reply = await raw.ask(pb.Call(state=pb.StateRequest(session_id=lost)))
         assert "connection that opened it ended" in reply.error.message

@@ -1,4 +1,4 @@
-"""Code that never returns: its call has a limit, its place is free again, and others play on."""
+"""Code that never returns: its call times out, its slot is freed, and other sessions continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.env.serving.watchdog import EXIT_CODE, Watchdog
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
 from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import HANG, Phase, factory_in
-from tests.env.polling import busy, eventually, move_loop_clock, settled
+from tests.env.polling import busy, eventually, move_loop_clock, wait_for_sessions
 from tests.env.served import running, server_process
 from tests.env.test_unruly_table import Neighbour, done
 
@@ -26,13 +26,13 @@ PHASES = [Phase.RESET, Phase.STEP, Phase.RENDER, Phase.STATE, Phase.TOOL]
 
 
 class Served:
-    """A server whose environments hang in threads of its own."""
+    """A server whose environments hang in its threads."""
 
     def __init__(self, folder: Path, server: EnvServer, client: AsyncEnvClient) -> None:
         self.folder, self.server, self.client = folder, server, client
 
     async def hang(self, *calls: asyncio.Task) -> list[EnvError]:
-        """What the calls are told when their limit has passed."""
+        """Return the errors of the calls after their time limit."""
         await eventually(lambda: self.num_hung == len(calls))
         move_loop_clock(BEYOND_EVERY_LIMIT_S)
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -59,28 +59,28 @@ async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(phase: Pha
     async with hanging(tmp_path, num_threads=1, max_sessions=2) as served:
         neighbour = Neighbour((await served.client.open(seed=0))[0])
         session, _ = await served.client.open(seed=1)
-        (told,) = await served.hang(asyncio.create_task(done(session, phase, HANG)))
-        assert isinstance(told, CallTimeoutError)
-        await settled(served.server.core, 1)
+        (errors,) = await served.hang(asyncio.create_task(done(session, phase, HANG)))
+        assert isinstance(errors, CallTimeoutError)
+        await wait_for_sessions(served.server.core, 1)
         assert await neighbour.plays_on()
-        another, _ = await served.client.open(seed=2)
-        assert (await another.step({"add": 1})).observation["total"] == 1
+        next_session, _ = await served.client.open(seed=2)
+        assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
 async def test_a_close_that_hangs_frees_its_place(tmp_path: Path):
     async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
         session, _ = await served.client.open(seed=1)
         assert await served.hang(asyncio.create_task(done(session, Phase.CLOSE, HANG))) == [None]
-        another, _ = await served.client.open(seed=2)
-        assert (await another.step({"add": 1})).observation["total"] == 1
+        next_session, _ = await served.client.open(seed=2)
+        assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
 async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_path: Path):
     async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
         (tmp_path / "build").write_text(HANG)
-        (told,) = await served.hang(asyncio.create_task(served.client.open(seed=1)))
-        assert isinstance(told, CallTimeoutError)
-        assert "not built within 60 s" in str(told)
+        (errors,) = await served.hang(asyncio.create_task(served.client.open(seed=1)))
+        assert isinstance(errors, CallTimeoutError)
+        assert "not built within 60 s" in str(errors)
         (tmp_path / "build").unlink()
         session, _ = await served.client.open(seed=2)
         assert (await session.step({"add": 1})).observation["total"] == 1
@@ -95,8 +95,8 @@ async def test_who_waits_behind_calls_that_hang_is_not_taken_for_one_of_them(tmp
         waiting = asyncio.create_task(innocent.step({"add": 1}))
         core = served.server.core
         await eventually(lambda: innocent.id in busy(core))
-        (told,) = await served.hang(hung)
-        assert isinstance(told, CallTimeoutError)
+        (errors,) = await served.hang(hung)
+        assert isinstance(errors, CallTimeoutError)
         assert (await waiting).observation["total"] == 1
 
 
@@ -109,7 +109,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         for num_hung in (1, 2):
             session, _ = await served.client.open(seed=1)
             call = asyncio.create_task(done(session, Phase.STEP, HANG))
-            await eventually(lambda wanted=num_hung: served.num_hung == wanted)
+            await eventually(lambda expected=num_hung: served.num_hung == expected)
             move_loop_clock(BEYOND_EVERY_LIMIT_S)
             with pytest.raises(CallTimeoutError):
                 await call
@@ -124,18 +124,18 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
 
 async def test_the_watchdog_ends_what_only_another_process_could_serve():
     ended, unavailable_reason = threading.Event(), [""]
-    told: list[str] = []
+    errors: list[str] = []
 
     def end(reason: str) -> None:
-        told.append(reason)
+        errors.append(reason)
         ended.set()
 
     Watchdog(0.0, lambda: unavailable_reason[0], end, tick_s=0.01)
     await asyncio.sleep(0.05)
-    assert told == []
+    assert errors == []
     unavailable_reason[0] = "no thread is left"
     await eventually(ended.is_set)
-    assert told == ["no thread is left"]
+    assert errors == ["no thread is left"]
 
 
 @pytest.mark.slow
@@ -146,6 +146,6 @@ async def test_a_step_that_keeps_the_event_loop_ends_the_server_with_a_code(tmp_
             with pytest.raises(EnvError):
                 await session.step({"add": int(Deed.HANG)})
         assert await asyncio.to_thread(server.process.wait) == EXIT_CODE
-        said = await asyncio.to_thread(server.process.stderr.read)
-        assert "has blocked the event loop for more than 1 s" in said
-        assert "in _do" in said, "it shows where"
+        output = await asyncio.to_thread(server.process.stderr.read)
+        assert "has blocked the event loop for more than 1 s" in output
+        assert "in _do" in output, "it shows where"

@@ -23,7 +23,7 @@ from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import limit_steps, settled
+from tests.env.polling import limit_steps, wait_for_sessions
 from tests.env.served import running
 
 WORKERS = "env_server_workers"
@@ -225,7 +225,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock):
     await core.open(OpenArgs())
     sweeping = asyncio.create_task(core.close_idle_forever())
     core_clock.move_on(core.options.idle_timeout_s)
-    await settled(core, 0)
+    await wait_for_sessions(core, 0)
     sweeping.cancel()
     last = await core.open(OpenArgs())
     await core.shut_down()
@@ -242,7 +242,7 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
         limit_steps(core, 0.3)
         with pytest.raises(EnvError):
             await core.step(hanging, b'{"add":99}')
-        await settled(core, 0)
+        await wait_for_sessions(core, 0)
         assert core.find_tombstone(hanging).kind is SessionEnd.TIMEOUT
         assert core.find_tombstone(neighbour).kind is SessionEnd.LOST
         assert "took longer than" in core.find_tombstone(neighbour).reason

@@ -1,4 +1,4 @@
-"""Sessions in worker processes: what one does to its process, no other feels."""
+"""Sessions in worker processes are isolated from each other."""
 
 import asyncio
 import contextlib
@@ -42,8 +42,8 @@ from tests.env.counting_env import (
     fail_to_be_built,
 )
 from tests.env.polling import eventually, limit_steps, move_loop_clock
-from tests.env.processes import children_of, lives
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.processes import child_processes, lives
+from tests.env.served import WIRES, running, server_address, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -58,22 +58,22 @@ def isolation(request):
     return request.param
 
 
-def worked(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
+def worker_server(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
     if isolation == "pool":
         options.setdefault("num_workers", NUM_WORKERS)
     return running(factory, isolation=isolation, **options)
 
 
 @asynccontextmanager
-async def client_of(server: EnvServer, wire: str = "grpc") -> AsyncIterator[AsyncEnvClient]:
-    client = await AsyncEnvClient.connect(address_of(server, wire))
+async def connect_to(server: EnvServer, wire: str = "grpc") -> AsyncIterator[AsyncEnvClient]:
+    client = await AsyncEnvClient.connect(server_address(server, wire))
     try:
         yield client
     finally:
         await client.close()
 
 
-def host_of(server: EnvServer) -> WorkerHost:
+def worker_host(server: EnvServer) -> WorkerHost:
     host = server.core.host
     assert isinstance(host, WorkerHost)
     return host
@@ -84,93 +84,105 @@ async def open_many(client: AsyncEnvClient, count: int) -> list[Any]:
     return [session for session, _ in opened]
 
 
-async def pid_of(session: Any) -> int:
+async def read_pid(session: Any) -> int:
     return (await session.step(REPORT)).info["pid"]
 
 
 async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
-    """The sessions by the process they are in."""
-    found: dict[int, list[Any]] = {}
-    for session, pid in zip(sessions, await asyncio.gather(*map(pid_of, sessions)), strict=True):
-        found.setdefault(pid, []).append(session)
-    return found
+    """Group the sessions by the process id of their worker."""
+    sessions_by_pid: dict[int, list[Any]] = {}
+    for session, pid in zip(sessions, await asyncio.gather(*map(read_pid, sessions)), strict=True):
+        sessions_by_pid.setdefault(pid, []).append(session)
+    return sessions_by_pid
 
 
 async def expect_only_lost(
-    lost: list[Any], others: list[Any], said: str, error: type[EnvError] = SessionLostError
+    lost: list[Any],
+    other_sessions: list[Any],
+    message: str,
+    error: type[EnvError] = SessionLostError,
 ) -> None:
     for session in lost:
-        with pytest.raises(error, match=said) as caught:
+        with pytest.raises(error, match=message) as caught:
             await session.step(ADD_1)
         assert isinstance(caught.value, InfrastructureError)
-    results = await asyncio.gather(*(session.step(ADD_1) for session in others))
-    assert [result.reward for result in results] == [1.0] * len(others)
+    results = await asyncio.gather(*(session.step(ADD_1) for session in other_sessions))
+    assert [result.reward for result in results] == [1.0] * len(other_sessions)
 
 
 # -- deaths ----------------------------------------------------------------------------
 
 
 async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation):
-    async with worked(isolation=isolation, max_sessions=33) as server, client_of(server) as client:
+    async with (
+        worker_server(isolation=isolation, max_sessions=33) as server,
+        connect_to(server) as client,
+    ):
         sessions = await open_many(client, 33)
-        places = await by_worker(sessions)
-        assert len(places) == (NUM_WORKERS if isolation == "pool" else 33)
-        pid, lost = next(iter(places.items()))
+        sessions_by_pid = await by_worker(sessions)
+        assert len(sessions_by_pid) == (NUM_WORKERS if isolation == "pool" else 33)
+        pid, lost = next(iter(sessions_by_pid.items()))
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: server.core.load.num_sessions == 33 - len(lost))
-        others = [one for one in sessions if one not in lost]
-        await expect_only_lost(lost, others, "its worker was killed by SIGKILL")
+        other_sessions = [candidate for candidate in sessions if candidate not in lost]
+        await expect_only_lost(lost, other_sessions, "its worker was killed by SIGKILL")
         again = await open_many(client, len(lost))
         assert pid not in await by_worker(again)
         with pytest.raises(CapacityError):
             await client.open()
         if isolation == "pool":
-            await eventually(lambda: len(host_of(server).pids) == NUM_WORKERS)
+            await eventually(lambda: len(worker_host(server).pids) == NUM_WORKERS)
 
 
 @pytest.mark.parametrize(
-    ("deed", "said"),
+    ("deed", "message"),
     [
         (Deed.CRASH, "its worker was killed by SIGSEGV"),
         (Deed.EXIT, "its worker exited with code 7"),
         (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
     ],
 )
-async def test_a_step_that_ends_its_process_says_how(isolation, deed, said):
+async def test_a_step_that_ends_its_process_says_how(isolation, deed, message):
     async with (
-        worked(isolation=isolation, memory_limit_mb=300) as server,
-        client_of(server) as client,
+        worker_server(isolation=isolation, memory_limit_mb=300) as server,
+        connect_to(server) as client,
     ):
-        places = await by_worker(await open_many(client, 6))
-        culprit, *neighbours = next(iter(places.values()))
-        others = [one for pid, group in places.items() for one in group]
-        others = [one for one in others if one not in (culprit, *neighbours)]
-        with pytest.raises(SessionLostError, match=said) as caught:
+        sessions_by_pid = await by_worker(await open_many(client, 6))
+        culprit, *neighbours = next(iter(sessions_by_pid.values()))
+        other_sessions = [
+            candidate for pid, group in sessions_by_pid.items() for candidate in group
+        ]
+        other_sessions = [
+            candidate for candidate in other_sessions if candidate not in (culprit, *neighbours)
+        ]
+        with pytest.raises(SessionLostError, match=message) as caught:
             await culprit.step({"add": int(deed)})
         assert isinstance(caught.value, InfrastructureError)
-        await expect_only_lost(neighbours, others, said)
+        await expect_only_lost(neighbours, other_sessions, message)
         assert (await (await client.open(seed=1))[0].step(ADD_1)).reward == 1.0
 
 
 @pytest.mark.parametrize("factory", [UnrulyEnv, UnrulyThreadedEnv])
 async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, factory):
-    async with worked(factory, isolation) as server, client_of(server) as client:
-        places = await by_worker(await open_many(client, 6))
-        culprit, *neighbours = next(iter(places.values()))
-        others = [one for group in list(places.values())[1:] for one in group]
+    async with worker_server(factory, isolation) as server, connect_to(server) as client:
+        sessions_by_pid = await by_worker(await open_many(client, 6))
+        culprit, *neighbours = next(iter(sessions_by_pid.values()))
+        other_sessions = [
+            candidate for group in list(sessions_by_pid.values())[1:] for candidate in group
+        ]
         limit_steps(server.core, 0.5)
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as caught:
             await culprit.step({"add": int(Deed.HANG)})
         assert caught.value.code is ErrorCode.TIMEOUT
         limit_steps(server.core, 60)
-        await eventually(lambda: server.core.load.num_sessions == len(others))
-        await expect_only_lost(neighbours, others, r"a step took longer than 0\.5 s")
-        await eventually(lambda: not lives(next(iter(places))))
+        await eventually(lambda: server.core.load.num_sessions == len(other_sessions))
+        await expect_only_lost(neighbours, other_sessions, r"a step took longer than 0\.5 s")
+        await eventually(lambda: not lives(next(iter(sessions_by_pid))))
 
 
 async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
-    async with worked(isolation=isolation) as server:
-        host = host_of(server)
+    async with worker_server(isolation=isolation) as server:
+        host = worker_host(server)
         hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
         opening = asyncio.create_task(server.core.open(hanging))
         await eventually(lambda: any(worker.has_opened for worker in host.live_workers))
@@ -184,8 +196,8 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
 
 async def test_cpu_time_beyond_the_limit_ends_the_session():
     async with (
-        worked(isolation="process", cpu_limit_s=1) as server,
-        client_of(server) as client,
+        worker_server(isolation="process", cpu_limit_s=1) as server,
+        connect_to(server) as client,
     ):
         culprit, other = await open_many(client, 2)
         with pytest.raises(SessionLostError, match="used up its 1 s of CPU time"):
@@ -194,7 +206,7 @@ async def test_cpu_time_beyond_the_limit_ends_the_session():
 
 
 async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
-    async with worked(isolation=isolation) as server, client_of(server) as client:
+    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
             await session.step({"add": int(Deed.SYS_EXIT)})
@@ -202,11 +214,11 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
 
 
 async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
-    async with worked(isolation=isolation) as server, client_of(server) as client:
+    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
-        worker = await pid_of(session)
+        worker = await read_pid(session)
         await session.step({"add": int(Deed.START_CHILD)})
-        (child,) = children_of(worker)
+        (child,) = child_processes(worker)
         assert lives(child)
         os.kill(worker, signal.SIGKILL)
         await eventually(lambda: not lives(child))
@@ -216,8 +228,8 @@ async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
 
 async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
     async with (
-        worked(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
-        client_of(server) as client,
+        worker_server(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
+        connect_to(server) as client,
     ):
         (other,) = await open_many(client, 1)
         core = server.core
@@ -230,40 +242,40 @@ async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
 
 async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting(gate):
     async with (
-        worked(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
-        client_of(server) as client,
+        worker_server(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
+        connect_to(server) as client,
     ):
         slow, quick = await open_many(client, 2)
-        held = asyncio.create_task(slow.step({"add": 98}))
+        slow_step = asyncio.create_task(slow.step({"add": 98}))
         await eventually(lambda: gate.num_entered)
         for _ in range(3):
             await quick.step(ADD_1)
-        assert not held.done()
+        assert not slow_step.done()
         gate.open()
-        assert (await held).reward == 98.0
+        assert (await slow_step).reward == 98.0
 
 
 async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
-    async with worked(isolation=isolation) as server, client_of(server) as client:
+    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
-        first = host_of(server).fork_server_pid
+        first = worker_host(server).fork_server_pid
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: not lives(first))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 4
-        orphan = await pid_of(sessions[0])
+        orphan = await read_pid(sessions[0])
         os.kill(orphan, signal.SIGKILL)
         with pytest.raises(SessionLostError, match="its worker ended"):
             await sessions[0].step(ADD_1)
         again = await open_many(client, 8)
         assert orphan not in await by_worker(again)
-        pids = host_of(server).pids
+        pids = worker_host(server).pids
     await eventually(lambda: not any(map(lives, pids)))
 
 
 async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
-    async with worked(isolation=isolation) as server, client_of(server) as client:
-        host = host_of(server)
+    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
+        host = worker_host(server)
         await open_many(client, 1)
         fork_server = host.fork_server_pid
         os.kill(fork_server, signal.SIGSTOP)  # it takes orders, and carries none out
@@ -286,10 +298,10 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
     generator = random.Random(0)
     max_sessions = 12
     async with (
-        worked(isolation=isolation, max_sessions=max_sessions) as server,
-        client_of(server) as client,
+        worker_server(isolation=isolation, max_sessions=max_sessions) as server,
+        connect_to(server) as client,
     ):
-        host = host_of(server)
+        host = worker_host(server)
 
         async def one_life(seed: int) -> None:
             with contextlib.suppress(InfrastructureError, CapacityError, ExecutionError):
@@ -324,10 +336,10 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
 async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isolation, tmp_path):
     factory = partial(die_from_the_second_on, folder=str(tmp_path))
     async with (
-        worked(factory, isolation, allow_write=(tmp_path,)) as server,
-        client_of(server) as client,
+        worker_server(factory, isolation, allow_write=(tmp_path,)) as server,
+        connect_to(server) as client,
     ):
-        host = host_of(server)
+        host = worker_host(server)
         seen: set[int] = set()
         factory_errors: list[EnvError] = []
         deadline_s = time.monotonic() + 1.5
@@ -346,31 +358,31 @@ async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isol
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
         (fail_to_be_built, "RuntimeError: no luck"),
         (die_while_being_built, "its worker exited with code 3"),
     ],
 )
-async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory, said):
-    with pytest.raises(ConfigError, match=said):
-        await worked(factory).start()
+async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory, message):
+    with pytest.raises(ConfigError, match=message):
+        await worker_server(factory).start()
 
 
 async def test_a_memory_limit_below_what_a_worker_begins_with_is_refused():
     with pytest.raises(ConfigError, match="memory_limit_mb must be at least"):
-        await worked(memory_limit_mb=20).start()
+        await worker_server(memory_limit_mb=20).start()
 
 
 # -- the end ---------------------------------------------------------------------------
 
 
 async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
-    server = worked(isolation=isolation)
+    server = worker_server(isolation=isolation)
     await server.start()
-    async with client_of(server) as client:
+    async with connect_to(server) as client:
         sessions = await open_many(client, 4)
-        host = host_of(server)
+        host = worker_host(server)
         pids = [host.fork_server_pid, *host.pids]
         hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
@@ -387,7 +399,7 @@ async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
         sessions = await open_many(client, 3)
-        pids = [await pid_of(session) for session in sessions]
+        pids = [await read_pid(session) for session in sessions]
         hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
         served.process.kill()
@@ -403,7 +415,7 @@ async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path)
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
         (session,) = await open_many(client, 1)
-        pid = await pid_of(session)
+        pid = await read_pid(session)
         assert os.getpgid(pid) != os.getpgid(served.process.pid)
         assert os.getsid(pid) != os.getsid(served.process.pid)
         served.process.send_signal(signal.SIGINT)
@@ -417,9 +429,9 @@ async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path)
 
 
 async def transcript(server: EnvServer, wire: str) -> list[Any]:
-    """Everything a client sees of seeded episodes of tensors, text, errors and tools."""
+    """Return everything that a client sees of seeded episodes: tensors, text, errors and tools."""
     seen: list[Any] = []
-    async with client_of(server, wire) as client:
+    async with connect_to(server, wire) as client:
         for seed in range(4):
             session, first = await client.open(seed=seed)
             results = [first]
@@ -443,13 +455,13 @@ def _plain(result: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation, factory):
-    async with running(factory) as inline, worked(factory, isolation) as isolated:
+    async with running(factory) as inline, worker_server(factory, isolation) as isolated:
         for wire in WIRES:
             assert await transcript(inline, wire) == await transcript(isolated, wire)
 
 
 async def test_workers_do_not_share_their_global_random_state(isolation):
-    async with worked(isolation=isolation) as server, client_of(server) as client:
+    async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 6)
         drawn = [(await session.step(REPORT)).info for session in sessions]
         lucks = {info["pid"]: tuple(info["luck"]) for info in drawn}
@@ -459,12 +471,12 @@ async def test_workers_do_not_share_their_global_random_state(isolation):
 
 
 async def test_a_group_begins_alike_across_workers(isolation):
-    async with worked(isolation=isolation) as server:
+    async with worker_server(isolation=isolation) as server:
         opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
-        assert len({one.first.observation_json for one in opened}) == 1
+        assert len({candidate.first.observation_json for candidate in opened}) == 1
         pids = set()
-        for one in opened:
-            result = await server.core.step(one.session_id, b'{"add": %d}' % Deed.REPORT)
+        for candidate in opened:
+            result = await server.core.step(candidate.session_id, b'{"add": %d}' % Deed.REPORT)
             pids.add(result.info_json)
         assert len(pids) >= NUM_WORKERS
 
@@ -476,8 +488,8 @@ async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret + "-of-a-cloud")
     monkeypatch.setenv("HARMLESS", "1")
     async with (
-        worked(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
-        client_of(server) as client,
+        worker_server(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
+        connect_to(server) as client,
     ):
         (session,) = await open_many(client, 1)
         info = (await session.step(REPORT)).info
@@ -488,13 +500,15 @@ async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch)
         assert info["heavy"] == []
 
 
-@pytest.mark.parametrize("where", ["inline", *ISOLATIONS])
-async def test_a_server_says_whether_its_environment_was_seen_or_said_to_be_deterministic(where):
+@pytest.mark.parametrize("isolation", ["inline", *ISOLATIONS])
+async def test_server_reports_whether_its_environment_is_deterministic(isolation):
     unruly = GloballyRandomEnv
     cases = (CountingEnv, False, True), (unruly, False, False), (unruly, True, True)
-    for factory, said, seen in cases:
+    for factory, declared, expected in cases:
         async with (
-            running(factory, isolation=where, check_determinism=True, deterministic=said) as server,
-            client_of(server) as client,
+            running(
+                factory, isolation=isolation, check_determinism=True, deterministic=declared
+            ) as server,
+            connect_to(server) as client,
         ):
-            assert (await client.describe()).is_deterministic is seen
+            assert (await client.describe()).is_deterministic is expected

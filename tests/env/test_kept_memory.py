@@ -1,4 +1,4 @@
-"""A server keeps nothing of what an environment returned, also while it collects no garbage.
+"""A server keeps no object that an environment returned, even without garbage collection.
 
 A quiet server makes too little garbage to collect any: whatever needs that would stay.
 """
@@ -18,7 +18,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import ExecutionError
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 from tests.env.polling import eventually
-from tests.env.served import address_of, running
+from tests.env.served import running, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,7 +27,7 @@ TOO_LARGE, FAILS, FITS = 1, 2, 3
 
 
 class Remembered(CountingEnv):
-    """Knows whether it, and what it has returned, is still held by anybody."""
+    """Records whether it and its results are still referenced."""
 
     made: ClassVar[list[weakref.ref[object]]] = []
 
@@ -50,7 +50,7 @@ class Remembered(CountingEnv):
 
 
 class RememberedInThreads(Remembered):
-    """The same in the server's threads."""
+    """The same environment in the server's threads."""
 
     steps_on_event_loop = False
 
@@ -61,8 +61,8 @@ def factory(request: pytest.FixtureRequest) -> type[Remembered]:
 
 
 @pytest.fixture(autouse=True)
-def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No garbage is collected, and a result of a few kilobytes is too large."""
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Disable garbage collection, and make results of a few kilobytes too large."""
     logging.disable()  # what pytest captures it keeps, with all its frames
     monkeypatch.setattr(encoding, "MAX_RESULT_BYTES", MAX_RESULT_BYTES)
     Remembered.made.clear()
@@ -73,15 +73,15 @@ def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("what", [TOO_LARGE, FAILS])
-async def test_what_came_with_an_error_is_let_go_when_it_is_told(wire, factory, what):
+@pytest.mark.parametrize("result", [TOO_LARGE, FAILS])
+async def test_objects_of_an_error_are_freed_after_it_is_sent(wire, factory, result):
     async with (
         running(factory) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open()
         with pytest.raises(ExecutionError):
-            await session.step({"add": what})
+            await session.step({"add": result})
         *_, returned = Remembered.made
         await eventually(lambda: returned() is None, within_s=10.0)
 
@@ -89,13 +89,13 @@ async def test_what_came_with_an_error_is_let_go_when_it_is_told(wire, factory, 
 async def test_an_environment_is_let_go_with_its_session(wire, factory):
     async with (
         running(factory) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        for what in (FITS, FAILS, TOO_LARGE):
+        for result in (FITS, FAILS, TOO_LARGE):
             session, _ = await client.open()
             await session.step({"add": FITS})
-            if what != FITS:
+            if result != FITS:
                 with pytest.raises(ExecutionError):
-                    await session.step({"add": what})
+                    await session.step({"add": result})
             await session.close()
         await eventually(lambda: Remembered.num_alive() == 0, within_s=10.0)

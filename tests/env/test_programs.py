@@ -1,4 +1,4 @@
-"""Programs that are started for others: what they say and see, and that nothing outlives them."""
+"""Started programs: their output, their sandbox, and the end of all their processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.proto.errors import UnavailableError
 
 pytestmark = pytest.mark.slow
 
-VARIABLES = {"PATH": os.environ["PATH"], "TOLD": "this"}
+VARIABLES = {"PATH": os.environ["PATH"], "SHOWN": "this"}
 
 
 @pytest_asyncio.fixture(params=["offered", "off"])
@@ -33,11 +33,11 @@ async def run(host: ProgramHost, script: str, *readable: str) -> ProgramResult:
 
 
 def commands() -> list[list[str]]:
-    return [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    return [result.info["cmdline"] or [] for result in psutil.process_iter(["cmdline"])]
 
 
-async def test_what_a_program_says_and_how_it_ends_is_known(host: ProgramHost) -> None:
-    ended = await run(host, 'echo "$TOLD" "$SECRET"; echo why >&2; exit 3')
+async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
+    ended = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
     assert (ended.exit.code, ended.output, ended.errors) == (3, "this \n", "why\n")
     killed = await run(host, "kill -9 $$")
     assert killed.exit.code == -9
@@ -46,34 +46,34 @@ async def test_what_a_program_says_and_how_it_ends_is_known(host: ProgramHost) -
 async def test_many_at_once_are_told_apart_and_of_much_output_the_end_is_kept(
     host: ProgramHost,
 ) -> None:
-    said = await asyncio.gather(*(run(host, f"echo {number}") for number in range(24)))
-    assert [one.output for one in said] == [f"{number}\n" for number in range(24)]
+    results = await asyncio.gather(*(run(host, f"echo {number}") for number in range(24)))
+    assert [result.output for result in results] == [f"{number}\n" for number in range(24)]
     much = await run(host, "yes | head -c 3000000; echo end")
     assert len(much.output) == MAX_OUTPUT_BYTES and much.output.endswith("y\nend\n")
 
 
 async def test_each_has_a_folder_of_its_own_that_goes_with_it(host: ProgramHost) -> None:
-    one, other = [
+    result, other = [
         await run(host, 'echo "$HOME"; echo kept > "$HOME/file"; cat "$HOME"/*') for _ in range(2)
     ]
-    assert one.output != other.output and one.output.endswith("kept\n")
-    assert not Path(one.output.splitlines()[0]).exists()
+    assert result.output != other.output and result.output.endswith("kept\n")
+    assert not Path(result.output.splitlines()[0]).exists()
 
 
 async def test_whatever_it_has_started_ends_with_it(host: ProgramHost) -> None:
     ended = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
     assert ended.exit.code == 0
-    assert not [one for one in commands() if "31337" in one]
+    assert not [result for result in commands() if "31337" in result]
 
 
 async def test_a_call_that_is_given_up_ends_its_program(host: ProgramHost) -> None:
     running = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
-    while sum("31338" in one for one in commands()) < 2:
+    while sum("31338" in result for result in commands()) < 2:
         await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait([running])
     for _ in range(100):
-        if not [one for one in commands() if "31338" in one]:
+        if not [result for result in commands() if "31338" in result]:
             return
         await asyncio.sleep(0.05)
     pytest.fail("a process outlives the call that started it")
@@ -101,7 +101,7 @@ async def test_programs_end_with_the_process_that_wanted_them(tmp_path: Path) ->
     pytest.fail("a program outlives the process that wanted it")
 
 
-async def test_what_cannot_be_started_says_so_and_a_dead_launcher_is_told(
+async def test_failed_starts_and_a_dead_launcher_are_reported(
     host: ProgramHost,
 ) -> None:
     ended = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")

@@ -1,4 +1,4 @@
-"""What is played is written down, and goes the same way again."""
+"""Played episodes are recorded and can be replayed."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError, ToolError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.served import WIRES, running, server_address, server_process
 from tests.env.tool_env import ToolEnv
 
 TARGET = "tests.env.counting_env:CountingEnv"
 DONE = {"add": 7}
 
 
-def recorded(
+def recording_core(
     path: Path, *, core: CoreOptions | None = None, factory=CountingEnv, **options
 ) -> RecordingSessions:
     options.setdefault("built_from", environment_factory(TARGET, {}))
@@ -37,7 +37,7 @@ def recorded(
     )
 
 
-def episodes_of(path: Path):
+def read_episodes(path: Path):
     return list(read_recording(path))
 
 
@@ -50,11 +50,11 @@ async def play(sessions: RecordingSessions, actions: list, **args) -> str:
 
 
 async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl")
+    sessions = recording_core(tmp_path / "r.jsonl")
     session_id = await play(
         sessions, ["ADD 2", {"add": 3}, DONE], seed=5, options={"start": 4}, episode_id="mine"
     )
-    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert (episode.seed, episode.episode_id) == (5, "mine")
     assert episode.reset_options == {"start": 4}
     assert episode.environment.target == TARGET
@@ -68,25 +68,25 @@ async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(t
 
 
 async def test_a_reset_without_a_seed_gets_one_that_is_written(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl", first_seed=11)
+    sessions = recording_core(tmp_path / "r.jsonl", first_seed=11)
     for _ in range(2):
         await play(sessions, [DONE])
-    drawing = recorded(tmp_path / "drawn.jsonl")
+    drawing = recording_core(tmp_path / "drawn.jsonl")
     for _ in range(2):
         await play(drawing, [DONE])
-    assert [episode.seed for episode in episodes_of(tmp_path / "r.jsonl")] == [11, 12]
-    first, second = episodes_of(tmp_path / "drawn.jsonl")
+    assert [episode.seed for episode in read_episodes(tmp_path / "r.jsonl")] == [11, 12]
+    first, second = read_episodes(tmp_path / "drawn.jsonl")
     assert first.seed != second.seed
     assert first.first.observation_hash != second.first.observation_hash
 
 
 async def test_a_repeated_step_is_written_once(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl")
+    sessions = recording_core(tmp_path / "r.jsonl")
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for number in (1, 1, 2):
         await sessions.step(opened.session_id, b'{"add": 1}', number)
     await sessions.close(opened.session_id)
-    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert len(episode.steps) == 2
 
 
@@ -94,7 +94,7 @@ async def test_a_repeated_step_is_written_once(tmp_path):
 async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
     factory = environment_factory(f"tests.env.counting_env:{factory}", {})
     core = CoreOptions(idle_timeout_s=0.05)
-    sessions = recorded(tmp_path / "r.jsonl", core=core, factory=factory)
+    sessions = recording_core(tmp_path / "r.jsonl", core=core, factory=factory)
     connection = Connection()
     await sessions.open(OpenArgs(ResetArgs(seed=1)), connection)
     sessions.release(connection)
@@ -109,7 +109,7 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
     sweeping.cancel()
     await sessions.open(OpenArgs(ResetArgs(seed=5)))
     sessions.finish()
-    reasons = {one.seed: one.end_reason for one in episodes_of(tmp_path / "r.jsonl")}
+    reasons = {episode.seed: episode.end_reason for episode in read_episodes(tmp_path / "r.jsonl")}
     assert reasons[1].startswith("the connection")
     assert (reasons[2], reasons[3]) == ("reset", "it was closed")
     assert "idle" in reasons[4]
@@ -117,14 +117,14 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
 
 
 async def test_concurrent_sessions_do_not_mix(tmp_path):
-    sessions = recorded(
+    sessions = recording_core(
         tmp_path / "r.jsonl",
         factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
     )
     await asyncio.gather(
         *(play(sessions, [{"add": seed}, DONE], seed=seed) for seed in range(20, 40))
     )
-    episodes = episodes_of(tmp_path / "r.jsonl")
+    episodes = read_episodes(tmp_path / "r.jsonl")
     assert {episode.seed for episode in episodes} == set(range(20, 40))
     for episode in episodes:
         assert episode.steps[0].action == {"add": episode.seed}
@@ -132,29 +132,29 @@ async def test_concurrent_sessions_do_not_mix(tmp_path):
 
 
 async def test_a_full_file_is_set_aside_and_nothing_is_lost(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl", max_file_bytes=2000)
+    sessions = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
     for seed in range(12):
         await play(sessions, [DONE], seed=seed)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files[:2] == ["r.0001.jsonl", "r.0002.jsonl"] and files[-1] == "r.jsonl"
     assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
-    assert sorted(episode.seed for episode in episodes_of(tmp_path)) == list(range(12))
+    assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
 
 
 async def test_an_episode_without_an_end_is_cut_instead_of_filling_memory(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl", max_episode_bytes=600)
+    sessions = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
         with pytest.raises(ActionError):
             await sessions.step(opened.session_id, "nonsense")
     sessions.finish()
-    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert 0 < len(episode.steps) < 20
     assert "too long" in episode.end_reason
 
 
 async def test_what_is_kept_of_all_episodes_is_bounded_and_the_longest_is_written_first(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl", max_running_bytes=4000)
+    sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
     await sessions.step(short.session_id, b'{"add": 1}')
@@ -164,14 +164,14 @@ async def test_what_is_kept_of_all_episodes_is_bounded_and_the_longest_is_writte
     assert sessions.num_running == 1
     await sessions.close(long.session_id)
     sessions.finish()
-    first, last = episodes_of(tmp_path / "r.jsonl")
+    first, last = read_episodes(tmp_path / "r.jsonl")
     assert (first.seed, first.end_reason) == (2, "unfinished; too much is recorded at once")
     assert 0 < len(first.steps) < 100
     assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")
 
 
 async def test_what_a_reset_is_given_counts_as_well(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl", max_running_bytes=4000)
+    sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     for seed in (1, 2, 3):
         await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
     assert sessions.num_running == 2
@@ -179,40 +179,40 @@ async def test_what_a_reset_is_given_counts_as_well(tmp_path):
 
 async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(tmp_path):
     (tmp_path / "file").write_text("")
-    sessions = recorded(tmp_path / "file" / "r.jsonl")
+    sessions = recording_core(tmp_path / "file" / "r.jsonl")
     await play(sessions, [DONE], seed=1)
     assert sessions.file.num_lost == 1
 
 
 async def test_half_a_line_of_a_killed_process_costs_nothing_else(tmp_path):
     path = tmp_path / "r.jsonl"
-    first = recorded(path)
+    first = recording_core(path)
     await play(first, [DONE], seed=1)
     first.finish()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"format": 1, "envi')
-    assert [episode.seed for episode in episodes_of(path)] == [1]
-    await play(recorded(path), [DONE], seed=2)
-    assert [episode.seed for episode in episodes_of(path)] == [1, 2]
+    text = path.read_bytes()
+    path.write_bytes(text + b'{"format": 1, "envi')
+    assert [episode.seed for episode in read_episodes(path)] == [1]
+    await play(recording_core(path), [DONE], seed=2)
+    assert [episode.seed for episode in read_episodes(path)] == [1, 2]
 
 
 async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path):
     path = tmp_path / "r.jsonl"
-    await play(recorded(path), [DONE], seed=1)
+    await play(recording_core(path), [DONE], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
     with pytest.raises(ConfigError, match=f"line 2 of {path}"):
-        episodes_of(path)
+        read_episodes(path)
 
 
-async def replays_of(path: Path) -> list[str]:
-    episodes = episodes_of(path)
+async def replay_differences(path: Path) -> list[str]:
+    episodes = read_episodes(path)
     async with open_client(recorded_factory(episodes[0])) as client:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
 
 
 async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tmp_path):
     path = tmp_path / "r.jsonl"
-    sessions = recorded(path, full=True)
+    sessions = recording_core(path, full=True)
     await play(sessions, ["ADD 2", {"add": 8}, DONE], seed=5, options={"start": 1})
     opened = await sessions.open(OpenArgs(ResetArgs()))
     for action in (b'{"add": 0}', b'{"add": 13}', b'{"add": 1}'):
@@ -221,8 +221,8 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
         except EnvError as error:
             assert error.code in ("ILLEGAL_ACTION", "EXECUTION_ERROR")
     await sessions.close(opened.session_id)
-    assert await replays_of(path) == ["", ""]
-    assert [step.error for step in episodes_of(path)[1].steps] == [
+    assert await replay_differences(path) == ["", ""]
+    assert [step.error for step in read_episodes(path)[1].steps] == [
         "ILLEGAL_ACTION",
         "EXECUTION_ERROR",
         None,
@@ -230,14 +230,14 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
 
     changed = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
     path.write_text(changed)
-    assert await replays_of(path) == ["step 1: expected reward 2.0, got 1.0", ""]
+    assert await replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
 
 
 async def test_steps_that_need_no_wait_are_recorded_like_the_others(tmp_path):
-    sessions = recorded(tmp_path / "r.jsonl")
+    sessions = recording_core(tmp_path / "r.jsonl")
     immediate = sessions.immediate
     assert immediate is not None
-    assert recorded(tmp_path / "t", factory=ThreadedCountingEnv).immediate is None
+    assert recording_core(tmp_path / "t", factory=ThreadedCountingEnv).immediate is None
     session_id = (await sessions.open(OpenArgs())).session_id
     immediate.reset_now(session_id, ResetArgs(seed=2))
     immediate.step_now(session_id, b'{"add":2}', 1)
@@ -245,7 +245,7 @@ async def test_steps_that_need_no_wait_are_recorded_like_the_others(tmp_path):
     with pytest.raises(EnvError):
         immediate.step_now(session_id, b'{"add":0}', 2)
     immediate.step_now(session_id, b'{"add":7}', 2)
-    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert (episode.seed, episode.end_reason) == (2, "truncated")
     assert [step.error for step in episode.steps] == [None, "ILLEGAL_ACTION", None]
     assert sessions.counts.num_steps == 3
@@ -255,20 +255,20 @@ async def test_steps_that_need_no_wait_are_recorded_like_the_others(tmp_path):
 async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_path, wire):
     path = tmp_path / "r.jsonl"
     async with running(record=path, first_seed=3) as server:
-        client = await AsyncEnvClient.connect(address_of(server, wire))
+        client = await AsyncEnvClient.connect(server_address(server, wire))
         session, _ = await client.open()
         await session.step(text="ADD 1")
         assert (await session.step(DONE)).truncated
         for member, _ in await client.open_group(3, seed=9):
             await member.step(DONE)
         await client.close()
-    episodes = episodes_of(path)
+    episodes = read_episodes(path)
     assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
     async with running() as server:
-        client = await AsyncEnvClient.connect(address_of(server, wire))
+        client = await AsyncEnvClient.connect(server_address(server, wire))
         replays = [await replay_episode(client, episode) for episode in episodes]
         await client.close()
-    assert [one.difference for one in replays] == [""] * 4
+    assert [replay.difference for replay in replays] == [""] * 4
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -285,7 +285,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
             await session.call_tool("fail")
         await session.call_tool("note", {"text": "b"})
         await session.close()
-    (episode,) = episodes_of(path)
+    (episode,) = read_episodes(path)
     assert [step.tool for step in episode.steps] == ["note", None, "fail", "note"]
     other = episode.model_copy(deep=True)
     other.steps[3].arguments = {"text": "c"}
@@ -293,7 +293,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
     failing.steps[2].tool = "note"
     async with (
         running(ToolEnv) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         assert (await replay_episode(client, episode)).is_same
         changed = await replay_episode(client, other)
@@ -314,7 +314,7 @@ def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_pat
 
     with server_process(tmp_path, "--record", str(tmp_path / "kept")) as served:
         asyncio.run(leave_in_the_middle(served.grpc_address))
-    (episode,) = episodes_of(tmp_path / "kept")
+    (episode,) = read_episodes(tmp_path / "kept")
     assert episode.seed == 8
     assert episode.end_reason
 
@@ -328,7 +328,7 @@ async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
         for action in ({"add": 1}, DONE):
             writer.add_step(action, await session.step(action))
         writer.end("truncated")
-    assert await replays_of(path) == [""]
+    assert await replay_differences(path) == [""]
 
 
 def test_the_hash_knows_tensors_and_not_the_order_of_keys():
@@ -341,4 +341,4 @@ def test_the_hash_knows_tensors_and_not_the_order_of_keys():
 
 def test_a_recording_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotFoundError, match="no recording"):
-        episodes_of(tmp_path / "nothing.jsonl")
+        read_episodes(tmp_path / "nothing.jsonl")

@@ -22,8 +22,8 @@ from ludus.proto.errors import (
 from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import GrpcServed, grpc_served
-from tests.env.polling import eventually, move_loop_clock, settled
-from tests.env.served import WIRES, address_of, lasting_ports, running, server_process
+from tests.env.polling import eventually, move_loop_clock, wait_for_sessions
+from tests.env.served import WIRES, lasting_ports, running, server_address, server_process
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
@@ -104,7 +104,7 @@ async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire
     ports = lasting_ports()
     with server_process(tmp_path, *ports) as first:
         patient = AsyncEnvClient.connect(
-            address_of(first, wire), ConnectOptions(reconnect_timeout_s=300)
+            server_address(first, wire), ConnectOptions(reconnect_timeout_s=300)
         )
         async with await patient as client:
             _, undisturbed = await play(client, 4)
@@ -165,7 +165,7 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
         assert caught.value.code == ErrorCode.REPLAY_MISMATCH
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 async def test_resume_is_refused_where_determinism_was_not_shown():
@@ -204,7 +204,7 @@ class MoodyToolEnv(ToolEnv):
 async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost_one(wire):
     async with (
         running(ToolEnv, check_determinism=True) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
 
         async def lose_all():
@@ -269,7 +269,7 @@ async def test_attempts_are_bounded_in_number_and_in_time(gate):
         with pytest.raises(CallTimeoutError):
             await stepping
         assert session.num_resumes == 2
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
         gate.open()
     async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))

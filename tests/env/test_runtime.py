@@ -1,4 +1,4 @@
-"""How a long-running process of servers lives."""
+"""The life of a long-running server process."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=large)
 """
 
 
-def of_glibc(program: str) -> tuple[int, int]:
-    """What it held at most and what was left, in bytes."""
+def measure_glibc(program: str) -> tuple[int, int]:
+    """Return the peak and the remaining memory in bytes."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("only glibc can trim")
     command = [sys.executable, "-c", START + program]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    full, left = map(int, ran.stdout.split())
-    return full, left
+    full, remaining = map(int, ran.stdout.split())
+    return full, remaining
 
 
 @pytest.mark.slow
 def test_what_a_burst_has_taken_is_given_back_where_little_of_it_is_still_in_use():
-    full, left = of_glibc(BURST)
+    full, remaining = measure_glibc(BURST)
     # One block in fifty is kept, and keeps its page of 4 KiB.
-    assert left < full / 4
+    assert remaining < full / 4
 
 
 @pytest.mark.slow
 def test_a_large_message_is_given_back_at_once_whatever_lies_around_it():
-    full, left = of_glibc(LARGE)
-    assert left < full / 10
+    full, remaining = measure_glibc(LARGE)
+    assert remaining < full / 10

@@ -1,4 +1,4 @@
-"""Each layer of the workers' sandbox alone, and what workers find around them."""
+"""Each layer of the workers' sandbox alone, and the resources of workers."""
 
 import json
 import os
@@ -28,25 +28,25 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the lay
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Within reach of every user, as pytest's own is not."""
+    """Make a folder that every user can read, unlike pytest's."""
     made = Path(tempfile.mkdtemp())
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
 
 
-def tried(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
-    """By deed, the error that it ended with, or "done"."""
+def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
+    """Return the error of each deed, or "done"."""
     secret = folder / "secret"
     secret.write_text("x")
     secret.chmod(0o600 if layer == "user-id" else 0o644)
     command = [sys.executable, PROGRAM, layer, str(folder), str(secret), str(os.getpid()), *deeds]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    if "not offered" in told:
-        pytest.skip(told["not offered"])
-    return told
+    report = json.loads(ended.stdout)
+    if "not offered" in report:
+        pytest.skip(report["not offered"])
+    return report
 
 
 DENIED = "PermissionError"
@@ -65,9 +65,9 @@ DENIED = "PermissionError"
     ],
 )
 def test_a_layer_alone_denies_its_part(layer, deeds, folder):
-    told = tried(layer, folder, *deeds, "write own")
-    assert {deed for deed in deeds if told[deed] == DENIED} == deeds
-    assert told["write own"] == "done"
+    report = try_layer(layer, folder, *deeds, "write own")
+    assert {deed for deed in deeds if report[deed] == DENIED} == deeds
+    assert report["write own"] == "done"
 
 
 @linux
@@ -87,10 +87,10 @@ def test_no_user_id_is_taken_that_could_not_use_what_it_must(folder):
 @linux
 @pytest.mark.slow
 def test_a_process_in_its_own_namespaces_sees_itself_alone(folder):
-    told = tried("namespaces", folder)
-    assert told["own pid"] == 2 and told["pids"] == [1, 2]
-    assert told["signal"] == "ProcessLookupError"
-    assert told["exit code"] == 7
+    report = try_layer("namespaces", folder)
+    assert report["own pid"] == 2 and report["pids"] == [1, 2]
+    assert report["signal"] == "ProcessLookupError"
+    assert report["exit code"] == 7
 
 
 _FORK_SERVER_DIES = """
@@ -115,30 +115,30 @@ finally:
 @linux
 @pytest.mark.slow
 def test_a_fork_server_that_dies_while_it_forks_leaves_no_copy_of_itself(folder):
-    tried("namespaces", folder)  # skips where they are not offered
+    try_layer("namespaces", folder)  # skips where they are not offered
     command = [sys.executable, "-c", _FORK_SERVER_DIES]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    assert said == "worker\n"
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert output == "worker\n"
 
 
 def test_workers_get_the_variables_that_are_named_and_no_others():
-    given = {
+    variables = {
         **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},
         **{"LUDUS_ENV_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "HTTPS_PROXY": "user:pass"},
     }
-    assert set(filter_variables(given, ())) == {"PATH", "LC_ALL", "PYTHONHASHSEED"}
-    assert filter_variables(given, ["MY_SETTING"])["MY_SETTING"] == "1"
+    assert set(filter_variables(variables, ())) == {"PATH", "LC_ALL", "PYTHONHASHSEED"}
+    assert filter_variables(variables, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
 def test_code_is_readable_but_no_folder_above_those_of_workers(tmp_path, monkeypatch):
     workers = tmp_path / "work" / "workers"
     workers.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
-    found = code_paths(workers)
-    assert tmp_path / "code" in found
-    assert not any(workers.is_relative_to(path) for path in found)
-    assert any(Path(json.__file__).is_relative_to(path) for path in found)
-    assert any(Path(__file__).is_relative_to(path) for path in found)
+    paths = code_paths(workers)
+    assert tmp_path / "code" in paths
+    assert not any(workers.is_relative_to(path) for path in paths)
+    assert any(Path(json.__file__).is_relative_to(path) for path in paths)
+    assert any(Path(__file__).is_relative_to(path) for path in paths)
 
 
 def test_options_that_name_files_make_them_readable(tmp_path):

@@ -1,4 +1,4 @@
-"""A fork that fails, as where all process ids are taken, refuses one open and ends nothing."""
+"""A failed fork, for example without free process ids, refuses one open and ends no session."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ POOL = {"pool": {"num_workers": 1}}
 ADD_1 = b'{"add": 1}'
 
 
-@pytest.mark.parametrize("where", [ITSELF, ITS_COPY])
+@pytest.mark.parametrize("process_name", [ITSELF, ITS_COPY])
 @pytest.mark.parametrize("isolation", ["pool", "process"])
 async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
-    isolation: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    isolation: str, process_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
@@ -37,35 +37,35 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         asyncio.timeout(120),
     ):
         host = server.core.host
-        if where == ITS_COPY and not host.layers[Layer.NAMESPACES]:
+        if process_name == ITS_COPY and not host.layers[Layer.NAMESPACES]:
             pytest.skip("workers are forked without a process between")
 
-        async def opened() -> str:
+        async def open_session() -> str:
             return (await server.core.open(OpenArgs(ResetArgs(seed=1)))).session_id
 
-        neighbour = await opened()
+        neighbour = await open_session()
         fork_server = host.fork_server_pid
-        (tmp_path / NO_FORK).write_text(where)
+        (tmp_path / NO_FORK).write_text(process_name)
         if isolation == "pool":
             await eventually(lambda: host.pids)  # said on another way than that it serves
             os.kill(host.pids[0], signal.SIGKILL)
             await eventually(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as refused:
             while True:  # as long as workers wait warm
-                await opened()
+                await open_session()
         assert refused.value.code == "UNAVAILABLE"
         assert "Resource temporarily unavailable" in refused.value.message
         if isolation == "pool":
-            said = await http.get("/readyz")
-            assert said.status_code == 503
-            assert "Resource temporarily unavailable" in said.json()["status"]
+            message = await http.get("/readyz")
+            assert message.status_code == 503
+            assert "Resource temporarily unavailable" in message.json()["status"]
         else:
             assert (await server.core.step(neighbour, ADD_1)).reward == 1.0
 
         (tmp_path / NO_FORK).unlink()
         while True:
             try:
-                session_id = await opened()
+                session_id = await open_session()
             except EnvError as still_refused:
                 assert still_refused.code == "UNAVAILABLE"
                 await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What an environment forks from its server keeps none of the server's ports."""
+"""Processes that an environment forks do not keep the server's ports open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.env.served import WIRES
 
 
 def is_refused(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Return True if the port is free."""
     try:
         socket.create_connection(("127.0.0.1", port)).close()
     except ConnectionRefusedError:
@@ -49,11 +49,11 @@ async def test_a_forked_child_keeps_no_port_of_its_server(wire):
                 session, _ = await client.open(seed=1)
                 result = await session.step({"add": 1})
                 assert (await session.step({"add": 2})).step_index == result.step_index + 1
-            found = server.addresses
-        for place in (found.http, found.grpc, found.admin):
+            addresses = server.addresses
+        for address in (addresses.http, addresses.grpc, addresses.admin):
             # gRPC's own threads may close a port shortly after its server has stopped.
-            await eventually(partial(is_refused, urlsplit(place).port))
-        # Where gRPC's threads were busy it may crash in the copy: its own, that nobody forks for.
+            await eventually(partial(is_refused, urlsplit(address).port))
+        # A fork during work of gRPC's threads may crash the copy, which is a limit of gRPC.
         live = [child for child in children if lives(child)]
         assert len(children) == 2 and (live == children or wire == "grpc")
     finally:

@@ -1,4 +1,4 @@
-"""Options of a server that cannot work, and what workers are told."""
+"""Invalid options of a server, and the options of workers."""
 
 import socket
 from pathlib import Path
@@ -11,7 +11,7 @@ from ludus.proto.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"isolation": "jail"}, "isolation: expected 'inline', 'pool' or 'process', got 'jail'"),
         ({"require_sandbox": True}, "require_sandbox needs worker processes"),
@@ -35,8 +35,8 @@ from ludus.proto.errors import ConfigError
         ({"num_wrokers": 2}, "num_wrokers: extra inputs are not permitted, got 2"),
     ],
 )
-def test_options_that_cannot_work_together_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_cannot_work_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
 
@@ -70,9 +70,13 @@ def test_a_server_named_a_variable_takes_its_token_from_it(monkeypatch):
 
 
 def test_every_flag_has_a_text_and_no_secret_has_a_flag():
-    found = {flag.field: flag for flag in flags()}
-    assert all(flag.help.endswith(".") for flag in found.values())
-    assert set(ServerOptions.model_fields) - set(found) == {"token", "session_key", "server_id"}
+    flags_by_field = {flag.field: flag for flag in flags()}
+    assert all(flag.help.endswith(".") for flag in flags_by_field.values())
+    assert set(ServerOptions.model_fields) - set(flags_by_field) == {
+        "token",
+        "session_key",
+        "server_id",
+    }
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine lacks IPv6")

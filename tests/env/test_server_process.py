@@ -1,4 +1,4 @@
-"""The server as a process: ready file, ports, signals, and what a killed one leaves."""
+"""The server as a process: ready file, ports, signals, and the effects of a kill."""
 
 import asyncio
 import signal
@@ -25,7 +25,7 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
-from tests.env.served import WIRES, address_of, lasting_ports, running, server_process
+from tests.env.served import WIRES, lasting_ports, running, server_address, server_process
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
     async def story():
         ports = lasting_ports()
         with server_process(tmp_path, *ports) as first:
-            address = address_of(first, wire)
+            address = server_address(first, wire)
             client = await AsyncEnvClient.connect(address, ConnectOptions(reconnect_timeout_s=300))
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
@@ -68,7 +68,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
 def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_number):
     async def story():
         with server_process(tmp_path) as served:
-            clients = [await AsyncEnvClient.connect(address_of(served, wire)) for wire in WIRES]
+            clients = [await AsyncEnvClient.connect(server_address(served, wire)) for wire in WIRES]
             for client in clients:
                 await client.open()
             begun_s = time.monotonic()
@@ -128,8 +128,8 @@ def read_until(lines, words: str) -> None:
 
 
 def test_a_port_in_use_is_named_and_nothing_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         http = run_to_its_end("--port", port, "--grpc-port", "0")
         grpc = run_to_its_end("--port", "0", "--grpc-port", port)
     for ended, name in ((http, "port"), (grpc, "grpc_port")):
@@ -167,15 +167,15 @@ def test_the_token_comes_from_the_environment_variable_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"port": 60_000}, "grpc_port must be between 0 and 65535, got 70000"),
         ({"port": -1}, "port: expected at least 0, got -1"),
         ({"max_sessions": 0}, "max_sessions: expected at least 1, got 0"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
 
@@ -285,7 +285,9 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
     with server:
         arguments = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")
         assert arguments[arguments.index(b"--isolation") + 1] == b"process"
-        assert KEY not in repr(server) and not any(KEY.encode() in one for one in arguments)
+        assert KEY not in repr(server) and not any(
+            KEY.encode() in argument for argument in arguments
+        )
         assert server.addresses is not None
         signed = SessionKey(KEY.encode()).sign("counting", "elsewhere")
         with pytest.raises(AssertionError, match="belongs to another server"):

@@ -1,4 +1,4 @@
-"""A server that speaks TLS on both ports, and clients with and without what it asks for."""
+"""A server with TLS on both ports, and clients with and without certificates."""
 
 import ssl
 
@@ -12,14 +12,14 @@ from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.served import WIRES, running, server_address, server_process
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()
 
 
-def written(folder, name, ca=CA) -> TlsFiles:
-    """A certificate of the authority and its key, as files."""
+def write_files(folder, name, ca=CA) -> TlsFiles:
+    """Write a certificate of the authority and its key to files."""
     issued = ca.issue_cert("localhost", "127.0.0.1")
     files = TlsFiles(folder / f"{name}.crt", folder / f"{name}.key")
     files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -29,7 +29,7 @@ def written(folder, name, ca=CA) -> TlsFiles:
 
 @pytest.fixture
 def server_files(tmp_path) -> TlsFiles:
-    return written(tmp_path, "server")
+    return write_files(tmp_path, "server")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_fi
         assert server.http_address.startswith("https://127.0.0.1:")
         assert server.grpc_address.startswith("grpcs://127.0.0.1:")
         assert server.addresses.admin.startswith("http://127.0.0.1:")
-        address = address_of(server, wire)
+        address = server_address(server, wire)
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(token="hush", ca_file=str(ca_file))
         ) as client:
@@ -65,7 +65,7 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_fi
 async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
     tmp_path, server_files, ca_file
 ):
-    good, bad = written(tmp_path, "good"), written(tmp_path, "bad", OTHER_CA)
+    good, bad = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
     async with running(**files) as server:
         https = server.http_address + "/health"
@@ -96,7 +96,7 @@ async def description_over_grpc(server, ca_file, identity) -> str:
 async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
     tmp_path, server_files
 ):
-    other = written(tmp_path, "other")
+    other = write_files(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
         await running(tls_cert=server_files.cert, tls_key=other.key).start()
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):

@@ -26,14 +26,14 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached, settled
+from tests.env.polling import detached_sessions, wait_for_sessions
 
 pytestmark = pytest.mark.asyncio
 
 ADD_1 = b'{"add": 1}'
 
 
-def core_of(factory, **options) -> SessionCore:
+def make_core(factory, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
@@ -54,7 +54,7 @@ def factory(request):
 
 
 async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs(seed=1))
     first = await core.step(session_id, ADD_1, 1)
     again = await core.step(session_id, b'{"add": 3}', 1)
@@ -63,7 +63,7 @@ async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory
 
 
 async def test_a_step_out_of_order_is_a_conflict(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     for wrong in (2, 7):
         with pytest.raises(EpisodeStateError, match="expected step 1") as caught:
@@ -72,28 +72,28 @@ async def test_a_step_out_of_order_is_a_conflict(factory):
 
 
 async def test_unnumbered_steps_always_step(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     assert [(await core.step(session_id, ADD_1)).step_index for _ in range(3)] == [1, 2, 3]
 
 
 async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, first = await open_in(core)
     assert first is None
-    with pytest.raises(EpisodeStateError) as before:
+    with pytest.raises(EpisodeStateError) as earlier:
         await core.step(session_id, ADD_1)
     await core.reset(session_id, ResetArgs())
     assert (await core.step(session_id, b'{"add": 7}', 1)).truncated
-    with pytest.raises(EpisodeStateError) as after:
+    with pytest.raises(EpisodeStateError) as later:
         await core.step(session_id, ADD_1, 2)
-    codes = (before.value.code, after.value.code)
+    codes = (earlier.value.code, later.value.code)
     assert codes == (ErrorCode.NOT_RESET, ErrorCode.EPISODE_OVER)
     assert (await core.reset(session_id, ResetArgs())).step_index == 0
 
 
 @pytest.mark.parametrize(
-    ("action", "error", "code", "said"),
+    ("action", "error", "code", "message"),
     [
         (b'{"add": "x"}', InvalidCallError, ErrorCode.VALIDATION_ERROR, "add: .* got 'x'"),
         (b'{"sub": 1}', InvalidCallError, ErrorCode.VALIDATION_ERROR, "add: Field required"),
@@ -104,18 +104,18 @@ async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
     ],
 )
 async def test_a_failed_step_has_its_code_and_the_session_lives_on(
-    factory, action, error, code, said
+    factory, action, error, code, message
 ):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         await core.step(session_id, action, 1)
     assert caught.value.code is code
     assert (await core.step(session_id, ADD_1, 1)).reward == 1.0
 
 
 async def test_text_is_parsed_by_the_text_renderer(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, first = await open_in(core, ResetArgs())
     assert b"Count to the end" in first.text.messages_json
     second = await core.step(session_id, "ADD 3", 1)
@@ -124,7 +124,7 @@ async def test_text_is_parsed_by_the_text_renderer(factory):
 
 
 async def test_the_last_session_that_fits_is_the_last_that_opens(factory):
-    core = core_of(factory, max_sessions=2)
+    core = make_core(factory, max_sessions=2)
     first_id, _ = await open_in(core)
     await open_in(core)
     with pytest.raises(CapacityError, match="2/2 sessions active"):
@@ -134,21 +134,21 @@ async def test_the_last_session_that_fits_is_the_last_that_opens(factory):
 
 
 async def test_sessions_being_opened_at_once_count_for_capacity():
-    core = core_of(ThreadedCountingEnv, max_sessions=3)
+    core = make_core(ThreadedCountingEnv, max_sessions=3)
     opened = await asyncio.gather(*(open_in(core) for _ in range(5)), return_exceptions=True)
-    assert sum(isinstance(one, CapacityError) for one in opened) == 2
+    assert sum(isinstance(opened_session, CapacityError) for opened_session in opened) == 2
     assert core.load.num_sessions == 3
 
 
 async def test_a_failed_reset_frees_the_slot(factory):
-    core = core_of(factory, max_sessions=1)
+    core = make_core(factory, max_sessions=1)
     with pytest.raises(InvalidCallError, match="options colour; its options are: note, start"):
         await open_in(core, ResetArgs(options={"colour": 1}))
     assert core.load.num_sessions == 0
 
 
 class AddsToAnOption(CountingEnv):
-    """Takes any option, and finds out with the first reset."""
+    """Accepts any option and reports a bad one at the first reset."""
 
     start: object = "3"
 
@@ -161,7 +161,7 @@ class AddsToAnOption(CountingEnv):
 
 
 async def test_a_failed_reset_says_what_the_environment_was_built_with():
-    core = core_of(AddsToAnOption)
+    core = make_core(AddsToAnOption)
     with pytest.raises(ExecutionError) as failed:
         await open_in(core, ResetArgs(seed=1))
     assert str(failed.value).startswith("reset failed with TypeError: can only concatenate str")
@@ -174,7 +174,7 @@ async def test_a_factory_that_fails_is_a_factory_error():
     def factory():
         return next(calls)()
 
-    core = core_of(factory)
+    core = make_core(factory)
     with pytest.raises(ExecutionError, match="'factory' failed") as caught:
         await open_in(core)
     assert caught.value.code is ErrorCode.FACTORY_ERROR
@@ -182,7 +182,7 @@ async def test_a_factory_that_fails_is_a_factory_error():
 
 
 async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs(), close_when_done=True)
     last = await core.step(session_id, b'{"add": 7}', 1)
     assert core.load.num_sessions == 0
@@ -192,7 +192,7 @@ async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(
 
 
 async def test_a_departed_session_says_why(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     await core.close(session_id)
     await core.close(session_id)
@@ -203,14 +203,14 @@ async def test_a_departed_session_says_why(factory):
 
 
 async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clock):
-    core = core_of(factory, idle_timeout_s=60)
+    core = make_core(factory, idle_timeout_s=60)
     sweeper = asyncio.create_task(core.close_idle_forever())
     idle_id, _ = await open_in(core, ResetArgs())
     used_id, _ = await open_in(core, ResetArgs())
     core_clock.move_on(40)
     await core.state(used_id)
     core_clock.move_on(20)
-    await settled(core, 1)
+    await wait_for_sessions(core, 1)
     sweeper.cancel()
     await core.state(used_id)
     with pytest.raises(SessionLostError, match="idle for 60 s"):
@@ -218,7 +218,7 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clo
 
 
 async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
-    core = core_of(ThreadedCountingEnv)
+    core = make_core(ThreadedCountingEnv)
     connection = Connection()
     await open_in(core, connection=connection)
     others_id, _ = await open_in(core, ResetArgs())
@@ -233,16 +233,16 @@ async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
 async def test_a_detached_session_that_is_attached_lingers_again_after_its_second_connection(
     core_clock,
 ):
-    core = core_of(CountingEnv)
+    core = make_core(CountingEnv)
     first, second = Connection(), Connection()
     session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
     core.release(first)
-    assert detached(core) == {session_id}
+    assert detached_sessions(core) == {session_id}
     core.attach([session_id], second)
-    assert (detached(core), second.session_ids) == (set(), {session_id})
+    assert (detached_sessions(core), second.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
     core.release(second)
-    assert detached(core) == {session_id}
+    assert detached_sessions(core) == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(60):
         while core.load.num_sessions:
@@ -250,11 +250,11 @@ async def test_a_detached_session_that_is_attached_lingers_again_after_its_secon
     sweeper.cancel()
     with pytest.raises(SessionLostError, match=r"connection that opened it ended 0\.01 s ago"):
         await core.step(session_id, ADD_1, 2)
-    assert detached(core) == set()
+    assert detached_sessions(core) == set()
 
 
 async def test_nobody_attaches_what_does_not_linger():
-    core = core_of(CountingEnv)
+    core = make_core(CountingEnv)
     first, second, gone = Connection(), Connection(), Connection()
     owned_id, _ = await open_in(core, connection=first, linger_s=9)
     unowned_id, _ = await open_in(core)
@@ -266,23 +266,23 @@ async def test_nobody_attaches_what_does_not_linger():
     await core.detach(owned_id, first)
     core.release(gone)
     core.attach([owned_id], gone)
-    assert (detached(core), gone.session_ids) == ({owned_id}, set())
+    assert (detached_sessions(core), gone.session_ids) == ({owned_id}, set())
     core.attach([owned_id], second)
     await core.close(owned_id)
-    assert (detached(core), second.session_ids) == (set(), set())
+    assert (detached_sessions(core), second.session_ids) == (set(), set())
 
 
 async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended():
-    core = core_of(CountingEnv)
+    core = make_core(CountingEnv)
     first, second, third = Connection(), Connection(), Connection()
     session_id, _ = await open_in(core, connection=first, linger_s=9)
     core.attach([session_id], second)
     core.release(first)
-    assert (detached(core), second.session_ids) == (set(), {session_id})
+    assert (detached_sessions(core), second.session_ids) == (set(), {session_id})
     await core.detach(session_id, third)
-    assert detached(core) == set()
+    assert detached_sessions(core) == set()
     await core.detach(session_id, second)
-    assert (detached(core), second.session_ids) == ({session_id}, set())
+    assert (detached_sessions(core), second.session_ids) == ({session_id}, set())
 
 
 async def test_calls_of_one_session_never_overlap():
@@ -298,7 +298,7 @@ async def test_calls_of_one_session_never_overlap():
             running.release()
             return super().step(action)
 
-    core = core_of(Exclusive)
+    core = make_core(Exclusive)
     session_id, _ = await open_in(core, ResetArgs())
     calls = [core.step(session_id, b'{"add": %d}' % add, add) for add in (1, 2, 3, 4)]
     results = await asyncio.gather(*calls)
@@ -314,14 +314,14 @@ async def test_sessions_step_side_by_side_in_threads():
             barrier.wait()
             return super().step(action)
 
-    core = core_of(Together)
+    core = make_core(Together)
     ids = [(await open_in(core, ResetArgs()))[0] for _ in range(4)]
-    results = await asyncio.gather(*(core.step(one, ADD_1) for one in ids))
+    results = await asyncio.gather(*(core.step(opened_session, ADD_1) for opened_session in ids))
     assert [result.reward for result in results] == [1.0] * 4
 
 
 async def test_a_caller_that_gives_up_does_not_let_a_second_thread_in():
-    core = core_of(ThreadedCountingEnv)
+    core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(core.step(session_id, b'{"add": 99}', 1), 0.05)
@@ -330,7 +330,7 @@ async def test_a_caller_that_gives_up_does_not_let_a_second_thread_in():
 
 
 async def test_a_step_beyond_its_time_limit_ends_the_session():
-    core = core_of(ThreadedCountingEnv)
+    core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(CallTimeoutError, match=r"longer than 0\.05 s"):
         await core.step(session_id, b'{"add": 99}', 1, timeout_s=0.05)
@@ -350,25 +350,25 @@ async def test_every_environment_is_closed_once(factory):
         def close(self):
             self.num_closed += 1
 
-    core = core_of(Remembered, max_sessions=2)
+    core = make_core(Remembered, max_sessions=2)
     first_id, _ = await open_in(core, ResetArgs())
     await open_in(core, ResetArgs(), close_when_done=True)
     await core.close(first_id)
     with pytest.raises(EnvError):
         await open_in(core, ResetArgs(options={"colour": 1}))
     await core.shut_down()
-    assert [one.num_closed for one in made] == [1] * 4
+    assert [opened_session.num_closed for opened_session in made] == [1] * 4
 
 
 async def test_ids_cannot_be_guessed_from_one_another():
-    core = core_of(CountingEnv)
+    core = make_core(CountingEnv)
     ids = {(await open_in(core))[0] for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 22
 
 
 async def test_the_episode_id_asked_for_is_in_the_state(factory):
-    core = core_of(factory)
+    core = make_core(factory)
     session_id, _ = await open_in(core)
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
     await core.reset(session_id, ResetArgs(episode_id="E"))
@@ -376,7 +376,7 @@ async def test_the_episode_id_asked_for_is_in_the_state(factory):
 
 
 class DyingHost(LocalHost):
-    """Loses every session right after its first answer, before anybody knows its id."""
+    """Loses every session right after its first result, before a client knows its id."""
 
     async def open(self, session_id, *, with_text, on_lost):
         hosted = await super().open(session_id, with_text=with_text, on_lost=on_lost)

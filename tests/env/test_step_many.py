@@ -8,7 +8,7 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions, Reset
 from ludus.env.types import StepResult
 from ludus.proto.errors import EnvError, InfrastructureError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import WIRES, address_of, running
+from tests.env.served import WIRES, running, server_address
 
 pytestmark = pytest.mark.asyncio
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio
 async def test_steps_and_resets_mix_and_each_gets_its_own_outcome(factory, wire):
     async with (
         running(factory) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         sessions = [(await client.open(seed=seed))[0] for seed in range(4)]
         steps = [

@@ -1,4 +1,4 @@
-"""Threads for code that may never return: given up, replaced, and let go when they come back."""
+"""Threads for code that may never return: abandoned, replaced, and released if they return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.env.polling import eventually
 
 
 class Held:
-    """A call that returns when it is told to."""
+    """A call that returns on request."""
 
     def __init__(self) -> None:
         self.entered, self.go = threading.Event(), threading.Event()
@@ -27,57 +27,57 @@ class Held:
 
 
 async def lose(threads: StepThreads) -> Held:
-    held = Held()
-    job = threads.start(held, held.let_go.append)
-    await eventually(held.entered.is_set)
+    held_call = Held()
+    job = threads.start(held_call, held_call.let_go.append)
+    await eventually(held_call.entered.is_set)
     assert threads.give_up(job)
-    return held
+    return held_call
 
 
-async def answer_of(threads: StepThreads, value: str = "well") -> str:
+async def run_call(threads: StepThreads, value: str = "well") -> str:
     return await asyncio.wait_for(threads.run(lambda: value, lambda _: None, 0.0), 60)
 
 
 async def test_a_thread_that_hangs_is_replaced_and_what_it_returns_late_is_let_go():
     threads = StepThreads(1)
-    held = await lose(threads)
-    assert await answer_of(threads) == "well"
-    held.go.set()
-    await eventually(lambda: held.let_go == ["late"])
-    assert await answer_of(threads) == "well"
+    held_call = await lose(threads)
+    assert await run_call(threads) == "well"
+    held_call.go.set()
+    await eventually(lambda: held_call.let_go == ["late"])
+    assert await run_call(threads) == "well"
     threads.shut_down()
 
 
 async def test_a_limit_counts_from_the_moment_at_which_a_thread_begins():
     threads = StepThreads(1)
-    held = Held()
-    first = threads.start(held, held.let_go.append)
-    await eventually(held.entered.is_set)
+    held_call = Held()
+    first = threads.start(held_call, held_call.let_go.append)
+    await eventually(held_call.entered.is_set)
     behind = asyncio.create_task(threads.run(lambda: "well", lambda _: None, 0.01))
     await asyncio.sleep(0.1)
     assert not behind.done()
-    held.go.set()
+    held_call.go.set()
     assert (await first.future, await behind) == ("late", "well")
     threads.shut_down()
 
 
 async def test_a_call_beyond_its_limit_is_given_up():
     threads = StepThreads(1)
-    held = Held()
+    held_call = Held()
     with pytest.raises(TimeoutError):
-        await threads.run(held, held.let_go.append, 0.01)
-    assert await answer_of(threads) == "well"
-    held.go.set()
-    await eventually(lambda: held.let_go)
+        await threads.run(held_call, held_call.let_go.append, 0.01)
+    assert await run_call(threads) == "well"
+    held_call.go.set()
+    await eventually(lambda: held_call.let_go)
     threads.shut_down()
 
 
 async def test_when_every_thread_hangs_nothing_waits_and_it_heals_when_one_comes_back():
     threads = StepThreads(1)
     first = await lose(threads)
-    held = Held()
-    last = threads.start(held, held.let_go.append)
-    await eventually(held.entered.is_set)
+    held_call = Held()
+    last = threads.start(held_call, held_call.let_go.append)
+    await eventually(held_call.entered.is_set)
     waiting = threads.start(lambda: "never", lambda _: None)
     assert threads.unavailable_reason == ""
     assert threads.give_up(last)
@@ -88,34 +88,34 @@ async def test_when_every_thread_hangs_nothing_waits_and_it_heals_when_one_comes
         threads.start(lambda: "never", lambda _: None)
     first.go.set()
     await eventually(lambda: not threads.unavailable_reason)
-    assert await answer_of(threads) == "well"
-    held.go.set()
+    assert await run_call(threads) == "well"
+    held_call.go.set()
     threads.shut_down()
 
 
 class HeldAndFailing(Held):
-    """Raises when it is told to."""
+    """Raise an error on request."""
 
     def __call__(self) -> str:
         super().__call__()
         raise ValueError("unlucky")
 
 
-async def abandoned(threads: StepThreads, held: Held) -> None:
-    """Returns once the call has ended that nobody waits for any more."""
-    waiting = asyncio.create_task(threads.run(held, held.let_go.append, 0.0))
-    await eventually(held.entered.is_set)
+async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
+    """Return when the abandoned call has ended."""
+    waiting = asyncio.create_task(threads.run(held_call, held_call.let_go.append, 0.0))
+    await eventually(held_call.entered.is_set)
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled()
-    held.go.set()
-    assert await answer_of(threads) == "well"  # in the same thread, so after it
+    held_call.go.set()
+    assert await run_call(threads) == "well"  # in the same thread, so after it
 
 
 async def test_what_nobody_waits_for_any_more_is_let_go():
-    threads, held = StepThreads(1), Held()
-    await abandoned(threads, held)
-    await eventually(lambda: held.let_go == ["late"])
+    threads, held_call = StepThreads(1), Held()
+    await abandoned_call(threads, held_call)
+    await eventually(lambda: held_call.let_go == ["late"])
     threads.shut_down()
 
 
@@ -125,7 +125,7 @@ async def test_the_failure_that_nobody_waits_for_is_no_complaint():
         lambda loop, context: unheard.append(context["message"])
     )
     threads = StepThreads(1)
-    await abandoned(threads, HeldAndFailing())
+    await abandoned_call(threads, HeldAndFailing())
     gc.collect()
     assert unheard == []
     threads.shut_down()

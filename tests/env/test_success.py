@@ -1,4 +1,4 @@
-"""Whether an episode succeeded is the environment's word, and every wire passes it on."""
+"""The environment reports success, and every wire transmits it."""
 
 import json
 
@@ -20,15 +20,15 @@ from ludus.env.transports.websocket import WebSocketTransport
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import CUT_OFF, MET, MISSED, GoalEnv
-from tests.env.served import WIRES, address_of, running
+from tests.env.served import WIRES, running, server_address
 
 pytestmark = pytest.mark.asyncio
 
 ENDINGS = [(MET, True), (MISSED, False), (CUT_OFF, False)]
 
 
-async def said_over(client: AsyncEnvClient, actions: list) -> list[bool | None]:
-    """What every result of an episode says."""
+async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool | None]:
+    """Return the success in every result of an episode."""
     session, first = await client.open(seed=3)
     results = [first, *[await session.step(action) for action in actions]]
     await session.close()
@@ -40,26 +40,26 @@ async def said_over(client: AsyncEnvClient, actions: list) -> list[bool | None]:
 async def test_the_end_of_an_episode_says_it_and_nothing_before_does(wire, isolation):
     async with (
         running(GoalEnv, isolation=isolation) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         for actions, success in ENDINGS:
-            assert await said_over(client, actions) == [None] * len(actions) + [success]
+            assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
 
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_an_environment_that_says_nothing_is_not_given_a_word(wire):
     async with (
         running(CountingEnv) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
-        assert set(await said_over(client, MET)) == {None}
+        assert set(await play_and_collect(client, MET)) == {None}
 
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_steps_of_many_sessions_say_it_each_for_itself(wire):
     async with (
         running(GoalEnv) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         sessions = [(await client.open(seed=1))[0] for _ in range(3)]
         for number in range(5):
@@ -75,17 +75,17 @@ async def test_upstream_clients_find_it_in_the_metadata_of_the_last_observation(
         address = server.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/ws") as socket:
             await socket.send(json.dumps({"type": "reset", "data": {"seed": 3, "note": "k"}}))
-            told = [json.loads(await socket.recv())["data"]]
+            messages = [json.loads(await socket.recv())["data"]]
             for action in MET:
                 await socket.send(json.dumps({"type": "step", "data": action}))
-                told.append(json.loads(await socket.recv())["data"])
-        assert set(told[-1]) == {"observation", "reward", "done", "metadata"}
-        assert [data.get("metadata") for data in told] == [
+                messages.append(json.loads(await socket.recv())["data"])
+        assert set(messages[-1]) == {"observation", "reward", "done", "metadata"}
+        assert [data.get("metadata") for data in messages] == [
             {"note": "k"},
             *[None] * 4,
             {"success": True},
         ]
-        assert told[-1]["observation"]["metadata"] == {}
+        assert messages[-1]["observation"]["metadata"] == {}
 
 
 async def test_http_says_it_in_the_metadata_too():
@@ -105,14 +105,14 @@ async def test_a_client_that_knows_openenv_alone_reads_it_from_the_metadata(monk
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         for actions, success in ENDINGS:
-            assert await said_over(client, actions) == [None] * len(actions) + [success]
+            assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
 
 
 async def test_metadata_of_the_environment_stay_beside_it():
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
     for data in (orjson.loads(observation_frame(result))["data"], observation_payload(result)):
-        told = orjson.loads(orjson.dumps(data))
-        assert told["metadata"] == {"note": "k", "success": True}
+        message = orjson.loads(orjson.dumps(data))
+        assert message["metadata"] == {"note": "k", "success": True}
 
 
 async def test_a_peer_that_does_not_know_of_it_says_nothing():
@@ -127,7 +127,7 @@ async def test_a_recording_notes_it_and_a_replay_holds_the_environment_to_it(tmp
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         for actions, _ in ENDINGS:
-            await said_over(client, actions)
+            await play_and_collect(client, actions)
     episodes = list(read_recording(path))
     assert [episode.steps[-1].result.success for episode in episodes] == [True, False, False]
     async with open_client(GoalEnv) as client:

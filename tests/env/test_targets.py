@@ -1,4 +1,4 @@
-"""One string names an environment everywhere, and a wrong one says what is close."""
+"""Targets name environments, and an error suggests similar names."""
 
 import json
 import pickle
@@ -41,7 +41,7 @@ def test_a_target_makes_its_environment(target, options, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "kind", "said"),
+    ("target", "kind", "message"),
     [
         ("openspeil_env", NotFoundError, "did you mean 'openspiel_env'?"),
         ("tests.env.counting_env:CountingEnf", NotFoundError, "did you mean 'CountingEnv'?"),
@@ -58,10 +58,10 @@ def test_a_target_makes_its_environment(target, options, name):
         ("openenv:tests.env.counting_env", ConfigError, "the target must be like module:Class"),
     ],
 )
-def test_a_target_that_names_nothing_says_what_would(target, kind, said):
+def test_a_target_that_names_nothing_says_what_would(target, kind, message):
     with pytest.raises(kind) as raised:
         environment_factory(target, {})
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_options_that_the_environment_does_not_take_are_named():
@@ -94,10 +94,10 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
         "from ludus.env.targets.targets import environment_factory\n"
         "print(environment_factory('own_rules:make', {'label': 'mine'})().version)"
     )
-    found = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert found.stdout.strip() == "mine"
+    assert output.stdout.strip() == "mine"
 
 
 @pytest.mark.slow

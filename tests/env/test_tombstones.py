@@ -1,4 +1,4 @@
-"""What is remembered of sessions that are gone is bounded, in bytes as well as in number."""
+"""The records of ended sessions are limited in size and number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.proto.errors import SessionLostError
 CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
 
 
-def answer_of(num_bytes: int) -> EncodedResult:
+def make_result(num_bytes: int) -> EncodedResult:
     tensors = {"picture": np.zeros(num_bytes, np.uint8)}
     return EncodedResult(3, b"{}", b"", b"", None, True, False, tensors, None)
 
@@ -26,7 +26,7 @@ def test_the_oldest_answers_are_dropped_where_all_take_too_much_and_reasons_stay
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
     for name in ("a", "b", "c"):
-        tombstones.remember(name, CLOSED, answer_of(300))
+        tombstones.remember(name, CLOSED, make_result(300))
     for name in ("b", "c"):
         assert tombstones.recall(name, 3).step_index == 3
     with pytest.raises(SessionLostError, match="it was closed"):
@@ -39,7 +39,7 @@ def test_what_is_forgotten_makes_room(monkeypatch):
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_SESSIONS", 2)
     tombstones = Tombstones()
     for number in range(10):
-        tombstones.remember(str(number), CLOSED, answer_of(300))
+        tombstones.remember(str(number), CLOSED, make_result(300))
         assert tombstones.recall(str(number), 3).step_index == 3
     assert tombstones.recall("8", 3).step_index == 3
     assert len(tombstones) == 2
@@ -48,10 +48,10 @@ def test_what_is_forgotten_makes_room(monkeypatch):
 def test_an_answer_that_is_too_large_alone_is_not_kept(monkeypatch):
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
-    tombstones.remember("a", CLOSED, answer_of(2000))
+    tombstones.remember("a", CLOSED, make_result(2000))
     with pytest.raises(SessionLostError, match="it was closed"):
         tombstones.recall("a", 3)
-    tombstones.remember("b", CLOSED, answer_of(300))
+    tombstones.remember("b", CLOSED, make_result(300))
     assert tombstones.recall("b", 3).step_index == 3
 
 
@@ -66,9 +66,9 @@ class _Says:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_an_answer_that_is_kept_takes_about_the_room_of_its_bytes():
     transition = Transition(Observation(), info={"seen": "x" * 200})
-    before = resident_bytes()
+    initial_bytes = resident_bytes()
     kept = [encode_transition(transition, _Says(), step_index) for step_index in range(10_000)]
-    per_answer = (resident_bytes() - before) / len(kept)
+    per_answer = (resident_bytes() - initial_bytes) / len(kept)
     # Objects come on top of the bytes; with the ends that orjson cuts off it was 20 times.
     assert per_answer < 4 * kept[0].num_bytes
 

@@ -41,7 +41,7 @@ def spans(monkeypatch):
 
 
 class ListeningEnv(CountingEnv):
-    """Notes the request id under which it is stepped."""
+    """Records the request id of each step."""
 
     def step(self, action):
         SEEN_REQUEST_IDS.append(current_request_id())
@@ -63,12 +63,12 @@ async def test_the_servers_spans_continue_the_callers(factory, spans):
         "ludus.env/step",
         "ludus.env/reset",
     }
-    wanted = span.get_span_context()
+    expected = span.get_span_context()
     for name in ("open", "step", "reset"):
-        found = finished[f"ludus.env/{name}"]
-        assert found.context.trace_id == wanted.trace_id
-        assert found.parent.span_id == wanted.span_id
-        assert found.kind is trace.SpanKind.SERVER
+        traces = finished[f"ludus.env/{name}"]
+        assert traces.context.trace_id == expected.trace_id
+        assert traces.parent.span_id == expected.span_id
+        assert traces.kind is trace.SpanKind.SERVER
 
 
 async def test_a_request_id_reaches_the_environment():
@@ -96,7 +96,7 @@ async def test_the_synchronous_client_carries_what_its_callers_thread_has():
     assert SEEN_REQUEST_IDS == ["r-4", ""]
 
 
-async def test_calls_at_once_keep_their_request_ids_apart():
+async def test_concurrent_calls_keep_their_request_ids():
     async def step(session, name):
         with request_id(name):
             await session.step({"add": 1})

@@ -1,6 +1,6 @@
-"""What ends a worker process, or never returns: where, on which host, over which wire.
+"""Calls that end a worker process or never return, on every host and over every wire.
 
-Its caller is told with a code within the limits, its place is free again, and another session
+The caller gets an error code in time, the slot is freed, and another session
 gets a worker at once. Inline the server itself ends, and says so by its exit code.
 """
 
@@ -21,8 +21,8 @@ from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import EnvError
 from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import CRASH, EXIT, FILL_DISK, HANG, HOSTS, Phase, factory_in
-from tests.env.polling import eventually, limit_steps, settled
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.polling import eventually, limit_steps, wait_for_sessions
+from tests.env.served import WIRES, running, server_address, server_process
 from tests.env.test_unruly_table import AGREED, Neighbour, done, http_outcome
 
 pytestmark = pytest.mark.slow
@@ -33,20 +33,20 @@ CODES = {HANG: "TIMEOUT", EXIT: "SESSION_LOST", CRASH: "SESSION_LOST", FILL_DISK
 LIMIT_S = 2.0
 NO_LIMIT_S = 60.0
 WITHIN_S = 60.0
-"""Whatever it does."""
+"""Description for every kind of misbehavior."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> Iterator[None]:
-    """Workers that end are logged each, and here by the hundred."""
+    """Disable the log of ended workers, which would have hundreds of lines here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 @asynccontextmanager
-async def served(host: str, folder: Path) -> AsyncIterator[EnvServer]:
-    """With a worker for each of the sessions that run at once."""
+async def open_server(host: str, folder: Path) -> AsyncIterator[EnvServer]:
+    """Start a server with a worker for each concurrent session."""
     factory, options = factory_in(folder, host)
     if "num_workers" in options:
         options = options | {"num_workers": len(PHASES) + 1}
@@ -56,13 +56,13 @@ async def served(host: str, folder: Path) -> AsyncIterator[EnvServer]:
 
 
 async def workers_ready(server: EnvServer) -> None:
-    """Wait until no two of the sessions that are opened next share a worker."""
+    """Wait until the next sessions will each have their own worker."""
     host = server.core.host
     num_wanted = len(PHASES) + 1 if host.shares_workers else 1
     await eventually(lambda: len(host.ready_workers) >= num_wanted)
 
 
-async def code_of(session: AsyncSession, phase: Phase, deed: str) -> str:
+async def call_code(session: AsyncSession, phase: Phase, deed: str) -> str:
     try:
         await asyncio.wait_for(done(session, phase, deed), WITHIN_S)
     except EnvError as error:
@@ -70,7 +70,7 @@ async def code_of(session: AsyncSession, phase: Phase, deed: str) -> str:
     return AGREED
 
 
-def expected_of(phase: Phase, deed: str, wire: str) -> str:
+def expected_code(phase: Phase, deed: str, wire: str) -> str:
     if phase is Phase.CLOSE:
         return AGREED
     if (phase, deed, wire) == (Phase.TOOL, HANG, "http"):
@@ -78,15 +78,18 @@ def expected_of(phase: Phase, deed: str, wire: str) -> str:
     return CODES[deed]
 
 
-async def told_of(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
-    """What the callers of sessions that do it, each in a phase of its own, are told."""
+async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
+    """Return the error codes of sessions that do the deed, one per phase."""
     await workers_ready(server)
     host = server.core.host
     num_ended = host.num_ended + len(PHASES)
     sessions = [(await client.open(seed=1))[0] for _ in PHASES]
     if deed == HANG:
         limit_steps(server.core, LIMIT_S)
-    calls = (code_of(one, phase, deed) for one, phase in zip(sessions, PHASES, strict=True))
+    calls = (
+        call_code(call_phase, phase, deed)
+        for call_phase, phase in zip(sessions, PHASES, strict=True)
+    )
     codes = await asyncio.gather(*calls)
     if host.shares_workers:  # else one that closes could take the next session with it
         await eventually(lambda: host.num_ended == num_ended)
@@ -98,10 +101,10 @@ async def told_of(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[
 async def beside_a_neighbour(
     host: str, wire: str, folder: Path
 ) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbour]]:
-    """A server whose workers are ready, a client, and a session that must notice nothing."""
+    """Open a server with ready workers, a client, and a session that must not be affected."""
     async with (
-        served(host, folder) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        open_server(host, folder) as server,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         await workers_ready(server)
         session, _ = await client.open(seed=0)
@@ -109,7 +112,7 @@ async def beside_a_neighbour(
 
 
 async def plays(client: AsyncEnvClient) -> bool:
-    """True when a new session does as it should."""
+    """Return True if a new session works."""
     session, _ = await client.open(seed=2)
     total = (await session.step({"add": 2})).observation["total"]
     await session.close()
@@ -123,11 +126,14 @@ async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
 ):
     async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
-            found = await told_of(server, client, deed)
-            assert (deed, found) == (deed, {one: expected_of(one, deed, wire) for one in PHASES})
-            await settled(server.core, 1)
+            outcomes = await collect_codes(server, client, deed)
+            assert (deed, outcomes) == (
+                deed,
+                {call_phase: expected_code(call_phase, deed, wire) for call_phase in PHASES},
+            )
+            await wait_for_sessions(server.core, 1)
             assert await neighbour.plays_on() and await plays(client)
-            await settled(server.core, 1)
+            await wait_for_sessions(server.core, 1)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -145,36 +151,36 @@ async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
             (tmp_path / "build").unlink()
             limit_steps(server.core, NO_LIMIT_S)
             assert (deed, refused.value.code) == (deed, code)
-            await settled(server.core, 1)
+            await wait_for_sessions(server.core, 1)
             assert await neighbour.plays_on() and await plays(client)
-            await settled(server.core, 1)
+            await wait_for_sessions(server.core, 1)
 
 
 @pytest.mark.parametrize("host", WORKER_HOSTS)
 async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path):
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
     async with (
-        served(host, tmp_path) as server,
+        open_server(host, tmp_path) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
         for deed, code in CODES.items():
             limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
-            status, told, said = await http_outcome(http, deed)
-            assert (deed, status, told) == (deed, statuses[code], code)
-            assert said["error"]["data"]["code"] == code
+            status, reply_code, mcp_reply = await http_outcome(http, deed)
+            assert (deed, status, reply_code) == (deed, statuses[code], code)
+            assert mcp_reply["error"]["data"]["code"] == code
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_inline_an_exit_is_the_servers_and_its_clients_are_told(wire: str, tmp_path: Path):
+async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path):
     with server_process(tmp_path, "--unruly") as server:
-        address = address_of(server, wire)
+        address = server_address(server, wire)
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(reconnect_timeout_s=0.5)
         ) as client:
             session, _ = await client.open(seed=1)
-            with pytest.raises(EnvError) as told:
+            with pytest.raises(EnvError) as reply_code:
                 await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), WITHIN_S)
-            assert told.value.code in ("UNAVAILABLE", "SESSION_LOST")
+            assert reply_code.value.code in ("UNAVAILABLE", "SESSION_LOST")
         assert await asyncio.to_thread(server.process.wait) == 7
 
 
@@ -187,10 +193,10 @@ async def test_a_server_whose_workers_keep_ending_says_so_and_heals(tmp_path: Pa
         asyncio.timeout(120),
     ):
         (tmp_path / "build").write_text(EXIT)
-        while (said := await http.get("/readyz")).status_code == 200:
+        while (mcp_reply := await http.get("/readyz")).status_code == 200:
             with contextlib.suppress(EnvError):
                 await client.open(seed=1)
-        assert said.status_code == 503 and "exit code 7" in said.json()["status"]
+        assert mcp_reply.status_code == 503 and "exit code 7" in mcp_reply.json()["status"]
         (tmp_path / "build").unlink()
         while (await http.get("/readyz")).status_code == 503:
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What an environment does wrong, where, and on which host: its own caller alone is told.
+"""Misbehavior of environments, by phase and host: only the session's own caller gets an error.
 
 Every row is one deed in one phase. The session in which it happens gets its error and plays on;
 another session of the same server, opened before, notices nothing.
@@ -18,14 +18,14 @@ import pytest
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.errors import EnvError
 from tests.env.misbehaving_env import HARMLESS, HOSTS, RAISES, STRANGE, Phase, factory_in
-from tests.env.polling import eventually, settled
-from tests.env.served import WIRES, address_of, running
+from tests.env.polling import eventually, wait_for_sessions
+from tests.env.served import WIRES, running, server_address
 
 pytestmark = pytest.mark.slow
 
 
 def deeds_on(host: str) -> list[str]:
-    """What nobody but the caller may notice there; a fork of the server is a matter of its own."""
+    """Return the deeds that may only affect the caller; inline, forks are tested elsewhere."""
     is_isolated = "isolation" in HOSTS[host][1]
     return [*RAISES, *(deed for deed in HARMLESS if is_isolated or not deed.startswith("fork"))]
 
@@ -40,25 +40,25 @@ def rows_on(host: str) -> list[tuple[Phase, str]]:
 
 
 AGREED = "no error"
-"""What its caller is told of a close, whose session is gone either way, and of what is harmless."""
+"""Outcome of a close, which always succeeds, and of harmless deeds."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> Iterator[None]:
-    """What is raised here cannot be encoded, nor sent to whoever collects the reports of tests."""
+    """Disable logging, because pytest-xdist cannot send some of the errors raised here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 async def done(session: AsyncSession, phase: Phase, deed: str) -> None:
-    """Make the session do it."""
-    told = {"deed": deed, "phase": phase}
+    """Let the session do the deed."""
+    step_arguments = {"deed": deed, "phase": phase}
     match phase:
         case Phase.RESET:
-            await session.reset(options=told)
+            await session.reset(options=step_arguments)
         case Phase.STATE | Phase.TOOL | Phase.PARSE:
-            await session.step({"add": 1, **told})
+            await session.step({"add": 1, **step_arguments})
             if phase is Phase.STATE:
                 await session.state()
             elif phase is Phase.TOOL:
@@ -66,29 +66,29 @@ async def done(session: AsyncSession, phase: Phase, deed: str) -> None:
             else:
                 await session.step("ADD")
         case Phase.CLOSE:
-            await session.step({"add": 1, **told})
+            await session.step({"add": 1, **step_arguments})
             await session.close()
         case _:
-            await session.step({"add": 1, **told})
+            await session.step({"add": 1, **step_arguments})
 
 
 class Neighbour:
-    """Somebody else's session on the same server."""
+    """Another session on the same server."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
         self._total = 0
 
     async def plays_on(self) -> bool:
-        """True when its next step follows its last one."""
+        """Return True if the next step continues the episode."""
         self._total += 1
         return (await self._session.step({"add": 1})).observation["total"] == self._total
 
 
-async def outcome_of(
+async def play_deed(
     client: AsyncEnvClient, neighbour: Neighbour, phase: Phase, deed: str
 ) -> tuple[str, str, bool]:
-    """What its caller is told, whether the session plays on, and whether the neighbour does."""
+    """Return the caller's code, the session's next total, and whether the neighbor continues."""
     session, _ = await client.open(seed=1)
     code = AGREED
     try:
@@ -103,12 +103,12 @@ async def outcome_of(
     return code, plays_on, await neighbour.plays_on()
 
 
-def expected_of(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
+def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool]:
     if phase is Phase.CLOSE:
         return AGREED, "ended", True
     if deed in HARMLESS:
         return AGREED, "2", True
-    # OpenEnv's observations for tools have an error of their own, and no code.
+    # OpenEnv's observations for tools have an error field without a code.
     is_tool = phase is Phase.TOOL and wire == "http"
     return ("TOOL_ERROR" if is_tool else "EXECUTION_ERROR"), "2", True
 
@@ -120,15 +120,15 @@ async def test_what_an_environment_does_wrong_is_an_error_of_its_own_session(
 ):
     factory, options = factory_in(tmp_path, host)
     async with running(factory, **options) as server:
-        address = address_of(server, wire)
+        address = server_address(server, wire)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=0)
             neighbour = Neighbour(session)
-            found = {
-                row: await asyncio.wait_for(outcome_of(client, neighbour, *row), 60)
+            outcome = {
+                row: await asyncio.wait_for(play_deed(client, neighbour, *row), 60)
                 for row in rows_on(host)
             }
-    assert found == {row: expected_of(*row, wire) for row in rows_on(host)}
+    assert outcome == {row: expected_outcome(*row, wire) for row in rows_on(host)}
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -137,10 +137,10 @@ async def test_an_environment_that_cannot_be_built_is_an_error_of_the_open_alone
     host: str, wire: str, tmp_path: Path
 ):
     factory, options = factory_in(tmp_path, host)
-    found = {}
+    outcome = {}
     async with (
         running(factory, **options) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, _ = await client.open(seed=0)
         neighbour = Neighbour(session)
@@ -149,32 +149,32 @@ async def test_an_environment_that_cannot_be_built_is_an_error_of_the_open_alone
             with pytest.raises(EnvError) as refused:
                 await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
-            found[deed] = (refused.value.code, await neighbour.plays_on())
+            outcome[deed] = (refused.value.code, await neighbour.plays_on())
         for deed in set(deeds_on(host)) - set(RAISES):
             (tmp_path / "build").write_text(deed)
             session, _ = await asyncio.wait_for(client.open(seed=1), 60)
             (tmp_path / "build").unlink()
             await session.close()
             assert await neighbour.plays_on()
-        await settled(server.core, 1)
-    assert found == dict.fromkeys(RAISES, ("FACTORY_ERROR", True))
+        await wait_for_sessions(server.core, 1)
+    assert outcome == dict.fromkeys(RAISES, ("FACTORY_ERROR", True))
 
 
 async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
-    """Status and code of a step over HTTP, and what MCP says of the same step."""
+    """Return status and code of a step over HTTP, and the reply over MCP."""
     action = {"add": 1, "deed": deed, "phase": Phase.STEP}
     plain = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
     answer = await http.post("/step", json={"action": action}, headers={"x-session-id": plain})
     begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
     ticket = (await http.post("/mcp", json=begin)).headers["mcp-session-id"]
-    said: Any = None
+    reply: Any = None
     for name, arguments in (("start_episode", {}), ("take_action", action)):
         call = {"name": name, "arguments": arguments}
         request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
-        said = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
+        reply = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
     await http.delete("/mcp", headers={"mcp-session-id": ticket})
     await http.post("/close", headers={"x-session-id": plain})
-    return answer.status_code, answer.json()["detail"]["code"], said
+    return answer.status_code, answer.json()["detail"]["code"], reply
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
@@ -185,9 +185,9 @@ async def test_over_http_and_mcp_it_is_an_error_with_the_same_code(host: str, tm
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
     ):
         for deed in (*RAISES, *STRANGE[Phase.STEP]):
-            status, code, said = await http_outcome(http, deed)
+            status, code, reply = await http_outcome(http, deed)
             assert (deed, status, code) == (deed, 500, "EXECUTION_ERROR")
-            result = said["result"]
+            result = reply["result"]
             assert result["isError"] and "EXECUTION_ERROR" in result["content"][0]["text"]
 
 

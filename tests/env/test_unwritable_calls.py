@@ -9,7 +9,7 @@ from ludus.env.client import AsyncEnvClient, Reset
 from ludus.proto.errors import InvalidCallError
 from tests.env.counting_env import CountAction
 from tests.env.legacy_server import legacy_server
-from tests.env.served import WIRES, address_of, running
+from tests.env.served import WIRES, running, server_address
 from tests.env.tool_env import ToolEnv
 
 LONG = 2**70
@@ -52,7 +52,7 @@ async def refusals(address: str) -> list[str]:
 
 async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
     async with running(ToolEnv) as server:
-        grpc, http = [await refusals(address_of(server, wire)) for wire in WIRES]
+        grpc, http = [await refusals(server_address(server, wire)) for wire in WIRES]
     assert grpc == http
     assert "an action must be plain JSON" in grpc[0]
     assert "Integer exceeds 64-bit range" in grpc[0]
@@ -62,7 +62,7 @@ async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
 async def test_numbers_of_numpy_travel_as_numbers(wire):
     async with (
         running(ToolEnv) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+        await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         session, first = await client.open(seed=np.int64(3), options={"start": np.int64(4)})
         assert first.observation["total"] == 4

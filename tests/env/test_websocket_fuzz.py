@@ -17,7 +17,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ErrorCode
 from tests.env.counting_env import CountingEnv
-from tests.env.polling import eventually, settled
+from tests.env.polling import eventually, wait_for_sessions
 from tests.env.served import running
 from tests.env.served_app import core_of, serving
 from tests.env.tool_env import ToolEnv
@@ -163,7 +163,7 @@ async def until_empty_but_created(server, sent) -> None:
     """Sessions that MCP calls created on purpose stay; all others are gone."""
     if any("openenv/session/create" in str(message) for message in sent):
         return
-    await settled(server.core, 0)
+    await wait_for_sessions(server.core, 0)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ async def test_a_message_beyond_the_bound_closes_its_connection_only():
             await socket.send(['{"type":"', *["x" * 1024 * 1024] * 17])
             await socket.recv()
         assert socket.close_code == 1009
-        await settled(core, 0)
+        await wait_for_sessions(core, 0)
 
 
 HANDSHAKE = (
@@ -257,7 +257,7 @@ async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_dro
                         await drop_a_socket(host, int(port), generator)
 
             await asyncio.gather(*(drop_many() for _ in range(num_at_once)))
-            await settled(server.core, 0)
+            await wait_for_sessions(server.core, 0)
         assert server.core.counts.num_opened > num_drops / 3
         await eventually(lambda: num_connections() < 50)  # they end with their clients
 

@@ -10,7 +10,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import settled
+from tests.env.polling import wait_for_sessions
 from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
@@ -181,7 +181,7 @@ async def test_a_dropped_connection_leaves_no_session(factory):
         socket = await socket_to(server)
         await ask(socket, {"type": "reset"})
         socket.transport.abort()
-        await settled(server.core, 0)
+        await wait_for_sessions(server.core, 0)
 
 
 def request(server, path: str, body=None, method: str | None = None):

@@ -1,4 +1,4 @@
-"""How a worker process ended is told as it was, on a slow machine too."""
+"""The reason of a worker's exit is reported correctly, even on a slow machine."""
 
 import asyncio
 import os

@@ -48,7 +48,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
-def children_of(pid: int) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -73,8 +73,8 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
     with running(*BLACKJACK, "--servers", "2") as (process, address):
-        await eventually(lambda: len(children_of(process.pid)) == 2)
-        children = children_of(process.pid)
+        await eventually(lambda: len(child_processes(process.pid)) == 2)
+        children = child_processes(process.pid)
         async with await AsyncEnvClient.connect(address) as client:
             session, first = await client.open(seed=3)
             assert first.text is not None

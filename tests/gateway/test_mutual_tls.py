@@ -13,7 +13,7 @@ from ludus.proto.config.environment import ClientTls, RemoteEnvironment
 from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.trainer.setup.environments import make_connect_options
-from tests.env.served import address_of, running
+from tests.env.served import running, server_address
 from tests.gateway.gateways import FAST, NAME, served
 
 WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
@@ -71,7 +71,7 @@ async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
     wire: str, server_files: Files, client_files: Files
 ) -> None:
     async with running(**asking(server_files)) as server:
-        address, name = address_of(server, wire), "servers.example"
+        address, name = server_address(server, wire), "servers.example"
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(server_name=name, **client_files.shown)
         ) as client:

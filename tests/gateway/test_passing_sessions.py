@@ -8,7 +8,7 @@ import pytest
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached, eventually
+from tests.env.polling import detached_sessions, eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import env_server, gateway_to, sessions_of
 
@@ -37,7 +37,7 @@ async def call(stream: RawStream, session_id: str) -> None:
 
 def lingers(server, session_id: str) -> bool:
     """Whether the session ends unless somebody calls it."""
-    return session_id in detached(server.core)
+    return session_id in detached_sessions(server.core)
 
 
 @FACTORIES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.env.processes import children_of
+from tests.env.processes import child_processes
 from tests.soak.memory import Sample, sample
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 def workers_of(server: Member) -> list[int]:
     """The worker processes of a server, without the keepers of their namespaces."""
-    children = [pid for fork in children_of(server.pid) for pid in children_of(fork)]
+    children = [pid for fork in child_processes(server.pid) for pid in child_processes(fork)]
     return sorted(pid for pid in children if not _is_first_of_namespace(pid))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import RateLimitError
-from tests.env.processes import children_of
+from tests.env.processes import child_processes
 from tests.soak.book import Book, LostSession, Place
 from tests.soak.census import REPORT_S, Census
 from tests.soak.faults import Saboteur
@@ -270,7 +270,7 @@ class Soak:
             if not server.is_kept or name.startswith("inline"):
                 continue
             known = next((p for p, one in self.fork_servers.items() if one.member == name), None)
-            if known is None and (children := children_of(server.pid)):
+            if known is None and (children := child_processes(server.pid)):
                 known = children[0]
                 self.fork_servers[known] = Lifetime(name, known, time.monotonic())
             taken = None if known is None else sample(known, time.monotonic())
