@@ -67,7 +67,7 @@ class LearnerGroup:
         answers = self._all("answer", self._token)
         await while_waiting(self._placement, answers, refuse=False)
         if self._token is not None:
-            await asyncio.to_thread(self._token.check_answers, config.num_ranks)
+            await asyncio.to_thread(self._token.check_replies, config.num_ranks)
         [address] = await self._call("rendezvous", self._ranks[:1])
         await self._all("start", address, len(self._ranks), spec, weights)
 
