@@ -16,7 +16,7 @@ from tests.env.polling import busy, detached_sessions, eventually, wait_for_sess
 from tests.env.served import running
 
 
-async def test_every_call_of_a_detached_session_attaches_it_but_no_open_detach_or_empty_call(
+async def test_calls_attach_a_detached_session(
     tmp_path,
 ):
     core = SessionCore(make_local_host(CountingEnv))
@@ -52,7 +52,7 @@ class Line:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(factory, core_clock):
+async def test_lingering_session_ends_after_its_second_connection(factory, core_clock):
     async with running(factory) as server:
         first, second = Line(server), Line(server)
         opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
@@ -68,9 +68,7 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         assert "60 s ago" in server.core.find_tombstone(session_id).reason
 
 
-async def test_a_step_under_way_at_its_clients_death_does_not_keep_the_session(
-    tmp_path, core_clock
-):
+async def test_running_step_of_a_dead_client_does_not_keep_its_session(tmp_path, core_clock):
     gate = Gate(tmp_path)
     async with running(gate.factory) as server:
         line = Line(server)

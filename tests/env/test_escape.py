@@ -161,7 +161,7 @@ async def test_no_environment_variables_of_others_can_be_read(target):
 
 
 @pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
-async def test_no_other_process_can_be_looked_into(target, entry):
+async def test_other_processes_cannot_be_inspected(target, entry):
     async with sessions_on(target, 2) as (session, other):
         for pid in (target.pid, target.fork_server, await worker_pid(other), os.getpid()):
             report = await run(
@@ -212,7 +212,7 @@ async def test_files_outside_can_neither_be_read_nor_written(target):
         assert report.get("error") in DENIED
 
 
-async def test_what_a_worker_starts_is_confined_too(target):
+async def test_child_processes_of_a_worker_are_confined(target):
     code = """
         import subprocess
         def run(*command):
@@ -232,7 +232,7 @@ async def test_what_a_worker_starts_is_confined_too(target):
         assert outputs == ["", "", "", "", "alive\n"]
 
 
-async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
+async def test_worker_folder_is_removed_with_the_worker(target):
     code = """
         import subprocess, tempfile
         with tempfile.NamedTemporaryFile("w", delete=False) as file:
@@ -266,7 +266,7 @@ def without_layer(target: Target, layer: Layer) -> bool:
         "os.chmod(os.path.dirname(os.environ['TMPDIR']), 0)",
     ],
 )
-async def test_what_is_known_of_files_outside_stays_as_it_was(target, change):
+async def test_metadata_of_files_outside_cannot_be_changed(target, change):
     if without_layer(target, Layer.READ_ONLY):
         pytest.skip("mounts are shared here")
     async with a_session(target) as session:
@@ -278,7 +278,7 @@ async def test_what_is_known_of_files_outside_stays_as_it_was(target, change):
         await run_for_result(session, f"{use_own_folder}; result = 1")
 
 
-async def test_a_worker_inherits_its_own_connection_alone(target):
+async def test_worker_inherits_only_its_connection(target):
     code = """
         result = []
         for one in range(3, 256):
@@ -333,7 +333,7 @@ async def test_no_signal_reaches_another_process(target):
         "os.sched_setaffinity(pid, {0})",
     ],
 )
-async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed):
+async def test_limits_of_other_processes_cannot_be_set(target, deed):
     use_own_folder = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -348,7 +348,7 @@ async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed)
         await run_for_result(session, use_own_folder)
 
 
-async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(target):
+async def test_background_processes_end_with_their_worker(target):
     code = """
         import subprocess
         program = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(float(61.5))"
@@ -366,7 +366,7 @@ async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(
         await eventually(lambda: not marked_pids())
 
 
-async def test_privileges_cannot_be_had_nor_regained(target):
+async def test_privileges_cannot_be_gained(target):
     code = """
         import subprocess
         status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
@@ -378,7 +378,7 @@ async def test_privileges_cannot_be_had_nor_regained(target):
         assert int(status["NoNewPrivs"]) == 1
 
 
-async def test_the_rest_of_the_machine_works_as_ever(target):
+async def test_usual_libraries_work_in_the_sandbox(target):
     code = """
         import ctypes, decimal, socket, ssl, threading, xml.dom.minidom
         from concurrent.futures import ThreadPoolExecutor
@@ -399,7 +399,7 @@ def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     return running(CodeEnv, isolation=isolation, **options)
 
 
-async def test_paths_that_are_named_are_open(tmp_path):
+async def test_allowed_paths_are_accessible(tmp_path):
     notes, data, results = (tmp_path / name for name in ("notes.txt", "data", "results"))
     notes.write_text("by an option")
     data.mkdir()
@@ -436,7 +436,7 @@ async def test_a_folder_beyond_its_limit_ends_its_worker():
                     await asyncio.sleep(0.01)
 
 
-async def test_workers_have_a_network_unless_it_is_taken_from_them():
+async def test_workers_have_a_network_unless_disabled():
     code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
     for is_open, options in ((True, {}), (False, {"no_network": True})):
         server = code_server(**options)
@@ -454,7 +454,7 @@ async def test_workers_have_a_network_unless_it_is_taken_from_them():
             await server.stop()
 
 
-async def test_layers_are_metrics_and_may_be_required():
+async def test_layers_are_reported_as_metrics_and_can_be_required():
     async with code_server() as server:
         async with httpx.AsyncClient(base_url=server.http_address, timeout=60) as client:
             text = (await client.get("/metrics")).text

@@ -41,13 +41,13 @@ def sent(name: FactoryName) -> FactoryName:
         partial(partial(CountingEnv)),
     ],
 )
-def test_a_named_factory_is_found_again(factory):
+def test_named_factory_is_resolved(factory):
     name = sent(name_factory(factory))
     assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
-def test_options_travel_with_the_name_the_outer_ones_first():
+def test_name_contains_options_and_outer_options_win():
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
     name = sent(name_factory(factory))
     with pytest.raises(RuntimeError, match="outer"):
@@ -75,7 +75,7 @@ def test_a_class_within_a_class_is_named_by_its_path():
         (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
     ],
 )
-def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, message):
+def test_factory_without_a_name_is_refused_with_a_remedy(factory, message):
     with pytest.raises(ConfigError, match=message):
         name_factory(factory)
 

@@ -31,7 +31,7 @@ def test_fields_are_shown_one_a_line_and_the_question_once() -> None:
     assert text.content({"pixels": "0" * 5000}, first=False).endswith("... (1000 more characters)")
 
 
-def test_legal_actions_are_the_answers_and_others_are_none() -> None:
+def test_only_legal_actions_are_parsed() -> None:
     text = FieldsText("Row", MOVE)
     assert text.legal_answers(SEEN) == ["1", "4"]
     assert text.action(" 4 ", SEEN) == text.action('{"action_id": 4}', SEEN) == {"action_id": 4}
@@ -41,7 +41,7 @@ def test_legal_actions_are_the_answers_and_others_are_none() -> None:
     assert text.action("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
 
 
-def test_a_field_of_text_takes_any_words_and_one_of_few_values_those() -> None:
+def test_text_field_accepts_any_text_and_enum_only_its_values() -> None:
     talk = make_text("string")
     assert talk.action("Hello, 4!", {}) == {"said": "Hello, 4!"}
     assert talk.legal_answers({}) == []

@@ -86,7 +86,7 @@ async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_p
         assert (await session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_who_waits_behind_calls_that_hang_is_not_taken_for_one_of_them(tmp_path: Path):
+async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Path):
     async with hanging(tmp_path, num_threads=1) as served:
         innocent, _ = await served.client.open(seed=0)
         guilty, _ = await served.client.open(seed=1)
@@ -122,7 +122,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         assert served.server.core.is_stuck
 
 
-async def test_the_watchdog_ends_what_only_another_process_could_serve():
+async def test_watchdog_stops_a_stuck_process():
     ended, unavailable_reason = threading.Event(), [""]
     errors: list[str] = []
 
@@ -139,7 +139,7 @@ async def test_the_watchdog_ends_what_only_another_process_could_serve():
 
 
 @pytest.mark.slow
-async def test_a_step_that_keeps_the_event_loop_ends_the_server_with_a_code(tmp_path: Path):
+async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path):
     with server_process(tmp_path, "--unruly", "--step-timeout-s", "1") as server:
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             session, _ = await client.open(seed=1)

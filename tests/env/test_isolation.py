@@ -142,7 +142,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
     ],
 )
-async def test_a_step_that_ends_its_process_says_how(isolation, deed, message):
+async def test_step_that_ends_its_process_is_explained(isolation, deed, message):
     async with (
         worker_server(isolation=isolation, memory_limit_mb=300) as server,
         connect_to(server) as client,
@@ -213,7 +213,7 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
         assert (await session.step(ADD_1)).reward == 1.0
 
 
-async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
+async def test_child_processes_die_with_a_killed_worker(isolation):
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         worker = await read_pid(session)
@@ -240,7 +240,7 @@ async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
         assert core.load.num_sessions == 1
 
 
-async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting(gate):
+async def test_slow_environment_in_a_pool_delays_no_other_session(gate):
     async with (
         worker_server(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
         connect_to(server) as client,
@@ -255,7 +255,7 @@ async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting(gate):
         assert (await slow_step).reward == 98.0
 
 
-async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
+async def test_sessions_survive_the_fork_server(isolation):
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
         first = worker_host(server).fork_server_pid
@@ -273,7 +273,7 @@ async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
     await eventually(lambda: not any(map(lives, pids)))
 
 
-async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
+async def test_open_succeeds_when_its_fork_server_dies(isolation):
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         host = worker_host(server)
         await open_many(client, 1)
@@ -294,7 +294,7 @@ async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
 # -- slots -----------------------------------------------------------------------------
 
 
-async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation):
+async def test_no_slot_leaks_after_200_opens_and_kills(isolation):
     generator = random.Random(0)
     max_sessions = 12
     async with (
@@ -333,7 +333,7 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))
 
 
-async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isolation, tmp_path):
+async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(isolation, tmp_path):
     factory = partial(die_from_the_second_on, folder=str(tmp_path))
     async with (
         worker_server(factory, isolation, allow_write=(tmp_path,)) as server,
@@ -369,7 +369,7 @@ async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory
         await worker_server(factory).start()
 
 
-async def test_a_memory_limit_below_what_a_worker_begins_with_is_refused():
+async def test_memory_limit_below_initial_memory_is_refused():
     with pytest.raises(ConfigError, match="memory_limit_mb must be at least"):
         await worker_server(memory_limit_mb=20).start()
 
@@ -410,7 +410,7 @@ async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
         await client.close()
 
 
-async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path):
+async def test_terminal_interrupt_does_not_reach_workers(isolation, tmp_path):
     arguments = ("--unruly", "--isolation", isolation)
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
@@ -470,7 +470,7 @@ async def test_workers_do_not_share_their_global_random_state(isolation):
             assert len({luck[index] for luck in lucks.values()}) == len(lucks)
 
 
-async def test_a_group_begins_alike_across_workers(isolation):
+async def test_group_has_equal_first_observations_across_workers(isolation):
     async with worker_server(isolation=isolation) as server:
         opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
         assert len({candidate.first.observation_json for candidate in opened}) == 1

@@ -86,7 +86,7 @@ async def test_objects_of_an_error_are_freed_after_it_is_sent(wire, factory, res
         await eventually(lambda: returned() is None, within_s=10.0)
 
 
-async def test_an_environment_is_let_go_with_its_session(wire, factory):
+async def test_environment_is_freed_with_its_session(wire, factory):
     async with (
         running(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,

@@ -43,7 +43,7 @@ async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
     assert killed.exit.code == -9
 
 
-async def test_many_at_once_are_told_apart_and_of_much_output_the_end_is_kept(
+async def test_concurrent_programs_and_long_output(
     host: ProgramHost,
 ) -> None:
     results = await asyncio.gather(*(run(host, f"echo {number}") for number in range(24)))
@@ -52,7 +52,7 @@ async def test_many_at_once_are_told_apart_and_of_much_output_the_end_is_kept(
     assert len(much.output) == MAX_OUTPUT_BYTES and much.output.endswith("y\nend\n")
 
 
-async def test_each_has_a_folder_of_its_own_that_goes_with_it(host: ProgramHost) -> None:
+async def test_program_folder_is_removed_with_the_program(host: ProgramHost) -> None:
     result, other = [
         await run(host, 'echo "$HOME"; echo kept > "$HOME/file"; cat "$HOME"/*') for _ in range(2)
     ]
@@ -60,13 +60,13 @@ async def test_each_has_a_folder_of_its_own_that_goes_with_it(host: ProgramHost)
     assert not Path(result.output.splitlines()[0]).exists()
 
 
-async def test_whatever_it_has_started_ends_with_it(host: ProgramHost) -> None:
+async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
     ended = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
     assert ended.exit.code == 0
     assert not [result for result in commands() if "31337" in result]
 
 
-async def test_a_call_that_is_given_up_ends_its_program(host: ProgramHost) -> None:
+async def test_cancelled_call_kills_its_program(host: ProgramHost) -> None:
     running = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
     while sum("31338" in result for result in commands()) < 2:
         await asyncio.sleep(0.05)
@@ -79,7 +79,7 @@ async def test_a_call_that_is_given_up_ends_its_program(host: ProgramHost) -> No
     pytest.fail("a process outlives the call that started it")
 
 
-async def test_programs_end_with_the_process_that_wanted_them(tmp_path: Path) -> None:
+async def test_programs_end_with_their_caller(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(
         "import asyncio, os\n"
@@ -115,9 +115,7 @@ async def test_failed_starts_and_a_dead_launcher_are_reported(
 
 
 @pytest.mark.parametrize("confinement", ["offered"])
-async def test_it_reads_what_it_is_given_and_nothing_else(
-    confinement: Confinement, tmp_path: Path
-) -> None:
+async def test_program_reads_only_allowed_paths(confinement: Confinement, tmp_path: Path) -> None:
     (tmp_path / "given").write_text("given\n")
     (tmp_path / "kept").write_text("secret\n")
     async with ProgramHost(confinement) as host:

@@ -67,7 +67,7 @@ async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(t
     assert sessions.num_running == 0
 
 
-async def test_a_reset_without_a_seed_gets_one_that_is_written(tmp_path):
+async def test_reset_without_a_seed_records_a_seed(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl", first_seed=11)
     for _ in range(2):
         await play(sessions, [DONE])
@@ -131,7 +131,7 @@ async def test_concurrent_sessions_do_not_mix(tmp_path):
         assert len(episode.steps) == 2
 
 
-async def test_a_full_file_is_set_aside_and_nothing_is_lost(tmp_path):
+async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
     for seed in range(12):
         await play(sessions, [DONE], seed=seed)
@@ -141,7 +141,7 @@ async def test_a_full_file_is_set_aside_and_nothing_is_lost(tmp_path):
     assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
 
 
-async def test_an_episode_without_an_end_is_cut_instead_of_filling_memory(tmp_path):
+async def test_endless_episode_is_cut(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
@@ -153,7 +153,7 @@ async def test_an_episode_without_an_end_is_cut_instead_of_filling_memory(tmp_pa
     assert "too long" in episode.end_reason
 
 
-async def test_what_is_kept_of_all_episodes_is_bounded_and_the_longest_is_written_first(tmp_path):
+async def test_memory_of_running_episodes_is_limited(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
@@ -170,7 +170,7 @@ async def test_what_is_kept_of_all_episodes_is_bounded_and_the_longest_is_writte
     assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")
 
 
-async def test_what_a_reset_is_given_counts_as_well(tmp_path):
+async def test_reset_options_count_towards_the_limit(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     for seed in (1, 2, 3):
         await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
@@ -184,7 +184,7 @@ async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(tmp
     assert sessions.file.num_lost == 1
 
 
-async def test_half_a_line_of_a_killed_process_costs_nothing_else(tmp_path):
+async def test_incomplete_line_is_skipped(tmp_path):
     path = tmp_path / "r.jsonl"
     first = recording_core(path)
     await play(first, [DONE], seed=1)
@@ -233,7 +233,7 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
     assert await replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
 
 
-async def test_steps_that_need_no_wait_are_recorded_like_the_others(tmp_path):
+async def test_immediate_steps_are_recorded(tmp_path):
     sessions = recording_core(tmp_path / "r.jsonl")
     immediate = sessions.immediate
     assert immediate is not None
@@ -305,7 +305,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
 
 
 @pytest.mark.slow
-def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_path):
+def test_stopped_server_writes_running_episodes(tmp_path):
     async def leave_in_the_middle(address: str) -> None:
         async with await AsyncEnvClient.connect(address) as client:
             await client.open(seed=8)
@@ -319,7 +319,7 @@ def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_pat
     assert episode.end_reason
 
 
-async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
+async def test_client_writes_the_same_format(tmp_path):
     path = tmp_path / "played.jsonl"
     async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
@@ -331,7 +331,7 @@ async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
     assert await replay_differences(path) == [""]
 
 
-def test_the_hash_knows_tensors_and_not_the_order_of_keys():
+def test_hash_includes_tensors_and_ignores_key_order():
     tensors = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3)}
     same = hash_observation({"b": 1, "a": None}, tensors)
     assert same == hash_observation({"a": None, "b": 1}, tensors)
@@ -339,6 +339,6 @@ def test_the_hash_knows_tensors_and_not_the_order_of_keys():
     assert same != hash_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
 
 
-def test_a_recording_that_is_not_there_is_named(tmp_path):
+def test_missing_recording_is_reported(tmp_path):
     with pytest.raises(NotFoundError, match="no recording"):
         read_episodes(tmp_path / "nothing.jsonl")

@@ -74,13 +74,13 @@ def measure_glibc(program: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_what_a_burst_has_taken_is_given_back_where_little_of_it_is_still_in_use():
+def test_memory_of_a_burst_is_returned():
     full, remaining = measure_glibc(BURST)
     # One block in fifty is kept, and keeps its page of 4 KiB.
     assert remaining < full / 4
 
 
 @pytest.mark.slow
-def test_a_large_message_is_given_back_at_once_whatever_lies_around_it():
+def test_memory_of_a_large_message_is_returned_at_once():
     full, remaining = measure_glibc(LARGE)
     assert remaining < full / 10

@@ -72,7 +72,7 @@ def test_a_layer_alone_denies_its_part(layer, deeds, folder):
 
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
-def test_no_user_id_is_taken_that_could_not_use_what_it_must(folder):
+def test_user_id_is_not_changed_if_paths_would_be_closed(folder):
     private = folder / "private"
     private.mkdir(mode=0o700)
     (private / "notes").touch()
@@ -86,7 +86,7 @@ def test_no_user_id_is_taken_that_could_not_use_what_it_must(folder):
 
 @linux
 @pytest.mark.slow
-def test_a_process_in_its_own_namespaces_sees_itself_alone(folder):
+def test_process_in_namespaces_sees_only_itself(folder):
     report = try_layer("namespaces", folder)
     assert report["own pid"] == 2 and report["pids"] == [1, 2]
     assert report["signal"] == "ProcessLookupError"
@@ -114,14 +114,14 @@ finally:
 
 @linux
 @pytest.mark.slow
-def test_a_fork_server_that_dies_while_it_forks_leaves_no_copy_of_itself(folder):
+def test_fork_server_killed_during_fork_leaves_no_copy(folder):
     try_layer("namespaces", folder)  # skips where they are not offered
     command = [sys.executable, "-c", _FORK_SERVER_DIES]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert output == "worker\n"
 
 
-def test_workers_get_the_variables_that_are_named_and_no_others():
+def test_workers_get_only_listed_variables():
     variables = {
         **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},
         **{"LUDUS_ENV_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "HTTPS_PROXY": "user:pass"},
@@ -130,7 +130,7 @@ def test_workers_get_the_variables_that_are_named_and_no_others():
     assert filter_variables(variables, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
-def test_code_is_readable_but_no_folder_above_those_of_workers(tmp_path, monkeypatch):
+def test_code_is_readable_but_no_parent_of_worker_folders(tmp_path, monkeypatch):
     workers = tmp_path / "work" / "workers"
     workers.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
@@ -147,7 +147,7 @@ def test_options_that_name_files_make_them_readable(tmp_path):
     assert paths_in_options(options) == [tmp_path / "data"]
 
 
-def test_a_folder_is_measured_with_its_empty_files_and_is_never_too_closed_to_remove(tmp_path):
+def test_folder_is_measured_and_removed(tmp_path):
     folder = tmp_path / "own"
     deep = folder / "a" / "b"
     deep.mkdir(parents=True)

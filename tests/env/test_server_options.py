@@ -51,7 +51,7 @@ def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions():
     assert few.bound_num_workers == 3
 
 
-def test_secrets_show_in_no_representation():
+def test_secrets_are_not_in_repr():
     options = ServerOptions(token="a-token", session_key="a-key-of-at-least-16-bytes")
     assert "a-token" not in repr(options)
     assert "a-key" not in repr(options)
@@ -63,7 +63,7 @@ def test_a_server_is_named_after_its_pod(monkeypatch):
     assert ServerOptions().server_id == "8c5f7a3e0b1d"
 
 
-def test_a_server_named_a_variable_takes_its_token_from_it(monkeypatch):
+def test_token_is_read_from_the_named_variable(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "a-token")
     assert ServerOptions(token_env="MY_TOKEN").token == "a-token"
     assert ServerOptions(token_env="NOT_SET", token="given").token == "given"
@@ -81,7 +81,7 @@ def test_every_flag_has_a_text_and_no_secret_has_a_flag():
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine lacks IPv6")
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_all_addresses_of_ipv6_are_those_of_ipv4_too(family):
+def test_ipv6_wildcard_address_includes_ipv4(family):
     with bind("::", 0, "port") as listening, socket.socket(family) as client:
         host = "127.0.0.1" if family == socket.AF_INET else "::1"
         client.connect((host, listening.getsockname()[1]))

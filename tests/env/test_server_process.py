@@ -39,7 +39,7 @@ def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wire):
+def test_client_recovers_after_a_killed_server(tmp_path, wire):
     async def story():
         ports = lasting_ports()
         with server_process(tmp_path, *ports) as first:
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_nu
     asyncio.run(story())
 
 
-def test_sigterm_lets_sessions_finish_takes_no_new_ones_and_ends_with_the_last(tmp_path):
+def test_sigterm_drains_the_server(tmp_path):
     async def story():
         with server_process(tmp_path, "--drain-grace-s", "60") as served:
             async with await AsyncEnvClient.connect(served.grpc_address) as client:
@@ -157,7 +157,7 @@ def test_listening_beyond_this_machine_needs_a_token():
     assert ServerOptions(host="0.0.0.0", token="t").host == "0.0.0.0"
 
 
-def test_the_token_comes_from_the_environment_variable_named(tmp_path):
+def test_token_comes_from_the_environment_variable(tmp_path):
     with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as served:
         call = urllib.request.Request(
             served.http_address + "/metadata", headers={"authorization": "Bearer t"}
@@ -179,7 +179,7 @@ def test_options_that_cannot_work_are_refused(options, message):
         ServerOptions(**options)
 
 
-def test_neighbouring_ports_have_neighbouring_grpc_ports():
+def test_adjacent_ports_have_adjacent_grpc_ports():
     assert [ServerOptions(port=port).bound_grpc_port for port in (8004, 8005)] == [18004, 18005]
     assert ServerOptions(port=0).bound_grpc_port == 0
     assert CountingEnv.steps_on_event_loop
@@ -265,7 +265,7 @@ def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
         ("counting_env:CountingEnv", None, False),
     ],
 )
-def test_environments_that_need_a_process_each_get_one_unless_told_otherwise(
+def test_environments_that_need_a_process_get_one_by_default(
     monkeypatch, target, isolation, has_workers
 ):
     monkeypatch.chdir(Path(SERVER).parent)
@@ -295,7 +295,7 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for orphans is Linux's")
-def test_a_server_whose_starter_died_before_it_could_ask_ends_at_once():
+def test_server_exits_if_its_parent_is_already_dead():
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
     command = [sys.executable, "-m", "ludus.env", "counting_env:CountingEnv", "--port", "0"]

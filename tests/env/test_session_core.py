@@ -103,7 +103,7 @@ async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
         (b'{"add": 13}', ExecutionError, ErrorCode.EXECUTION_ERROR, "ValueError: unlucky"),
     ],
 )
-async def test_a_failed_step_has_its_code_and_the_session_lives_on(
+async def test_failed_step_has_a_code_and_the_session_continues(
     factory, action, error, code, message
 ):
     core = make_core(factory)
@@ -123,7 +123,7 @@ async def test_text_is_parsed_by_the_text_renderer(factory):
     assert second.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
 
 
-async def test_the_last_session_that_fits_is_the_last_that_opens(factory):
+async def test_open_beyond_capacity_is_refused(factory):
     core = make_core(factory, max_sessions=2)
     first_id, _ = await open_in(core)
     await open_in(core)
@@ -160,7 +160,7 @@ class AddsToAnOption(CountingEnv):
         return super().reset(seed=seed, start=self.start + 1)
 
 
-async def test_a_failed_reset_says_what_the_environment_was_built_with():
+async def test_failed_reset_reports_environment_options():
     core = make_core(AddsToAnOption)
     with pytest.raises(ExecutionError) as failed:
         await open_in(core, ResetArgs(seed=1))
@@ -191,7 +191,7 @@ async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(
         await core.step(session_id, ADD_1, 2)
 
 
-async def test_a_departed_session_says_why(factory):
+async def test_calls_to_an_ended_session_report_the_reason(factory):
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     await core.close(session_id)
@@ -217,7 +217,7 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clo
         await core.step(idle_id, ADD_1, 1)
 
 
-async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
+async def test_sessions_end_with_their_connection_even_during_open():
     core = make_core(ThreadedCountingEnv)
     connection = Connection()
     await open_in(core, connection=connection)
@@ -230,7 +230,7 @@ async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
     assert (await core.step(others_id, ADD_1)).step_index == 1
 
 
-async def test_a_detached_session_that_is_attached_lingers_again_after_its_second_connection(
+async def test_attached_session_lingers_after_its_second_connection(
     core_clock,
 ):
     core = make_core(CountingEnv)
@@ -253,7 +253,7 @@ async def test_a_detached_session_that_is_attached_lingers_again_after_its_secon
     assert detached_sessions(core) == set()
 
 
-async def test_nobody_attaches_what_does_not_linger():
+async def test_sessions_without_linger_are_not_attached():
     core = make_core(CountingEnv)
     first, second, gone = Connection(), Connection(), Connection()
     owned_id, _ = await open_in(core, connection=first, linger_s=9)
@@ -320,7 +320,7 @@ async def test_sessions_step_side_by_side_in_threads():
     assert [result.reward for result in results] == [1.0] * 4
 
 
-async def test_a_caller_that_gives_up_does_not_let_a_second_thread_in():
+async def test_cancelled_caller_does_not_let_a_second_thread_in():
     core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(TimeoutError):
@@ -360,14 +360,14 @@ async def test_every_environment_is_closed_once(factory):
     assert [opened_session.num_closed for opened_session in made] == [1] * 4
 
 
-async def test_ids_cannot_be_guessed_from_one_another():
+async def test_session_ids_are_unpredictable():
     core = make_core(CountingEnv)
     ids = {(await open_in(core))[0] for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 22
 
 
-async def test_the_episode_id_asked_for_is_in_the_state(factory):
+async def test_requested_episode_id_is_in_the_state(factory):
     core = make_core(factory)
     session_id, _ = await open_in(core)
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
@@ -398,7 +398,7 @@ class DyingHost(LocalHost):
 
 
 @pytest.mark.slow
-async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
+async def test_session_lost_during_open_frees_its_slot():
     described = make_local_host(ThreadedCountingEnv).description
     core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):

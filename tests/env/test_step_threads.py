@@ -38,7 +38,7 @@ async def run_call(threads: StepThreads, value: str = "well") -> str:
     return await asyncio.wait_for(threads.run(lambda: value, lambda _: None, 0.0), 60)
 
 
-async def test_a_thread_that_hangs_is_replaced_and_what_it_returns_late_is_let_go():
+async def test_hanging_thread_is_replaced_and_its_late_result_released():
     threads = StepThreads(1)
     held_call = await lose(threads)
     assert await run_call(threads) == "well"
@@ -48,7 +48,7 @@ async def test_a_thread_that_hangs_is_replaced_and_what_it_returns_late_is_let_g
     threads.shut_down()
 
 
-async def test_a_limit_counts_from_the_moment_at_which_a_thread_begins():
+async def test_time_limit_starts_with_the_thread():
     threads = StepThreads(1)
     held_call = Held()
     first = threads.start(held_call, held_call.let_go.append)
@@ -72,7 +72,7 @@ async def test_a_call_beyond_its_limit_is_given_up():
     threads.shut_down()
 
 
-async def test_when_every_thread_hangs_nothing_waits_and_it_heals_when_one_comes_back():
+async def test_calls_fail_while_all_threads_hang_and_work_again_later():
     threads = StepThreads(1)
     first = await lose(threads)
     held_call = Held()
@@ -112,14 +112,14 @@ async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
     assert await run_call(threads) == "well"  # in the same thread, so after it
 
 
-async def test_what_nobody_waits_for_any_more_is_let_go():
+async def test_result_of_a_cancelled_call_is_released():
     threads, held_call = StepThreads(1), Held()
     await abandoned_call(threads, held_call)
     await eventually(lambda: held_call.let_go == ["late"])
     threads.shut_down()
 
 
-async def test_the_failure_that_nobody_waits_for_is_no_complaint():
+async def test_error_of_a_cancelled_call_is_not_logged():
     unheard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(
         lambda loop, context: unheard.append(context["message"])

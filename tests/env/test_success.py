@@ -37,7 +37,7 @@ async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool |
 
 @pytest.mark.parametrize("isolation", ["inline", pytest.param("pool", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", WIRES)
-async def test_the_end_of_an_episode_says_it_and_nothing_before_does(wire, isolation):
+async def test_success_is_only_in_the_last_result(wire, isolation):
     async with (
         running(GoalEnv, isolation=isolation) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -47,7 +47,7 @@ async def test_the_end_of_an_episode_says_it_and_nothing_before_does(wire, isola
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_an_environment_that_says_nothing_is_not_given_a_word(wire):
+async def test_success_is_none_if_not_reported(wire):
     async with (
         running(CountingEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -56,7 +56,7 @@ async def test_an_environment_that_says_nothing_is_not_given_a_word(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_steps_of_many_sessions_say_it_each_for_itself(wire):
+async def test_step_many_reports_success_per_session(wire):
     async with (
         running(GoalEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -70,7 +70,7 @@ async def test_steps_of_many_sessions_say_it_each_for_itself(wire):
         assert [result.success for result in (*results, reset)] == [True, False, None]
 
 
-async def test_upstream_clients_find_it_in_the_metadata_of_the_last_observation():
+async def test_upstream_clients_read_success_in_metadata():
     async with running(GoalEnv) as server:
         address = server.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/ws") as socket:
@@ -88,7 +88,7 @@ async def test_upstream_clients_find_it_in_the_metadata_of_the_last_observation(
         assert messages[-1]["observation"]["metadata"] == {}
 
 
-async def test_http_says_it_in_the_metadata_too():
+async def test_http_reports_success_in_metadata():
     async with (
         running(GoalEnv) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
@@ -98,7 +98,7 @@ async def test_http_says_it_in_the_metadata_too():
         assert [answer.get("metadata") for answer in answers] == [*[None] * 4, {"success": False}]
 
 
-async def test_a_client_that_knows_openenv_alone_reads_it_from_the_metadata(monkeypatch):
+async def test_openenv_client_reads_success_in_metadata(monkeypatch):
     monkeypatch.setattr(WebSocketTransport, "has_extras", False)
     async with (
         running(GoalEnv) as server,
@@ -108,19 +108,19 @@ async def test_a_client_that_knows_openenv_alone_reads_it_from_the_metadata(monk
             assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
 
 
-async def test_metadata_of_the_environment_stay_beside_it():
+async def test_success_keeps_other_metadata():
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
     for data in (orjson.loads(observation_frame(result))["data"], observation_payload(result)):
         message = orjson.loads(orjson.dumps(data))
         assert message["metadata"] == {"note": "k", "success": True}
 
 
-async def test_a_peer_that_does_not_know_of_it_says_nothing():
+async def test_success_of_an_old_peer_is_none():
     old = pb.StepResult(observation_json=b"{}", terminated=True)
     assert (read_result(old).success, read_encoded(old).success) == (None, None)
 
 
-async def test_a_recording_notes_it_and_a_replay_holds_the_environment_to_it(tmp_path):
+async def test_recording_contains_success_and_replay_compares_it(tmp_path):
     path = tmp_path / "r.jsonl"
     async with (
         running(GoalEnv, record=path) as server,
@@ -161,6 +161,6 @@ class SaysItWithANumber(GoalEnv):
         (SaysItWithANumber, ["success_is_reported_at_the_end"]),
     ],
 )
-async def test_the_check_finds_a_success_that_is_none(factory, broken):
+async def test_check_finds_invalid_success(factory, broken):
     report = check_environment(factory, num_steps=20)
     assert [check.name for check in report.checks if not check.ok] == broken

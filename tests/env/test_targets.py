@@ -58,7 +58,7 @@ def test_a_target_makes_its_environment(target, options, name):
         ("openenv:tests.env.counting_env", ConfigError, "the target must be like module:Class"),
     ],
 )
-def test_a_target_that_names_nothing_says_what_would(target, kind, message):
+def test_unknown_target_is_refused_with_a_hint(target, kind, message):
     with pytest.raises(kind) as raised:
         environment_factory(target, {})
     assert message in str(raised.value)
@@ -116,7 +116,7 @@ async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatc
 
 
 @pytest.mark.slow
-def test_naming_a_target_loads_no_library_but_its_own():
+def test_target_imports_no_other_library():
     program = (
         "import sys, json\n"
         "from ludus.env.targets.targets import environment_factory\n"

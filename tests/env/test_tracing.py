@@ -83,7 +83,7 @@ async def test_a_request_id_reaches_the_environment():
     assert SEEN_REQUEST_IDS == ["r-1", ""]
 
 
-async def test_the_synchronous_client_carries_what_its_callers_thread_has():
+async def test_sync_client_sends_the_context_of_its_caller():
     def step(address: str) -> None:
         with EnvClient.connect(address) as client:
             session, _ = client.open()
@@ -119,14 +119,14 @@ async def test_http_calls_carry_headers():
     assert counter.headers[0]["traceparent"].startswith("00-")
 
 
-async def test_a_traced_episode_over_websocket_plays_on():
+async def test_traced_episode_over_websocket():
     async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
         with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0
 
 
-async def test_a_call_without_span_and_request_id_carries_nothing_and_pays_nothing():
+async def test_untraced_call_has_no_overhead():
     assert not is_traced()
     assert trace_headers() == {}
     per_check_s = timeit.timeit(is_traced, timer=time.thread_time, number=20_000) / 20_000

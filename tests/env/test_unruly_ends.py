@@ -121,9 +121,7 @@ async def plays(client: AsyncEnvClient) -> bool:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
-    host: str, wire: str, tmp_path: Path
-):
+async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_path: Path):
     async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
             outcomes = await collect_codes(server, client, deed)
@@ -138,9 +136,7 @@ async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
-    host: str, wire: str, tmp_path: Path
-):
+async def test_worker_that_ends_during_build_fails_the_open(host: str, wire: str, tmp_path: Path):
     async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed, code in CODES.items():
             await workers_ready(server)
@@ -157,7 +153,7 @@ async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
 
 
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path):
+async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path):
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
     async with (
         open_server(host, tmp_path) as server,
@@ -184,7 +180,7 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path):
         assert await asyncio.to_thread(server.process.wait) == 7
 
 
-async def test_a_server_whose_workers_keep_ending_says_so_and_heals(tmp_path: Path):
+async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path):
     factory, options = factory_in(tmp_path, "pool")
     async with (
         running(factory, **options) as server,

@@ -115,9 +115,7 @@ def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_what_an_environment_does_wrong_is_an_error_of_its_own_session(
-    host: str, wire: str, tmp_path: Path
-):
+async def test_misbehavior_is_an_error_of_its_session_only(host: str, wire: str, tmp_path: Path):
     factory, options = factory_in(tmp_path, host)
     async with running(factory, **options) as server:
         address = server_address(server, wire)
@@ -133,9 +131,7 @@ async def test_what_an_environment_does_wrong_is_an_error_of_its_own_session(
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_an_environment_that_cannot_be_built_is_an_error_of_the_open_alone(
-    host: str, wire: str, tmp_path: Path
-):
+async def test_failed_build_is_an_error_of_the_open_only(host: str, wire: str, tmp_path: Path):
     factory, options = factory_in(tmp_path, host)
     outcome = {}
     async with (
@@ -178,7 +174,7 @@ async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, An
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
-async def test_over_http_and_mcp_it_is_an_error_with_the_same_code(host: str, tmp_path: Path):
+async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_path: Path):
     factory, options = factory_in(tmp_path, host)
     async with (
         running(factory, **options) as server,
@@ -192,7 +188,7 @@ async def test_over_http_and_mcp_it_is_an_error_with_the_same_code(host: str, tm
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
-async def test_a_call_whose_caller_is_gone_is_still_cancelled(host: str, tmp_path: Path):
+async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: Path):
     factory, options = factory_in(tmp_path, host)
     async with (
         running(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
