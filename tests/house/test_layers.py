@@ -35,6 +35,13 @@ def test_the_environment_server_loads_no_heavy_package() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def test_network_run_loads_neither_ray_nor_transformers() -> None:
+    heavy = ("ray", "vllm", "transformers")
+    code = f"import sys, ludus.trainer.classic.run; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     "name", ["generate_proto.py", "configuration_docs.py", "metrics_docs.py", "chart_docs.py"]
 )

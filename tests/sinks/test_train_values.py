@@ -11,8 +11,8 @@ from ludus.proto.metrics import TrainMetric
 from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, ScoredTerm
 from ludus.trainer.data.buffer import TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
+from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.run.metrics import StepTimes, compute_step_values
 
 TIMES = StepTimes(
     wait_s=0.5, train_s=1.0, publish_s=0.5, deliver_s=0.25, rollout_idle_s=0.125, sync_bytes=640

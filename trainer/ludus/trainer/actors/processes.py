@@ -27,7 +27,7 @@ from ludus.trainer.core.types import (
 )
 from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.weights import WorkerWeights
 
 

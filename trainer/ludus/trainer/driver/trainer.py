@@ -47,17 +47,12 @@ from ludus.trainer.driver.build import start_components, start_infrastructure
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
+from ludus.trainer.driver.policy_chart import make_chart, make_chart_requests
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.control import follow_control
 from ludus.trainer.run.lifecycle import OpenRun, open_run
 from ludus.trainer.run.schedule import resolve_num_steps
-from ludus.trainer.run.summary import (
-    RunCounts,
-    describe_environment,
-    make_chart,
-    make_chart_requests,
-    make_summary,
-)
+from ludus.trainer.run.summary import RunCounts, describe_environment, make_summary
 from ludus.trainer.setup.environments import load_chart_prompts
 from ludus.trainer.setup.resolve import resolve_config
 

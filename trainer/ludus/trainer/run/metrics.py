@@ -1,93 +1,12 @@
-"""The values in the rows of metrics.jsonl, computed from the results of steps and evaluations.
-
-counts by environment --> values by environment --combine_metrics--> values of the run --+
-StepMetrics, StepTimes, canary --------------------------------------------------+--> row
-
-`combine_metrics` adds sums across environments, and derives means and ratios from them.
-"""
+"""Conversion of evaluations and of workers' weights to the values of metrics.jsonl."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metrics
+from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import PolicyResult, WorkerWeightsRow
-from ludus.trainer.data.buffer import TakenBatch
-from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.weights import WorkerWeights
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Durations of the parts of a training step."""
-
-    wait_s: float
-    """Time for which the learner waited for the batch."""
-    train_s: float = 0.0
-    """Time in the learner."""
-    publish_s: float = 0.0
-    """Time from the last update until workers could fetch its weights. The learner is idle."""
-    deliver_s: float = 0.0
-    """Time until every worker had loaded the published weights. The next step runs meanwhile, so
-    this belongs to the deliveries that finished since the last step."""
-    rollout_idle_s: float = 0.0
-    """Time in which no group was played, because the staleness limit admitted none."""
-    sync_bytes: int = 0
-    """Size of the published weights."""
-
-    @property
-    def sync_s(self) -> float:
-        """Time from the last update until every worker samples from its weights."""
-        return self.publish_s + self.deliver_s
-
-    @property
-    def total_s(self) -> float:
-        """Duration of the step."""
-        return self.wait_s + self.train_s + self.publish_s
-
-
-def compute_step_values(
-    batch: TakenBatch,
-    metrics: StepMetrics,
-    times: StepTimes,
-    canary_error: float,
-    num_open: int | None = None,
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the values of a training step: of the whole run, and by environment.
-
-    Args:
-        canary_error: largest difference of a worker's canary log-probs from the learner's.
-        num_open: number of environments that the curriculum has opened; None without a curriculum.
-    """
-    staleness: dict[str, list[int]] = {}
-    for group in batch.groups:
-        staleness.setdefault(group.environment, []).append(group.staleness)
-    environments = {
-        name: _environment_values(batch.counts.get(name, RolloutCounts()), staleness.get(name, []))
-        for name in sorted(batch.counts.keys() | staleness.keys())
-    }
-    combined = combine_metrics(environments.values())
-    # Reward terms of the same name in two environments may mean different things.
-    run = {
-        name: value for name, value in combined.items() if not name.startswith(REWARD_TERM_PREFIX)
-    }
-    run |= _learner_values(metrics, times)
-    run |= {
-        TrainMetric.BUFFER_DEPTH_GROUPS: batch.depth,
-        TrainMetric.CANARY_ERROR: canary_error,
-    }
-    if num_open is not None:
-        run[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open
-    if times.total_s > 0:
-        for rate, num in (
-            (TrainMetric.TOKENS_PER_SECOND, TrainMetric.NUM_TOKENS_GENERATED),
-            (TrainMetric.EPISODES_PER_SECOND, TrainMetric.NUM_EPISODES),
-        ):
-            run[rate] = run[num] / times.total_s
-    return run, environments
 
 
 def compute_eval_values(
@@ -113,7 +32,7 @@ def compute_eval_values(
     return values
 
 
-def make_held_weights(worker: int, weights: WorkerWeights) -> WorkerWeightsRow:
+def make_weights_row(worker: int, weights: WorkerWeights) -> WorkerWeightsRow:
     """Convert the weights of a worker to their form in a row."""
     return WorkerWeightsRow(
         worker=worker,
@@ -132,92 +51,3 @@ def compute_delivery_values(weights: Sequence[WorkerWeights]) -> Mapping[str, fl
         TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights),
         TrainMetric.WEIGHT_FETCH_BYTES: sum(worker.bytes_fetched for worker in weights),
     }
-
-
-def _environment_values(counts: RolloutCounts, staleness: Sequence[int]) -> dict[str, float]:
-    """Return the values of one environment, without means of nothing."""
-    num_finished = counts.num_wins + counts.num_draws + counts.num_losses
-    values: dict[str, float] = {
-        TrainMetric.NUM_EPISODES: counts.num_episodes,
-        TrainMetric.NUM_EPISODES_FINISHED: num_finished,
-        TrainMetric.NUM_EPISODES_SCORED: counts.num_scored,
-        TrainMetric.NUM_EPISODES_LOST: counts.num_lost,
-        TrainMetric.NUM_EPISODES_FAILED: counts.num_failed,
-        TrainMetric.NUM_EPISODES_INVALID: counts.num_invalid,
-        TrainMetric.NUM_EPISODES_TRUNCATED: counts.num_truncated,
-        TrainMetric.NUM_TOOL_CALLS: counts.num_tool_calls,
-        TrainMetric.NUM_TOOL_CALLS_FAILED: counts.num_tool_calls_failed,
-        TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS: counts.num_with_tool_calls,
-        TrainMetric.NUM_BRANCHES: counts.num_branches,
-        TrainMetric.NUM_FAILED_AGENTS: counts.num_dead_agents,
-        TrainMetric.NUM_GROUPS: counts.num_groups,
-        TrainMetric.NUM_ZERO_VARIANCE_GROUPS: counts.num_zero_variance_groups,
-        TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
-        TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
-        TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,
-        TrainMetric.NUM_GROUPS_TRAINED: len(staleness),
-        TrainMetric.NUM_TOKENS_GENERATED: counts.num_tokens_generated,
-    }
-    if counts.num_judged:
-        values[TrainMetric.NUM_WINS] = counts.num_wins
-        values[TrainMetric.NUM_DRAWS] = counts.num_draws
-        values[TrainMetric.NUM_LOSSES] = counts.num_losses
-        values[TrainMetric.WIN_RATE] = counts.num_wins / num_finished
-    if counts.num_episodes:
-        values[TrainMetric.NUM_TURNS_MEAN] = counts.num_turns / counts.num_episodes
-    if counts.num_groups:
-        values[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] = (
-            counts.num_zero_variance_groups / counts.num_groups
-        )
-    if staleness:
-        values[TrainMetric.STALENESS_MEAN] = sum(staleness) / len(staleness)
-        values[TrainMetric.STALENESS_MAX] = max(staleness)
-    return values | _reward_values(counts)
-
-
-def _reward_values(counts: RolloutCounts) -> dict[str, float]:
-    values: dict[str, float] = {}
-    if counts.num_scored:
-        mean = counts.reward_sum / counts.num_scored
-        variance = max(0.0, counts.reward_square_sum / counts.num_scored - mean**2)
-        values[TrainMetric.REWARD_MEAN] = mean
-        values[TrainMetric.REWARD_STD] = math.sqrt(variance)
-    for name, term in counts.terms.items():
-        if term.num_scored:
-            values[REWARD_TERM_PREFIX + name] = term.total / term.num_scored
-    return values
-
-
-def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
-    values: dict[str, float] = {
-        TrainMetric.LOSS: metrics.loss,
-        TrainMetric.MISMATCH_KL: metrics.mismatch_kl,
-        TrainMetric.REFERENCE_KL: metrics.reference_kl,
-        TrainMetric.ENTROPY: metrics.entropy,
-        TrainMetric.CLIP_RATIO: metrics.clip_ratio,
-        TrainMetric.MASKED_SEQUENCE_RATIO: metrics.masked_sequence_ratio,
-        TrainMetric.MASKED_TOKEN_RATIO: metrics.masked_token_ratio,
-        TrainMetric.NUM_SKIPPED_UPDATES: metrics.num_skipped_updates,
-        TrainMetric.LEARNING_RATE: metrics.learning_rate,
-        TrainMetric.NUM_TOKENS_TRAINED: metrics.num_tokens_trained,
-        TrainMetric.NUM_TOKENS_IN_BATCH: metrics.num_tokens_in_batch,
-        TrainMetric.NUM_TOKENS_FORWARDED: metrics.num_tokens_forwarded,
-        TrainMetric.STEP_S: times.total_s,
-        TrainMetric.WAIT_FOR_BATCH_S: times.wait_s,
-        TrainMetric.TRAIN_S: times.train_s,
-        TrainMetric.PUBLISH_S: times.publish_s,
-        TrainMetric.DELIVER_S: times.deliver_s,
-        TrainMetric.ROLLOUT_IDLE_S: times.rollout_idle_s,
-        TrainMetric.WEIGHT_SYNC_S: times.sync_s,
-        TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
-    }
-    if metrics.grad_norm is not None:
-        values[TrainMetric.GRAD_NORM] = metrics.grad_norm
-    if metrics.value_loss is not None:
-        values[TrainMetric.VALUE_LOSS] = metrics.value_loss
-    if metrics.explained_variance is not None:
-        values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
-    if metrics.peak_flops and times.train_s > 0:
-        values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
-    # JSON has only finite numbers. num_skipped_updates explains why a value is missing.
-    return {name: value for name, value in values.items() if math.isfinite(value)}

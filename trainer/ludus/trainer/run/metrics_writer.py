@@ -31,7 +31,7 @@ from ludus.trainer.core.output import write_atomically
 from ludus.trainer.run.metrics import (
     compute_delivery_values,
     compute_eval_values,
-    make_held_weights,
+    make_weights_row,
 )
 from ludus.trainer.run.sinks import open_sinks
 from ludus.trainer.weights import WorkerWeights
@@ -148,7 +148,7 @@ class MetricsWriter:
     def log_delivery(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
         """Write the weights that each worker, by its number, samples from now on."""
         worker_weights = tuple(
-            make_held_weights(worker, weights[worker]) for worker in sorted(weights)
+            make_weights_row(worker, weights[worker]) for worker in sorted(weights)
         )
         values = compute_delivery_values(list(weights.values()))
         self._append("weights", step, values, weights=worker_weights)

