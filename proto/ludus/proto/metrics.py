@@ -3,10 +3,12 @@
 Each metric of a run has a reduction, which combines the values of parts into one value:
 
     values of environments  --+
-    values of steps         --+-- combine_metrics() --> values of the whole
+    values of steps         --+-- combine_metrics() --> values of the run
     values of workers       --+
 
-docs/metrics.md lists all metrics; it is generated from this file.
+To add a metric, declare it here, and compute its value in `ludus.trainer.driver.loops.step_values`,
+or in `ludus.trainer.learner.step_metrics` if the learner measures it. Sinks, docs/metrics.md and
+Prometheus need no further code.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _PROMETHEUS_PREFIX = "ludus_train_"
 
 
 class Reduction(StrEnum):
-    """Way to combine the values of parts into the value of the whole."""
+    """Way to combine the values of parts into one value."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -395,7 +397,7 @@ def prometheus_name(metric: TrainMetric | EvalMetric) -> str:
 
 
 def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the training metrics of the whole, from its parts in chronological order.
+    """Return the combined training metrics of parts, which are in chronological order.
 
     Parts without a metric are skipped for that metric.
     """
@@ -413,7 +415,7 @@ def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def combine_metric(
     metric: TrainMetric | EvalMetric | str, parts: Iterable[Mapping[str, float]]
 ) -> float | None:
-    """Return one metric of the whole, or None if no part has it.
+    """Return one combined metric, or None if no part has it.
 
     Args:
         metric: a metric, or the name of a reward term's metric.
@@ -457,7 +459,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
 def _deviation(
     values: Sequence[float], spec: MetricSpec, rows: Sequence[Mapping[str, float]]
 ) -> float | None:
-    """Return the deviation of the whole: Var = mean_i(var_i + (center_i - center)^2), weighted."""
+    """Return the combined deviation: Var = weighted mean of var_i + (center_i - center)^2."""
     weights = _weights(spec, rows)
     centers = [row[spec.center] for row in rows] if spec.center else [0.0] * len(rows)
     center = _mean(centers, weights)
