@@ -17,7 +17,7 @@ from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 
 _START = "initial_model"

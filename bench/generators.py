@@ -45,7 +45,7 @@ class Result:
 
 def measure(engine_name: str, model_path: str) -> None:
     """Nothing; answers each line of standard input (a workload) with a number per second."""
-    from ludus.trainer.rollout.vllm_environment import prepare_process
+    from ludus.trainer.rollout.engines.vllm_process import prepare_process
 
     prepare_process(num_threads=1)
     import torch
@@ -54,7 +54,7 @@ def measure(engine_name: str, model_path: str) -> None:
     from ludus.trainer.core.interfaces import EngineRequest
     from ludus.trainer.core.types import Sampling
     from ludus.trainer.models.chat import ChatTokenizer
-    from ludus.trainer.rollout.engines import make_engine
+    from ludus.trainer.rollout.engines.factory import make_engine
 
     torch.set_num_threads(1)
     run = load_run_config(None, [f"generator.kind={engine_name}", "rollout.max_tokens=64"])

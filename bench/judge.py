@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import LanguageModelRun, TransformersGenerator
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines import make_engine
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.player import make_player
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.factory import make_engine
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.runner import RunnerParts
 
 MAX_SESSIONS = 1024
 FIRST_SEED = 2**31
@@ -45,24 +47,25 @@ async def judge(
         try:
             async with await AsyncEnvClient.connect(address) as client:
                 chat = ChatTokenizer.load(model, run.model)
-                generator = Generator(make_engine(run, model, chat))
-                player = make_player(run, name, client, generator, chat, MAX_SESSIONS)
+                engine = AsyncEngine(make_engine(run, model, chat))
+                parts = RunnerParts(run, name, client, engine, chat, AsyncExitStack())
+                player = await GroupPlayer.start(parts, RewardModels())
                 shares = []
                 for version, file in enumerate(files):
-                    await generator.load_weights(load_file(file), version)
+                    await engine.load_weights(load_file(file), version)
                     shares.append(await _share_won(player, num_games))
-                generator.close()
+                engine.close()
         finally:
             server.stop()
     return shares
 
 
-async def _share_won(player: Player, num_games: int) -> float:
+async def _share_won(player: GroupPlayer, num_games: int) -> float:
     places = asyncio.Semaphore(MAX_SESSIONS)
 
     async def won(seed: int) -> bool:
         async with places:
-            rollout = await player.play(seed, Sampling(1.0, 4))
+            [rollout] = await player.evaluate([seed], Sampling(1.0, 4))
         assert rollout.episode_return is not None, "a game was lost to the infrastructure"
         return rollout.episode_return > 0
 

@@ -16,7 +16,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from environment_load import Counts, answer_windows
@@ -28,9 +30,9 @@ from ludus.trainer.core.types import Completion, GroupSpec, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.player import make_player
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.runner import RunnerParts
 
 RUN = Path(__file__).parents[1] / "examples" / "blackjack" / "tiny.toml"
 ANSWERS = ("HIT", "STAND")
@@ -51,7 +53,11 @@ class InstantGenerator:
 
 
 async def play_groups(
-    run: LanguageModelRun, player: Player, indices: Iterator[int], until_s: float, counts: Counts
+    run: LanguageModelRun,
+    player: GroupPlayer,
+    indices: Iterator[int],
+    until_s: float,
+    counts: Counts,
 ) -> None:
     """Play one group after another until the time is up."""
     rollout = run.rollout
@@ -59,8 +65,9 @@ async def play_groups(
     while time.perf_counter() < until_s:
         index = next(indices)
         seeds = group_seeds(run.seed, index, rollout.group_size, shared=True)
-        spec = GroupSpec(index, player.environment, seeds)
-        group = await play_group(player, spec, sampling, rollout.group_timeout_s)
+        [environment] = run.environments
+        spec = GroupSpec(index, environment, seeds)
+        [group] = await player.play_groups([spec], sampling, [0])
         counts.resets += len(group.rollouts)
         counts.steps += sum(len(one.turns) for one in group.rollouts)
 
@@ -69,8 +76,9 @@ async def serve_windows(run: LanguageModelRun, address: str, chat: ChatTokenizer
     """Play whenever standard input says so, until it ends."""
     async with await AsyncEnvClient.connect(address) as client:
         (name,) = run.environments
-        max_sessions = (await client.describe()).max_sessions
-        player = make_player(run, name, client, InstantGenerator(chat), chat, max_sessions)
+        engine: Any = InstantGenerator(chat)
+        parts = RunnerParts(run, name, client, engine, chat, AsyncExitStack())
+        player = await GroupPlayer.start(parts, RewardModels())
         indices = itertools.count()
         freeze_heap()
 

@@ -86,9 +86,8 @@ def time_writing(worker: Any) -> None:
     """Let the process of a worker time what it writes down."""
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
-    from ludus.trainer.rollout.batch import player
 
-    group.written = player.written = Timed(group.written)
+    group.make_transcripts = Timed(group.make_transcripts)
     rollout_worker.num_transcripts = Timed(rollout_worker.num_transcripts)
 
 
@@ -97,7 +96,7 @@ def seconds_of_writing(worker: Any) -> float:
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
 
-    return group.written.seconds + rollout_worker.num_transcripts.seconds
+    return group.make_transcripts.seconds + rollout_worker.num_transcripts.seconds
 
 
 async def run(name: str, num_steps: int, folder: Path) -> Row:

@@ -26,18 +26,23 @@ from openai import AsyncOpenAI
 from transformers import PreTrainedModel
 
 from ludus.proto.config import RolloutConfig, TinyModel
-from ludus.trainer.agents.api_error import LimitError
-from ludus.trainer.agents.endpoint import Access, Endpoint
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
-from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import Completion, Sampling, TokenSequence
 from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
-from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
+from ludus.trainer.rollout.agents.endpoint.api_error import LimitError
+from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ChatMessage,
+    FunctionCall,
+    PolicyRequest,
+    PolicyResponse,
+)
+from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.agents.random_policy import TOOL, WORDS, Sampled
 from tests.agents.wild_agent import WildAgent, check_exact
 
@@ -95,8 +100,8 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
         AssertionError: a token was trained that was not sampled so, or sampled and not trained.
     """
     model, chat = warm_model(seed)
-    generator = Generator(TransformersEngine(model, end_token_id=chat.end_token_id))
-    endpoint = Endpoint()
+    generator = AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id))
+    endpoint = AgentEndpoint()
     await endpoint.start()
     slots, found = asyncio.Semaphore(_NUM_AT_ONCE), Measured()
     http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
@@ -119,7 +124,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
             found.num_sequences += len(sequences)
             found.num_branches += tree.num_branches
             found.num_tokens += sum(int(one.loss_mask.sum()) for one in sequences)
-            found.num_calls += sum("<tool_call>" in one.answer for one in tree.exchanges())
+            found.num_calls += sum("<tool_call>" in one.answer for one in tree.played_turns())
             error = await asyncio.to_thread(logprob_error, model, sequences)
             found.largest_logprob_error = max(found.largest_logprob_error, error)
 
@@ -147,17 +152,17 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _OverHttp:
-    """An Answerer that asks through the openai client, as an agent's process does."""
+    """An Responder that asks through the openai client, as an agent's process does."""
 
     client: AsyncOpenAI
-    access: Access
+    access: EndpointAccess
 
-    async def answer(self, asked: Asked) -> list[Said]:
+    async def answer(self, asked: PolicyRequest) -> list[PolicyResponse]:
         """[asked.num] answers."""
         client = self.client.with_options(
             base_url=self.access.base_url, api_key=self.access.api_key
         )
-        fields: dict[str, Any] = {"n": asked.num, "parallel_tool_calls": not asked.is_one_call}
+        fields: dict[str, Any] = {"n": asked.num, "parallel_tool_calls": not asked.max_one_call}
         if asked.tools:
             fields["tools"] = list(asked.tools)
         if asked.stop:
@@ -185,12 +190,12 @@ def _written(message: ChatMessage) -> Any:
     return {"role": message.role, "content": message.content, **extra}
 
 
-def _read(message: Any) -> Said:
+def _read(message: Any) -> PolicyResponse:
     calls = tuple(
         FunctionCall(call.function.name, call.function.arguments)
         for call in message.tool_calls or []
     )
-    return Said(message.content or "", calls=calls)
+    return PolicyResponse(message.content or "", calls=calls)
 
 
 @torch.inference_mode()

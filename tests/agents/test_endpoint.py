@@ -19,11 +19,11 @@ from openai import AsyncOpenAI
 
 from ludus.env.types import Tool
 from ludus.proto.config import RolloutConfig
-from ludus.trainer.agents.endpoint import Endpoint, Episode
-from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.tool_calls import ToolCall
+from ludus.trainer.rollout.adapters.tool_calls import ToolCall
+from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
+from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointEpisode
 from tests.agents.random_policy import TOOL, tiny_chat
 from tests.rollout.scripted_policy import ScriptedPolicy
 
@@ -39,8 +39,8 @@ def chat() -> ChatTokenizer:
 
 
 @pytest_asyncio.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    up = Endpoint()
+async def endpoint() -> AsyncIterator[AgentEndpoint]:
+    up = AgentEndpoint()
     await up.start()
     yield up
     await up.stop()
@@ -52,7 +52,7 @@ class Told:
     def __init__(self, chat: ChatTokenizer, answers: tuple[str, ...]) -> None:
         self.policy = ScriptedPolicy(chat, iter(answers))
         self.tree = ConversationTree(self.policy, chat, LIMITS, Sampling(1.0, 1), key=0)
-        self.episode: Episode
+        self.episode: EndpointEpisode
 
     @property
     def client(self) -> AsyncOpenAI:
@@ -62,7 +62,7 @@ class Told:
 
 @contextmanager
 def told(
-    endpoint: Endpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
+    endpoint: AgentEndpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
 ) -> Iterator[Told]:
     one = Told(chat, answers)
     with endpoint.episode(one.tree, tools) as one.episode:
@@ -70,7 +70,7 @@ def told(
 
 
 async def test_a_tool_loop_over_chat_is_one_sequence(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, f"Let me look.{CALL}", "red") as one:
         messages = list(HELLO)
@@ -94,7 +94,9 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
     assert last.usage and last.usage.prompt_tokens == len(one.policy.prompts[1])
 
 
-async def test_a_stream_says_the_same_in_pieces(endpoint: Endpoint, chat: ChatTokenizer) -> None:
+async def test_a_stream_says_the_same_in_pieces(
+    endpoint: AgentEndpoint, chat: ChatTokenizer
+) -> None:
     text = "the key is in the red box, and nowhere else"
     with told(endpoint, chat, f"{text}{CALL}") as one:
         stream = await one.client.chat.completions.create(
@@ -116,7 +118,7 @@ async def test_a_stream_says_the_same_in_pieces(endpoint: Endpoint, chat: ChatTo
 
 
 async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, CALL, "red", "blue") as one:
         responses = one.client.responses
@@ -149,7 +151,7 @@ async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
 
 
 async def test_several_answers_log_probs_and_a_limit_are_as_asked(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, "red", "blue...", "green") as one:
         both = await one.client.chat.completions.create(
@@ -163,7 +165,7 @@ async def test_several_answers_log_probs_and_a_limit_are_as_asked(
 
 
 async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, "red\nObservation: made up", "blue") as one:
         answer = await one.client.chat.completions.create(
@@ -187,7 +189,7 @@ async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
 
 
 async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, CALL + CALL, CALL + CALL) as one:
         create = one.client.chat.completions.create
@@ -200,7 +202,7 @@ async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
 
 
 async def test_words_that_are_no_call_are_told_as_they_are(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     broken = "<tool_call>{name: look}</tool_call>"
     with told(endpoint, chat, broken, CALL, "<think>hm</think>red") as one:
@@ -248,7 +250,7 @@ async def test_words_that_are_no_call_are_told_as_they_are(
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(
-    endpoint: Endpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
+    endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with told(endpoint, chat) as one, pytest.raises(openai.BadRequestError) as refused:
         await one.client.chat.completions.create(
@@ -274,7 +276,7 @@ async def test_what_is_not_honoured_is_refused_by_name(
     ],
 )
 async def test_responses_refuse_by_name_as_well(
-    endpoint: Endpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
+    endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
         await one.client.responses.create(model="m", input="a", extra_body=fields)
@@ -282,7 +284,7 @@ async def test_responses_refuse_by_name_as_well(
 
 
 async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     deep = {"name": "look", "arguments": "[" * 100_000}
     called = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep}]}
@@ -292,7 +294,7 @@ async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
     one.episode.raise_failure()
 
 
-async def test_what_changes_nothing_is_taken(endpoint: Endpoint, chat: ChatTokenizer) -> None:
+async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
     with told(endpoint, chat, "red", "red") as one:
         await one.client.chat.completions.create(
             model="m",
@@ -322,7 +324,7 @@ async def test_what_changes_nothing_is_taken(endpoint: Endpoint, chat: ChatToken
 
 
 async def test_a_key_opens_its_own_episode_until_that_is_over(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, "red") as one, told(endpoint, chat, "blue") as other:
         said = [
@@ -342,7 +344,7 @@ async def test_a_key_opens_its_own_episode_until_that_is_over(
 
 
 async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     async def never(*_: Any) -> Any:
         await asyncio.Event().wait()
@@ -352,7 +354,7 @@ async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
         asking = asyncio.ensure_future(
             one.client.chat.completions.create(model="m", messages=HELLO)
         )
-        while not one.episode._episode.under_way:
+        while not one.episode.running:
             await asyncio.sleep(0.01)
     with pytest.raises(openai.AuthenticationError, match="episode"):
         await asking
@@ -360,7 +362,7 @@ async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
 
 
 async def test_a_client_that_has_gone_away_leaves_no_turn(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     given_up = asyncio.Event()
 
@@ -380,7 +382,7 @@ async def test_a_client_that_has_gone_away_leaves_no_turn(
 
 
 async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_does(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     async def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
@@ -403,7 +405,7 @@ class Box:
 
 
 async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, tools=Box()) as one, told(endpoint, chat) as without:
         access = one.episode.access
@@ -434,7 +436,7 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
 
 
 async def test_the_published_mcp_client_lists_tools_and_calls_them(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, tools=Box()) as one:
         access = one.episode.access
@@ -452,7 +454,7 @@ async def test_the_published_mcp_client_lists_tools_and_calls_them(
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
 async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_others_others(
-    endpoint: Endpoint, chat: ChatTokenizer, is_stream: bool
+    endpoint: AgentEndpoint, chat: ChatTokenizer, is_stream: bool
 ) -> None:
     ids = []
     for question in ("Where is the key?", "Where is the key?", "Where is the hat?"):
@@ -475,7 +477,7 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
 
 
 async def test_both_forms_call_the_same_call_by_the_same_id(
-    endpoint: Endpoint, chat: ChatTokenizer
+    endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with told(endpoint, chat, CALL, CALL) as one:
         over_chat = await one.client.chat.completions.create(

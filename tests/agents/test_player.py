@@ -24,19 +24,19 @@ from ludus.env.serving.listeners import HttpListener, bind
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import AgentConfig, CommandAgent, RewardTerm, RolloutConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.agents.endpoint import Access
-from ludus.trainer.agents.player import AgentPlayer
-from ludus.trainer.agents.runners import ProgramRunner, check_agent
-from ludus.trainer.agents.task import AgentTask
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.rewards import Reward
-from ludus.trainer.rollout.tool_adapter import Toolbox
+from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
+from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
+from ludus.trainer.rollout.agents.host import AgentHost
+from ludus.trainer.rollout.agents.launchers import ProgramLauncher, check_agent
+from ludus.trainer.rollout.agents.runner import AgentRunner
+from ludus.trainer.rollout.agents.task import AgentTask
+from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.agents import functions
 from tests.rollout.calculator_env import CalculatorEnv
-from tests.rollout.scripted_policy import SAMPLING, make_player
+from tests.rollout.scripted_policy import ScriptedPlayer, ScriptedPolicy
 
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256, max_turns=4)
 PROGRAM = Path(__file__).with_name("program.py")
@@ -54,13 +54,23 @@ async def player_with(
     fields: dict[str, Any],
     answers: tuple[str, ...] = ("STAND",),
     **parts: Any,
-) -> AsyncIterator[Player]:
+) -> AsyncIterator[ScriptedPlayer]:
     """A player whose episodes an agent plays, with a policy that answers by script."""
     script = itertools.cycle(answers)
-    _, policy = make_player(client, chat, script, LIMITS)
+    policy = ScriptedPolicy(chat, script)
+    reward = parts.pop("reward", None) or Reward()
     async with AsyncExitStack() as stack:
-        agent = await AgentPlayer.start(config_of(fields), policy, chat, LIMITS, stack)
-        yield make_player(client, chat, script, LIMITS, agent=agent, **parts)[0]
+        runner = AgentRunner(
+            agent=await AgentHost.start(config_of(fields), stack),
+            environment="game",
+            client=client,
+            generate=policy,
+            chat=chat,
+            renderer=ServerRenderer(),
+            limits=LIMITS,
+            **parts,
+        )
+        yield ScriptedPlayer(runner, reward)
 
 
 async def group_with(
@@ -69,7 +79,7 @@ async def group_with(
     path = f"tests.agents.functions:{function.__name__}"
     async with player_with(client, chat, {"function": path, **fields}) as player:
         spec = GroupSpec(0, "game", (11, 11))
-        return await play_group(player, spec, SAMPLING, 30, num_transcripts=1)
+        return await player.play_group(spec, num_transcripts=1)
 
 
 async def one_with(
@@ -101,7 +111,7 @@ async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
     fields = {"function": "tests.agents.functions:passes_on"}
     async with player_with(client, chat, fields, reward=reward) as player:
         JUDGED.clear()
-        await play_group(player, GroupSpec(0, "game", (11, 12)), SAMPLING, 30)
+        await player.play_group(GroupSpec(0, "game", (11, 12)))
         seen.update(JUDGED)
     assert seen["kind"] == ["passes on"] * 2
     assert seen["prompts"][0][0]["content"] == "hard 11 vs 2"
@@ -115,7 +125,7 @@ async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
 ) -> None:
     fields = {"function": "tests.agents.functions:an_object"}
     async with player_with(client, chat, fields) as player:
-        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 30)
+        group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
 
 
@@ -128,9 +138,9 @@ async def test_a_task_with_braces_of_its_own_is_handed_over_as_it_is() -> None:
             return SimpleNamespace(exit=SimpleNamespace(code=0), output="", errors="")
 
     config = CommandAgent(command=(sys.executable, "{task}", "say: {text}"))
-    runner = ProgramRunner(config, Host())  # type: ignore[arg-type]
+    runner = ProgramLauncher(config, Host())  # type: ignore[arg-type]
     task = AgentTask("{task}", [], {"shown": "{text}"}, {}, 1)
-    await runner.run(task, Access("http://127.0.0.1:1/v1", "sk"))
+    await runner.run(task, EndpointAccess("http://127.0.0.1:1/v1", "sk"))
     assert json.loads(given[0][1])["observation"] == {"shown": "{text}"}
     assert given[0][2] == "say: {task}"
 
@@ -148,7 +158,7 @@ def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
     [
         (functions.raises, "KeyError"),
         (functions.exits, "SystemExit: 3"),
-        (functions.never_asks, "ask the policy at least once"),
+        (functions.never_asks, "sent no request to the policy"),
         (functions.says_garbage, "expected JSON"),
         (functions.hangs, "timeout_s = 0.5"),
     ],
@@ -206,9 +216,7 @@ async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
         fields = {"function": "tests.agents.functions:calls_tools"}
         toolbox = Toolbox(client, "calculator")
         async with player_with(client, chat, fields, toolbox=toolbox) as player:
-            rollout = (await play_group(player, GroupSpec(0, "game", (1,)), SAMPLING, 30)).rollouts[
-                0
-            ]
+            rollout = (await player.play_group(GroupSpec(0, "game", (1,)))).rollouts[0]
     assert rollout.status is RolloutStatus.TERMINATED, rollout.failure
     assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == (2, 1)
 
@@ -223,19 +231,19 @@ async def test_a_program_is_confined_told_its_task_and_ended_with_all_it_started
     command = [sys.executable, str(PROGRAM), "answer", "{text}"]
     fields = {"command": command, "folder": str(ROOT)}
     async with player_with(client, chat, fields, reward=reward) as player:
-        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+        group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
     assert JUDGED == {"secret": ["none"], "text": ["hard 11 vs 2"]}
 
     fields = {**fields, "command": [sys.executable, str(PROGRAM), "crash"]}
     async with player_with(client, chat, fields) as player:
-        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+        group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert "exit code 1" in group.rollouts[0].failure
     assert "no such file: weights.bin" in group.rollouts[0].failure
 
     fields = {**fields, "command": [sys.executable, str(PROGRAM), "hang"], "timeout_s": 8.0}
     async with player_with(client, chat, fields) as player:
-        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+        group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert "timeout_s" in group.rollouts[0].failure
     commands = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
     assert ["sleep", "4242"] not in commands
@@ -254,16 +262,16 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
         task = AgentTask(**asked.pop("task"))
         if task.seed == 13:
             return JSONResponse({"detail": "no more rooms"}, 500)
-        return JSONResponse(await functions.passes_on(task, Access(**asked)))
+        return JSONResponse(await functions.passes_on(task, EndpointAccess(**asked)))
 
     app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
     service = HttpListener(app, bind("127.0.0.1", 0, "port"))
     await service.start()
     fields = {"url": f"http://127.0.0.1:{service.port}/solve"}
     async with player_with(client, chat, fields) as player:
-        group = await play_group(player, GroupSpec(0, "game", (11, 13)), SAMPLING, 30)
+        group = await player.play_group(GroupSpec(0, "game", (11, 13)))
         await service.stop()
-        after = await play_group(player, GroupSpec(1, "game", (11,)), SAMPLING, 30)
+        after = await player.play_group(GroupSpec(1, "game", (11,)))
     well, ill = group.rollouts
     assert well.status is RolloutStatus.TERMINATED
     assert ill.status is RolloutStatus.FAILED and "no more rooms" in ill.failure
@@ -274,8 +282,8 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"command": ["no-such-program"]}, "no 'no-such-program' in PATH"),
-        ({"command": ["python"], "folder": "/no/such/folder"}, "expected a folder"),
+        ({"command": ["no-such-program"]}, "program 'no-such-program' in PATH"),
+        ({"command": ["python"], "folder": "/no/such/folder"}, "there is no folder"),
         ({"function": "tests.agents.functions:nothing"}, "has no callable 'nothing'"),
     ],
 )

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from ludus.proto.config import GrpoConfig, RolloutConfig
-from ludus.trainer.agents.api_error import LimitError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, Said
-from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
+from ludus.trainer.rollout.agents.endpoint.api_error import LimitError
+from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ChatMessage,
+    PolicyRequest,
+    PolicyResponse,
+)
 from tests.agents.random_policy import TOOL, RandomPolicy, tiny_chat
 from tests.agents.wild_agent import WildAgent, check_exact, sent_back
 
@@ -38,8 +42,8 @@ def user(text: str) -> ChatMessage:
     return ChatMessage("user", text)
 
 
-async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> Said:
-    return (await tree.answer(Asked(messages, **fields)))[0]
+async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> PolicyResponse:
+    return (await tree.respond(PolicyRequest(messages, **fields)))[0]
 
 
 async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(

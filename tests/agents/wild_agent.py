@@ -10,15 +10,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from ludus.trainer.agents.exchange import Answerer, Asked, ChatMessage, FunctionCall, Said
 from ludus.trainer.core.types import TokenSequence
+from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ChatMessage,
+    FunctionCall,
+    PolicyRequest,
+    PolicyResponse,
+    Responder,
+)
 from tests.agents.random_policy import TOOL, WORDS, Sampled
 
 
 class WildAgent:
     """Does with its history what agents do: goes on, asks again, side by side, edits, shortens."""
 
-    def __init__(self, policy: Answerer, seed: int) -> None:
+    def __init__(self, policy: Responder, seed: int) -> None:
         self._policy = policy
         self._draw = random.Random(f"wild agent {seed}")
         self._histories: list[list[ChatMessage]] = [[ChatMessage("user", "Where is the key?")]]
@@ -39,23 +45,23 @@ class WildAgent:
                 history[place] = replace(history[place], content=draw.choice(WORDS))
             case 2 if len(history) > 2:  # a window
                 history = history[2:]
-        asked = Asked(
+        asked = PolicyRequest(
             tuple(history),
             tools=draw.choice(((), (TOOL,), (TOOL,))),
             num=draw.choice((1, 1, 1, 2)),
             stop=draw.choice(((), ("STOP",))),
             max_tokens=draw.choice((None, 5)),
-            is_one_call=draw.random() < 0.3,
+            max_one_call=draw.random() < 0.3,
         )
-        for said in await self._policy.answer(asked):
+        for said in await self._policy.respond(asked):
             self._histories.append([*history, sent_back(said), self._reply(said)])
 
-    def _reply(self, said: Said) -> ChatMessage:
+    def _reply(self, said: PolicyResponse) -> ChatMessage:
         text = self._draw.choice(WORDS)
         return ChatMessage("tool", text) if said.calls else ChatMessage("user", text)
 
 
-def sent_back(said: Said) -> ChatMessage:
+def sent_back(said: PolicyResponse) -> ChatMessage:
     """An answer as clients send it back: words stripped, JSON written anew, thoughts left out."""
     calls = tuple(FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in said.calls)
     return ChatMessage("assistant", said.content.strip(), calls)

@@ -12,8 +12,13 @@ import pytest
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
-from ludus.trainer.compat.trl.fields import DEFAULTS, MAPPED, REFUSED, TOLD
-from ludus.trainer.compat.trl.run_settings import Batches, batches_of, run_folder, run_settings
+from ludus.trainer.compat.trl.settings.fields import DEFAULTS, MAPPED, REFUSED, TOLD
+from ludus.trainer.compat.trl.settings.run_settings import (
+    Batches,
+    batches_of,
+    run_folder,
+    run_settings,
+)
 
 ENVIRONMENT = {
     "rollout": "trl:m:f",
@@ -266,7 +271,7 @@ def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPat
 def test_an_engine_that_is_not_there_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.has_vllm", lambda: False)
+    monkeypatch.setattr("ludus.trainer.compat.trl.settings.run_settings.has_vllm", lambda: False)
     assert run_of(use_vllm=True).generator.kind == "transformers"
     assert "note: GRPOConfig.use_vllm = True, and vLLM is not installed" in capsys.readouterr().err
 

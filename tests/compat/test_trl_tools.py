@@ -11,10 +11,10 @@ import pytest
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer
+from ludus.trainer.compat.trl.rollout.arguments import RolloutTrainer, RolloutTrainerState
 from ludus.trainer.compat.trl.tools import REWARD_COLUMN, ToolRollout, environment_reward
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.batch.arguments import RolloutTrainer, TrainerState
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -65,7 +65,7 @@ class Scripted(RolloutTrainer):
         self._of_prompt: dict[tuple[int, ...], int] = {}
         self.rows = rows
         self.processing_class = chat.tokenizer
-        self.state = TrainerState(0)
+        self.state = RolloutTrainerState(0)
         self.args = SimpleNamespace(chat_template_kwargs=None)
         self.max_completion_length = 400
         self.sent: list[list[list[int]]] = []
@@ -175,7 +175,7 @@ def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
     played = rollout(prompts_of(rows), Scripted(chat, rows, [["done"], ["done"]]))
     assert [type(one) for one in played["environments"]] == [Silent, Counter]
     messages = {"prompt": [{"role": "user", "content": "count"}]}
-    with pytest.raises(ConfigError, match=r"row 0 .* out of \['loud', 'silent'\], got None"):
+    with pytest.raises(ConfigError, match="row 0 has environment = None"):
         rollout.check_rows([messages], "train_dataset")
 
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> 
     rows = [{"prompt": [{"role": "user", "content": "count"}]}] * 8
     tiny = {"kind": "tiny"}
     for factory, message in (
-        (Untyped, "tool 'guess' expected typed arguments"),
+        (Untyped, "tool 'guess' needs typed arguments"),
         (Unresettable, "a `reset` method"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -211,13 +211,16 @@ def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> 
         return [float(number) for number in num_tool_calls]
 
     for given, message in (
-        ({"reward_funcs": [counts, wise]}, "'wise' asks for 'wisdom', which train_dataset has not"),
-        ({"train_dataset": [{"prompt": "count"}] * 8}, "train_dataset: row 0 .* got text"),
+        (
+            {"reward_funcs": [counts, wise]},
+            "'wise' requires 'wisdom', which train_dataset",
+        ),
+        ({"train_dataset": [{"prompt": "count"}] * 8}, "train_dataset: row 0 has a prompt of text"),
     ):
         wanted = {"train_dataset": rows, "environment_factory": Counter, **given}
         with pytest.raises(ConfigError, match=message):
             GRPOTrainer(tiny, args=args, **wanted)
-    with pytest.raises(ConfigError, match="would go unheard"):
+    with pytest.raises(ConfigError, match="would be ignored"):
         GRPOTrainer(
             tiny,
             args=args,

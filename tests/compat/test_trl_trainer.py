@@ -15,7 +15,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState
-from ludus.trainer.compat.trl.run_settings import Batches
+from ludus.trainer.compat.trl.settings.run_settings import Batches
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.driver.loops.steps import Step
 
@@ -79,21 +79,21 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"callbacks": [1]}, "callbacks=.* is not honoured here; iterate over the steps"),
-        ({"tools": [print]}, "tool 'print' expected typed arguments"),
-        ({"reward_funcs": None}, "reward_funcs expected at least one function"),
-        ({"reward_funcs": [3]}, "reward_funcs expected functions, .* got 3"),
+        ({"callbacks": [1]}, "callbacks=.* is not supported; iterate over the steps"),
+        ({"tools": [print]}, "tool 'print' needs typed arguments"),
+        ({"reward_funcs": None}, "reward_funcs needs at least one function"),
+        ({"reward_funcs": [3]}, "reward_funcs must be functions, .* but one is 3"),
         ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 expected a 'prompt'"),
         ({"train_dataset": []}, "train_dataset expected at least one row"),
         ({"train_dataset": "rows.jsonl"}, "of a file, datasets.load_dataset makes one"),
         (
             {"train_dataset": [{"prompt": "a"}] * 4},
-            "'by_answer' asks for 'answer', which train_dataset has not",
+            "'by_answer' requires 'answer', which train_dataset does not",
         ),
         ({"eval_dataset": {"prompt": ["a"], "n": [1, 2]}}, "columns of one length"),
         (
             {"eval_dataset": [{"prompt": "a"}]},
-            "'by_answer' asks for 'answer', which eval_dataset has not",
+            "'by_answer' requires 'answer', which eval_dataset does not",
         ),
         ({"train_dataset": {"prompt": "abcdefgh"}}, "one per row, as column 'prompt', got 'abc"),
         ({"train_dataset": {"prompt": ["a"] * 8, "answer": 5}}, "as column 'answer', got 5"),
@@ -106,16 +106,16 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
                 "reward_funcs": lambda completions, trainer_state: [],
                 "rollout_func": lambda prompts, trainer: {},
             },
-            "asks for 'trainer_state', which is not here",
+            "requires 'trainer_state', which is not available",
         ),
-        ({"reward_funcs": max}, "reward function 'max' expected named parameters, got a builtin"),
+        ({"reward_funcs": max}, "reward function 'max' must have named parameters"),
         ({"reward_funcs": torch.nn.Linear(1, 1)}, "save a model with save_pretrained"),
-        ({"args": {"output_dir": "x"}}, "GRPOConfig, got builtins.dict; change the import"),
+        ({"args": {"output_dir": "x"}}, "GRPOConfig, but it is a builtins.dict; change the import"),
         ({"model": None}, "model expected a Hugging Face id, .* got None"),
         ({"model": "/nowhere"}, "the model cannot be loaded"),
-        ({"rollout_func": 5}, "rollout_func expected a function, got 5"),
-        ({"rollout_func": len}, r"expected one of the signatures .* got \(obj\)"),
-        ({"environment_factory": 5}, "environment_factory expected a class or a function"),
+        ({"rollout_func": 5}, "rollout_func must be a function, but it is 5"),
+        ({"rollout_func": len}, r"must have one of the signatures .* it has \(obj\)"),
+        ({"environment_factory": 5}, "environment_factory must be a class, or a function"),
         (
             {"model": TINY, "args": GRPOConfig(chat_template_kwargs={"date": "today"})},
             r"enable_thinking alone, got \['date'\]",
@@ -137,7 +137,7 @@ def test_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_what_asks_for_nothing_is_taken(tmp_path: Path) -> None:
     assert trainer_of(tmp_path, callbacks=[], optimizers=None).run.name == "run"
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' expected True"):
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' must be True"):
         trainer_of(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
 
 
@@ -152,7 +152,7 @@ def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0, 0.5]))
     terms = trainer.run.environment.rewards
     assert [(term.name, term.weight) for term in terms] == [("by_answer", 1.0), ("brief", 0.5)]
-    with pytest.raises(ConfigError, match="reward_weights expected 2 numbers"):
+    with pytest.raises(ConfigError, match="reward_weights has 1 numbers, but there are 2"):
         trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
 
 
@@ -177,7 +177,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 def test_completions_are_asked_for_within_a_rollout_function_only(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
-    with pytest.raises(UserError, match="call it within rollout_func"):
+    with pytest.raises(UserError, match="call it in rollout_func"):
         generate_rollout_completions(trainer, ["a"])
     with pytest.raises(AttributeError, match="GRPOTrainer has no 'accelerator' here"):
         _ = trainer.accelerator
@@ -201,7 +201,7 @@ def test_the_history_holds_means_between_its_entries() -> None:
     batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):
         state.add(step(number, float(number)), args, batches)
-    result = state.end()
+    result = state.finish()
     assert [entry["step"] for entry in state.log_history] == [2, 4, 8, 10]
     assert [entry["reward"] for entry in state.log_history] == [1.0, 2.0, 3.5, 5.0]
     last = state.log_history[-1]

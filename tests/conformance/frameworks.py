@@ -27,20 +27,21 @@ from examples.agents.boxes import Boxes
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import AgentConfig, RolloutConfig, TinyModel
-from ludus.trainer.agents.player import AgentPlayer
-from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.learner.warm_start import Conversation, conversation_texts, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.agents.host import AgentHost
+from ludus.trainer.rollout.agents.runner import AgentRunner
+from ludus.trainer.rollout.agents.warm_start import play_with_random_responses
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.agents.exactness import Recorded, logprob_error
 from tests.agents.wild_agent import check_exact
+from tests.rollout.scripted_policy import ScriptedPlayer
 
 AGENTS = Path(__file__).parents[2] / "examples" / "agents"
 FRAMEWORKS = ("langgraph", "smolagents")
@@ -141,14 +142,18 @@ async def measure(
         games = await _games(shown, client, toolbox, seed)
         model, chat = await asyncio.to_thread(_taught, games, seed)
         generator = stack.enter_context(
-            closing(Generator(TransformersEngine(model, end_token_id=chat.end_token_id)))
+            closing(AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id)))
         )
         under_way = _UnderWay(generator)
-        started = await AgentPlayer.start(config, under_way, chat, LIMITS, stack)
-        player = Player(
-            *("boxes", client, under_way, chat, ServerRenderer(), LIMITS),
+        runner = AgentRunner(
+            agent=await AgentHost.start(config, stack),
+            environment="boxes",
+            client=client,
+            generate=under_way,
+            chat=chat,
+            renderer=ServerRenderer(),
+            limits=LIMITS,
             toolbox=toolbox,
-            run_seed=seed,
         )
         found = Measured()
         slots = asyncio.Semaphore(config.max_concurrent)
@@ -156,8 +161,8 @@ async def measure(
         async def play(number: int) -> None:
             async with slots:
                 recorded = Recorded(under_way)
-                alone = replace(player, agent=replace(started, generate=recorded))
-                rollout = await alone.play(number, Sampling(1.0, 1))
+                player = ScriptedPlayer(replace(runner, generate=recorded), run_seed=seed)
+                rollout = await player.play_episode(number, LIMITS.group_timeout_s)
                 await _check(found, rollout, recorded, model)
 
         await asyncio.gather(*(play(number) for number in range(num_episodes)))
@@ -194,12 +199,12 @@ async def _games(
         try:
             adapter = ToolAdapter(session, first, toolbox, 0.0)
             draw = random.Random(f"framework's game {seed} {game}")
-            return await agent.play(adapter, game, draw, LIMITS.max_turns)
+            return await play_with_random_responses(agent, adapter, game, draw, LIMITS.max_turns)
         finally:
             await session.close()
 
     async with AsyncExitStack() as stack:
-        agent = await AgentGames.start(config, stack)
+        agent = await AgentHost.start(config, stack)
         played = await asyncio.gather(*(play(game) for game in range(_NUM_GAMES)))
     return [one for some in played for one in some]
 

@@ -14,9 +14,9 @@ import pytest_asyncio
 from upstream_environment import UpstreamEnvironmentError
 
 from ludus.proto.config import RolloutConfig
-from ludus.trainer.agents.endpoint import Endpoint
-from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.core.types import Completion, Sampling
+from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
+from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint
 from tests.agents.exactness import Recorded
 from tests.agents.random_policy import tiny_chat
 from tests.agents.wild_agent import check_exact
@@ -56,15 +56,15 @@ def made(framework: str) -> Path:
 
 
 @pytest_asyncio.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    up = Endpoint()
+async def endpoint() -> AsyncIterator[AgentEndpoint]:
+    up = AgentEndpoint()
     await up.start()
     yield up
     await up.stop()
 
 
 async def told(
-    endpoint: Endpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
+    endpoint: AgentEndpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
 ) -> tuple[dict[str, Any], ConversationTree]:
     """What a program printed that was answered by script; what was sampled is what is kept."""
     chat = tiny_chat()
@@ -84,7 +84,7 @@ async def told(
 
 
 async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
-    endpoint: Endpoint,
+    endpoint: AgentEndpoint,
 ) -> None:
     red = ["Look", {"box": "red"}]
     answers = (
@@ -115,7 +115,7 @@ async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
 
 @pytest.mark.parametrize("mode", ["whole", "streamed"])
 async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
-    endpoint: Endpoint, mode: str
+    endpoint: AgentEndpoint, mode: str
 ) -> None:
     def call(name: str, **arguments: str) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
@@ -131,11 +131,11 @@ async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
     looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
     assert found["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
     assert len(found["errors"]) == 1  # "It is" calls nothing, though a call was required
-    first, second, *_ = tree.exchanges()
-    assert "look" in first.shown[0]["content"]
+    first, second, *_ = tree.played_turns()
+    assert "look" in first.messages[0]["content"]
     # Calls come back as words of the agent's own.
-    assert "Calling tools:" in second.shown[-2]["content"]
-    assert "nothing" in second.shown[-1]["content"]
+    assert "Calling tools:" in second.messages[-2]["content"]
+    assert "nothing" in second.messages[-1]["content"]
 
 
 class _CutOff:

@@ -19,10 +19,9 @@ from ludus.trainer.core.types import GroupSpec, RolloutGroup
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
-from tests.rollout.scripted_policy import SAMPLING, make_player
+from tests.rollout.scripted_policy import make_player
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,7 +78,7 @@ def make_run(
         async def play(spec: GroupSpec) -> RolloutGroup:
             assert workers.held is not None
             policy.version = workers.held.manifest.version
-            return await play_group(player, spec, SAMPLING, timeout_s=60)
+            return await player.play_group(spec)
 
         workers._play = play
 
@@ -134,6 +133,6 @@ async def test_what_is_configured_wrong_ends_the_run_at_once(
     async def misconfigured(*_: object) -> None:
         raise ConfigError("environments.coins.tools = true, but it offers no tools")
 
-    run = make_run(tmp_path, chat, lambda number: False, rollout_function=misconfigured)
+    run = make_run(tmp_path, chat, lambda number: False, function=misconfigured)
     with pytest.raises(ConfigError, match="offers no tools"):
         await run.go()

@@ -12,11 +12,12 @@ import torch
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.trainer.actors import rollout_worker
-from ludus.trainer.actors.rollout_worker import RolloutWorkerActor
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, WorkerParts
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights
 from ludus.trainer.core.types import Sampling
-from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.reward_models import RewardModels
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.controller.fake_workers import groups_of, weights_of
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
@@ -38,28 +39,27 @@ class HeldStore:
         return FetchedWeights({"w": torch.tensor(float(version))}, 4, 0.0)
 
 
-class NeverDone:
-    """A player whose groups come to no end."""
+class EndlessRunner:
+    """A runner whose episodes never end."""
 
-    async def play_groups(self, *_: Any) -> None:
-        """Wait for ever."""
+    plays_groups_together = False
+
+    async def play_episodes(self, *_: Any, **__: Any) -> list[Any]:
+        """Wait forever."""
         await asyncio.Event().wait()
+        raise AssertionError
 
 
-def worker_with(engine: FakeEngine) -> RolloutWorkerActor:
-    """A worker that has started."""
-    worker = RolloutWorkerActor(torch.get_num_threads())
-    worker._run = LanguageModelRun()
-    worker._weights = worker._run.weights
-    worker._generator = Generator(engine)
-    worker._merger = None
-    worker._players = {"coins": NeverDone()}
-    worker._reward_models = RewardModels()
-    return worker
+def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
+    """Return a started worker and its engine."""
+    run, async_engine = LanguageModelRun(), AsyncEngine(engine)
+    player = GroupPlayer(EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1)
+    parts = WorkerParts(run, run.weights, async_engine, {"coins": player})
+    return RolloutWorkerActor(torch.get_num_threads(), parts), async_engine
 
 
 async def test_what_is_abandoned_comes_back_as_lost() -> None:
-    worker = worker_with(FakeEngine())
+    worker, _ = make_worker(FakeEngine())
     playing = asyncio.create_task(worker.play(groups_of(3, 4)))
     await turns_of_the_loop()
     assert not playing.done()
@@ -75,7 +75,7 @@ async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_wei
 ) -> None:
     may_end, engine = threading.Event(), FakeEngine()
     monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(may_end))
-    worker = worker_with(engine)
+    worker, _ = make_worker(engine)
     late = asyncio.create_task(worker.load_weights(weights_of(1, (-1.0,)), True))
     await turns_of_the_loop()
     held = await worker.load_weights(weights_of(2, (-1.0,)), True)
@@ -89,17 +89,17 @@ async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_wei
 
 async def test_who_waits_for_its_end_hears_of_its_engines_failure() -> None:
     engine = FakeEngine()
-    worker = worker_with(engine)
+    worker, async_engine = make_worker(engine)
     ended = asyncio.create_task(worker.until_closed())
     engine.failure = MemoryError("no more memory")
     with pytest.raises(EngineLostError):
-        await worker._generator([1], Sampling(1.0, 4), 0)
+        await async_engine([1], Sampling(1.0, 4), 0)
     with pytest.raises(EngineLostError, match="MemoryError: no more memory"):
         await ended
 
 
 async def test_who_waits_for_its_end_hears_that_it_was_closed() -> None:
-    worker = worker_with(FakeEngine())
+    worker, _ = make_worker(FakeEngine())
     ended = asyncio.create_task(worker.until_closed())
     await turns_of_the_loop()
     await worker.close()

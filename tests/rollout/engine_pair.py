@@ -17,9 +17,9 @@ from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.engines import has_vllm
-from ludus.trainer.rollout.transformers_engine import TransformersEngine
-from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
+from ludus.trainer.rollout.engines.vllm_process import vllm_environment
 
 MAX_TOKENS = 128
 END_TOKEN_ID = 1
@@ -99,7 +99,7 @@ def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine
 
 def make_vllm_engine(path: str) -> Engine:
     """A vLLM engine with the model of `path`; the process must be prepared for it."""
-    from ludus.trainer.rollout.vllm_engine import VllmEngine
+    from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
 
     return VllmEngine(
         path,

@@ -8,7 +8,7 @@ from typing import Any
 from ludus.env import Message, StepResult, Transition
 from ludus.env.client import AsyncSession
 from ludus.trainer.rollout.conversation import Conversation
-from ludus.trainer.rollout.episode import Ended
+from ludus.trainer.rollout.episode import EpisodeEnd
 from tests.env.counting_env import (
     CountAction,
     CountingEnv,
@@ -76,11 +76,11 @@ def parse(text: str, observation: dict[str, Any]) -> dict[str, int]:
 
 async def play_and_divide_by_zero(
     session: AsyncSession, first: StepResult, conversation: Conversation
-) -> Ended:
+) -> EpisodeEnd:
     """Fails in a task of its own, after one answer."""
     assert first.text is not None
     conversation.add(first.text.messages)
-    await conversation.answer()
+    await conversation.complete()
 
     async def divide() -> float:
         return 1 / 0

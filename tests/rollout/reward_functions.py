@@ -11,7 +11,7 @@ from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionParseError
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.conversation import Conversation
-from ludus.trainer.rollout.episode import Ended
+from ludus.trainer.rollout.episode import EpisodeEnd
 
 CALLS: list[dict[str, list[Any]]] = []
 """What `remember` was called with."""
@@ -89,7 +89,7 @@ async def exits_from_the_loop(prompts: list[list[Message]]) -> list[float]:
 
 async def exits_in_an_episode(
     session: AsyncSession, first: StepResult, conversation: Conversation
-) -> Ended:
+) -> EpisodeEnd:
     raise SystemExit(3)
 
 
@@ -115,22 +115,22 @@ def positional_only(prompts: list[list[Message]], /) -> list[float]:
 
 async def play_in_pairs(
     session: AsyncSession, first: StepResult, conversation: Conversation
-) -> Ended:
+) -> EpisodeEnd:
     """Asks twice before each step, and adds what was said first to the episode's fields."""
     assert first.text is not None
     conversation.add(first.text.messages)
     thoughts: list[str] = []
     while True:
-        thoughts.append(await conversation.answer())
+        thoughts.append(await conversation.complete())
         conversation.add([{"role": "user", "content": "And now your move."}])
-        move = await conversation.answer()
+        move = await conversation.complete()
         if move == "GIVE UP":
             raise ActionParseError("expected a move")
         result = await session.step(text=move)
         conversation.add_reward(result.reward or 0.0)
         if result.done:
             fields = {"thoughts": thoughts}
-            return Ended(RolloutStatus.TERMINATED, fields, success=result.success)
+            return EpisodeEnd(RolloutStatus.TERMINATED, fields, success=result.success)
         assert result.text is not None
         conversation.add(result.text.messages)
 

@@ -1,24 +1,31 @@
-"""A policy whose answers are written down: stands for a generator in tests of episodes."""
+"""A policy whose completions are scripted, and players that use it instead of an engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludus.env.client import AsyncEnvClient
-from ludus.proto.config import RolloutConfig
-from ludus.trainer.core.types import Completion, Sampling
+from ludus.proto.config import LanguageModelRun, RolloutConfig
+from ludus.trainer.core.types import Completion, GroupSpec, Rollout, RolloutGroup, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.episode import SessionRunner
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.turns import FunctionRunner, RolloutFunction, TurnLoopRunner
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)
 
 
 class ScriptedPolicy:
-    """Says the next answer of the script; an answer that ends in "..." lacks its end token."""
+    """Returns the next text of a script; a text that ends with "..." has no EOS token."""
 
     def __init__(
         self, chat: ChatTokenizer, script: Iterator[str], on_call: Callable[[], None] | None = None
@@ -31,7 +38,7 @@ class ScriptedPolicy:
         self.version = 0
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-        """The next answer, each token with log-prob -1."""
+        """Return the next completion, in which each token has log-prob -1."""
         await asyncio.sleep(0)
         self.prompts.append(list(prompt_ids))
         self.seeds.append(seed)
@@ -44,17 +51,105 @@ class ScriptedPolicy:
         return Completion(token_ids, [-1.0] * len(token_ids), self.version, stopped)
 
 
+@dataclass(frozen=True)
+class ScriptedPlayer:
+    """Plays groups and single episodes with one runner."""
+
+    runner: SessionRunner[Any]
+    reward: Reward = field(default_factory=Reward)
+    run_seed: int = 0
+    environment_index: int = 0
+
+    def with_fields(self, **fields: Any) -> ScriptedPlayer:
+        """Return a player whose runner has these fields."""
+        return replace(self, runner=replace(self.runner, **fields))
+
+    async def play_group(
+        self, spec: GroupSpec, timeout_s: float = 60.0, num_transcripts: int = 0
+    ) -> RolloutGroup:
+        """Play one group within a time limit."""
+        [group] = await self._player(timeout_s).play_groups([spec], SAMPLING, [num_transcripts])
+        return group
+
+    async def play_episode(self, seed: int, timeout_s: float = 60.0) -> Rollout:
+        """Play one evaluation episode within a time limit."""
+        [rollout] = await self.play_episodes([seed], timeout_s)
+        return rollout
+
+    async def play_episodes(self, seeds: Sequence[int], timeout_s: float = 60.0) -> list[Rollout]:
+        """Play evaluation episodes within a time limit for each one."""
+        return await self._player(timeout_s).evaluate(seeds, SAMPLING)
+
+    def _player(self, timeout_s: float) -> GroupPlayer:
+        limits = self.runner.limits.model_copy(update={"group_timeout_s": timeout_s})
+        return GroupPlayer(
+            replace(self.runner, limits=limits),
+            self.reward,
+            timeout_s,
+            max_evaluation_episodes=8,
+            run_seed=self.run_seed,
+            environment_index=self.environment_index,
+        )
+
+
+def make_runner(
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    generate: Any,
+    limits: RolloutConfig = LIMITS,
+    function: RolloutFunction | None = None,
+    **fields: Any,
+) -> SessionRunner[Any]:
+    """Return a turn loop, or the runner of a rollout function; `fields` replace its fields."""
+    settings: dict[str, Any] = {
+        "environment": "game",
+        "client": client,
+        "generate": generate,
+        "chat": chat,
+        "renderer": ServerRenderer(),
+        "limits": limits,
+        **fields,
+    }
+    if function is not None:
+        return FunctionRunner(function=function, **settings)
+    return TurnLoopRunner(**settings)
+
+
+async def start_player(
+    run: LanguageModelRun,
+    environment: str,
+    client: AsyncEnvClient,
+    generate: Any,
+    chat: ChatTokenizer,
+) -> GroupPlayer:
+    """Return the player that the configuration of a run selects."""
+    parts = RunnerParts(run, environment, client, generate, chat, AsyncExitStack())
+    return await GroupPlayer.start(parts, RewardModels())
+
+
+async def play_once(
+    runner: SessionRunner[Any], seed: int, sampling: Sampling = SAMPLING
+) -> PlayedEpisode:
+    """Play one episode with random numbers of key 0."""
+    start = EpisodeStart(0, seed, key=0)
+    [episode] = await runner.play_episodes([start], sampling, is_evaluation=True)
+    return episode
+
+
 def make_player(
     client: AsyncEnvClient,
     chat: ChatTokenizer,
     script: Iterator[str],
     limits: RolloutConfig = LIMITS,
     on_call: Callable[[], None] | None = None,
-    max_sessions: int = 0,
-    **parts: Any,
-) -> tuple[Player, ScriptedPolicy]:
-    """A player that answers by script; `parts` are further fields of it."""
+    *,
+    reward: Reward | None = None,
+    run_seed: int = 0,
+    environment_index: int = 0,
+    **fields: Any,
+) -> tuple[ScriptedPlayer, ScriptedPolicy]:
+    """Return a player and its scripted policy; `fields` are fields of the runner."""
     policy = ScriptedPolicy(chat, script, on_call)
-    return Player(
-        "game", client, policy, chat, ServerRenderer(), limits, max_sessions, **parts
-    ), policy
+    runner = make_runner(client, chat, policy, limits, **fields)
+    player = ScriptedPlayer(runner, reward or Reward(), run_seed, environment_index)
+    return player, policy

@@ -74,7 +74,7 @@ def test_a_move_that_is_said_again_is_not_decoded_again(
     chat = ChatTokenizer(tokenizer)
     answer = chat.encode_completion("HIT")
     assert chat.decode(answer) == "HIT"
-    monkeypatch.setattr(chat._tokenizer, "decode", lambda *_, **__: "decoded again")
+    monkeypatch.setattr(chat.tokenizer, "decode", lambda *_, **__: "decoded again")
     assert chat.decode(answer) == "HIT"
 
 

@@ -70,7 +70,7 @@ def user(content: str) -> Message:
 
 def text_of(chat: ChatTokenizer, token_ids: list[int]) -> str:
     """The tokens as text, special ones included."""
-    return chat._tokenizer.decode(token_ids, skip_special_tokens=False)
+    return chat.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @pytest.mark.slow

@@ -36,14 +36,14 @@ async def talk(conversation: Conversation, *questions: str) -> None:
     """Ask each question and reward its answer with its number."""
     for number, question in enumerate(questions, start=1):
         conversation.add(user(question))
-        await conversation.answer()
+        await conversation.complete()
         conversation.add_reward(number)
 
 
 async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
     conversation, policy = conversation_of(CHATML, iter(["HIT", "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
-    [sequence] = conversation.sequences(with_rest=False)
+    [sequence] = conversation.sequences(include_rest=False)
     assert sequence.token_ids[: len(policy.prompts[1])].tolist() == policy.prompts[1]
     assert [turn.reward for turn in sequence.turns] == [1, 2]
     for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
@@ -56,7 +56,7 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
 async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
     conversation, policy = conversation_of(QWEN3, iter([ALOUD, "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
-    [sequence] = conversation.sequences(with_rest=False)
+    [sequence] = conversation.sequences(include_rest=False)
     assert len(sequence.turns) == 2
     assert "bust?" in conversation._chat.decode(policy.prompts[1])
 
@@ -64,7 +64,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
 async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> None:
     conversation, policy = conversation_of(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
-    sequences = conversation.sequences(with_rest=False)
+    sequences = conversation.sequences(include_rest=False)
     assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
     assert [sequence.turns[0].reward for sequence in sequences] == [1, 2, 3]
     for sequence, prompt in zip(sequences, policy.prompts, strict=True):
@@ -76,32 +76,32 @@ async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> Non
 async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may() -> None:
     conversation, _ = conversation_of(CHATML, iter(["HIT", "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "19 vs 10")
-    assert len(conversation.sequences(with_rest=False)) == 1
+    assert len(conversation.sequences(include_rest=False)) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
 async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
     conversation, _ = conversation_of(CHATML, iter(["HIT", "HIT"]), keep=keep)
     await talk(conversation, "16 vs 10")
-    bare = conversation.sequences(with_rest=True)
+    bare = conversation.sequences(include_rest=True)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    [sequence] = conversation.sequences(with_rest=True)
+    [sequence] = conversation.sequences(include_rest=True)
     rest = sequence.token_ids[sequence.turns[-1].end :].tolist()
     assert "19 vs 10" in conversation._chat.decode(rest)
     assert not any(sequence.loss_mask[sequence.turns[-1].end :])
-    assert conversation.sequences(with_rest=False) == bare
+    assert conversation.sequences(include_rest=False) == bare
     conversation.add(user("a long story " * 200))
-    assert conversation.sequences(with_rest=True) == bare
+    assert conversation.sequences(include_rest=True) == bare
 
 
 async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
     conversation, _ = conversation_of(QWEN3, iter([ALOUD]), keep=False)
     await talk(conversation, "16 vs 10")
-    before = conversation.sequences(with_rest=False)
+    before = conversation.sequences(include_rest=False)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    assert conversation.sequences(with_rest=True) == before
+    assert conversation.sequences(include_rest=True) == before
     conversation.add_reward(4)
     assert conversation.turns[0].reward == 5
 
@@ -114,7 +114,7 @@ async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> N
     conversation.add(user("19 vs 10"))
     assert not conversation.has_room
     with pytest.raises(ConversationFullError, match="end the episode as truncated"):
-        await conversation.answer()
+        await conversation.complete()
     assert len(policy.prompts) == 1
 
 
@@ -139,17 +139,17 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 
 async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        prompt_ids[0] += 1
         return Completion([5], [-1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)
     await talk(conversation, "16 vs 10")
-    conversation._sequences[0].token_ids[0] += 1
-    with pytest.raises(RuntimeError, match="not the sum of its turns"):
-        conversation.sequences(with_rest=False)
+    with pytest.raises(RuntimeError, match="must not change the prompt"):
+        conversation.sequences(include_rest=False)
 
 
 async def test_nothing_is_paid_before_an_answer() -> None:
     conversation, _ = conversation_of(CHATML, iter([]))
-    with pytest.raises(ValueError, match="expected an answer"):
+    with pytest.raises(ValueError, match="needs a completion first"):
         conversation.add_reward(1.0)

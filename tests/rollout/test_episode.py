@@ -9,15 +9,19 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.renderer import ImportedRenderer, ServerRenderer
-from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.rollout.adapters.renderer import ImportedRenderer
+from ludus.trainer.rollout.rewards.scoring import Reward
 from openspiel_env import make_environment
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import GoalEnv
 from tests.rollout.reward_functions import play_and_say_nothing, play_in_pairs
-from tests.rollout.scripted_policy import LIMITS, SAMPLING, ScriptedPolicy, make_player
+from tests.rollout.scripted_policy import (
+    LIMITS,
+    ScriptedPlayer,
+    ScriptedPolicy,
+    make_player,
+    make_runner,
+)
 
 FUNCTIONS = "tests.rollout.reward_functions"
 
@@ -26,7 +30,7 @@ async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> R
     """The rollout of the first deal in which one may hit without going bust, then stand."""
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT", "STAND"]))
-        rollout = await player.play(seed, SAMPLING)
+        rollout = await player.play_episode(seed)
         if len(rollout.turns) == 2:
             return rollout
     raise AssertionError("no such deal")
@@ -50,7 +54,7 @@ async def test_every_prompt_is_an_exact_prefix_of_the_next(
 ) -> None:
     for seed in range(20):
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
-        rollout = await player.play(seed, SAMPLING)
+        rollout = await player.play_episode(seed)
         for prompt in policy.prompts:
             assert rollout.sequences[0].token_ids[: len(prompt)].tolist() == prompt
 
@@ -60,7 +64,7 @@ async def test_text_that_is_no_action_ends_the_episode_at_the_configured_reward(
 ) -> None:
     limits = LIMITS.model_copy(update={"invalid_action_reward": -0.7})
     player, _ = make_player(client, chat, iter(["I would rather not"]), limits)
-    rollout = await player.play(1, SAMPLING)
+    rollout = await player.play_episode(1)
     assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -0.7)
 
 
@@ -71,7 +75,7 @@ async def test_a_limit_on_turns_truncates_and_frees_the_session(
     statuses = set()
     for seed in range(20):
         player, _ = make_player(client, chat, iter(["HIT"]), limits)
-        statuses.add((await player.play(seed, SAMPLING)).status)
+        statuses.add((await player.play_episode(seed)).status)
     assert statuses == {RolloutStatus.TRUNCATED, RolloutStatus.TERMINATED}
     assert server.core.load.num_sessions == 0
 
@@ -82,9 +86,9 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
     one_turn = LIMITS.model_copy(update={"max_turns": 1})
     for seed in range(20):
         player, _ = make_player(client, chat, iter(["HIT"]), one_turn)
-        cut = await player.play(seed, SAMPLING)
+        cut = await player.play_episode(seed)
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
-        whole = await player.play(seed, SAMPLING)
+        whole = await player.play_episode(seed)
         [sequence] = cut.sequences
         if cut.status is RolloutStatus.TERMINATED:
             assert sequence.loss_mask[-1], "nothing follows the end"
@@ -108,7 +112,7 @@ async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTok
         }.items():
             limits = LIMITS.model_copy(update={"max_turns": len(script)})
             player, _ = make_player(client, chat, iter(script), limits)
-            said[name] = (await player.play(3, SAMPLING)).success
+            said[name] = (await player.play_episode(3)).success
     assert said == {
         "met": True,
         "missed": False,
@@ -124,8 +128,8 @@ async def test_a_rollout_function_passes_on_what_the_environment_said(chat: Chat
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         script = iter(["seven is too much", "ADD 7"])
-        player, _ = make_player(client, chat, script, rollout_function=play_in_pairs)
-        assert (await player.play(3, SAMPLING)).success is False
+        player, _ = make_player(client, chat, script, function=play_in_pairs)
+        assert (await player.play_episode(3)).success is False
 
 
 async def test_the_environments_own_truncation_shows_its_last_observation(
@@ -136,7 +140,7 @@ async def test_the_environments_own_truncation_shows_its_last_observation(
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         player, _ = make_player(client, chat, iter(["ADD 1", "ADD 7"]))
-        rollout = await player.play(3, SAMPLING)
+        rollout = await player.play_episode(3)
     [sequence] = rollout.sequences
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 8.0)
     assert [turn.reward for turn in sequence.turns] == [1.0, 7.0]
@@ -149,7 +153,7 @@ async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokeniz
     limits = LIMITS.model_copy(update={"max_completion_tokens": 64, "max_tokens": 512})
     for seed in range(5):
         player, _ = make_player(client, chat, answers, limits)
-        rollout = await player.play(seed, SAMPLING)
+        rollout = await player.play_episode(seed)
         assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TERMINATED, 1)
 
 
@@ -158,9 +162,9 @@ async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
 ) -> None:
     async def seeds_of(seed: int, place: int, run_seed: int) -> tuple[int, ...]:
         player, policy = make_player(
-            client, chat, itertools.repeat("HIT"), run_seed=run_seed, place=place
+            client, chat, itertools.repeat("HIT"), run_seed=run_seed, environment_index=place
         )
-        await player.play(seed, SAMPLING)
+        await player.play_episode(seed)
         return tuple(policy.seeds)
 
     asked = [await seeds_of(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]]
@@ -173,10 +177,8 @@ async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(
 ) -> None:
     script = itertools.cycle(["a poor hand", "STAND"])
     reward = Reward([RewardTerm(), RewardTerm(function=f"{FUNCTIONS}:num_thoughts", weight=10)])
-    player, policy = make_player(
-        client, chat, script, rollout_function=play_in_pairs, reward=reward
-    )
-    group = await play_group(player, GroupSpec(0, "game", (4,)), SAMPLING, timeout_s=60)
+    player, policy = make_player(client, chat, script, function=play_in_pairs, reward=reward)
+    group = await player.play_group(GroupSpec(0, "game", (4,)))
     [rollout] = group.rollouts
     assert rollout.status is RolloutStatus.TERMINATED
     assert rollout.episode_return is not None
@@ -189,18 +191,16 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     script = iter(["a poor hand", "GIVE UP"])
-    player, _ = make_player(client, chat, script, rollout_function=play_in_pairs)
-    rollout = await player.play(4, SAMPLING)
+    player, _ = make_player(client, chat, script, function=play_in_pairs)
+    rollout = await player.play_episode(4)
     assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -1.0)
     one_turn = LIMITS.model_copy(update={"max_turns": 1})
-    player, _ = make_player(
-        client, chat, iter(["a poor hand"]), one_turn, rollout_function=play_in_pairs
-    )
-    assert (await player.play(4, SAMPLING)).status is RolloutStatus.TRUNCATED
-    player, _ = make_player(client, chat, iter([]), rollout_function=play_and_say_nothing)
-    failed = await player.play(4, SAMPLING)
+    player, _ = make_player(client, chat, iter(["a poor hand"]), one_turn, function=play_in_pairs)
+    assert (await player.play_episode(4)).status is RolloutStatus.TRUNCATED
+    player, _ = make_player(client, chat, iter([]), function=play_and_say_nothing)
+    failed = await player.play_episode(4)
     assert failed.status is RolloutStatus.FAILED
-    assert "environment 'game': rollout expected to return Ended" in failed.failure
+    assert "environment 'game': the rollout function must return EpisodeEnd" in failed.failure
     assert server.core.load.num_sessions == 0
 
 
@@ -209,7 +209,7 @@ async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
 ) -> None:
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT...", "STAND"]))
-        rollout = await player.play(seed, SAMPLING)
+        rollout = await player.play_episode(seed)
         if len(rollout.turns) == 2:
             break
     [sequence] = rollout.sequences
@@ -230,9 +230,9 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
             await server.stop()
             return await answer(prompt_ids, sampling, seed)
 
-        player = Player("game", client, die_first, chat, ServerRenderer(), LIMITS)
-        lost = await player.play(1, SAMPLING)
-        never_began = await player.play(2, SAMPLING)
+        player = ScriptedPlayer(make_runner(client, chat, die_first, LIMITS))
+        lost = await player.play_episode(1)
+        never_began = await player.play_episode(2)
     for rollout in (lost, never_began):
         assert (rollout.status, rollout.reward) == (RolloutStatus.LOST, None)
         assert rollout.failure
@@ -245,7 +245,9 @@ async def test_render_and_parse_of_the_configuration_replace_the_renderer(
         "tests.rollout.test_episode:render", "tests.rollout.test_episode:parse"
     )
     policy = ScriptedPolicy(chat, iter(["1"]))
-    rollout = await Player("game", client, policy, chat, renderer, LIMITS).play(5, SAMPLING)
+    rollout = await ScriptedPlayer(
+        make_runner(client, chat, policy, renderer=renderer)
+    ).play_episode(5)
     assert rollout.status is RolloutStatus.TERMINATED
     assert "legal: [0, 1]" in chat.decode(policy.prompts[0])
 

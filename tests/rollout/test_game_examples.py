@@ -13,9 +13,9 @@ from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.player import limits_of, make_player, sampling_of
+from ludus.trainer.rollout.limits import episode_limits, sampling_settings
 from openspiel_env import make_environment
-from tests.rollout.scripted_policy import ScriptedPolicy
+from tests.rollout.scripted_policy import ScriptedPolicy, start_player
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_GAMES = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b.toml": 3}
@@ -50,7 +50,7 @@ def tokenizer_of(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
 async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
     run = load_run_config(EXAMPLES / example)
     [(name, environment)] = run.environments.items()
-    limits = limits_of(run, name)
+    limits = episode_limits(run, name)
     options = environment.model_dump()["options"]
     async with (
         EnvServer(lambda: make_environment(**options), ServerOptions(port=0)) as server,
@@ -62,8 +62,8 @@ async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
         chat = tokenizer_of(run, [text for shown, answers in games for text in shown + answers])
         for seed, (_, answers) in enumerate(games):
             policy = ScriptedPolicy(chat, iter(answers))
-            player = make_player(run, name, client, policy, chat, max_sessions=0)
-            rollout = await player.play(seed, sampling_of(limits))
+            player = await start_player(run, name, client, policy, chat)
+            [rollout] = await player.evaluate([seed], sampling_settings(limits))
             [sequence] = rollout.sequences
             assert len(sequence.token_ids) <= limits.max_tokens
             assert all(

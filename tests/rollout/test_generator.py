@@ -11,7 +11,7 @@ import torch
 
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.types import Completion, Sampling, ScoringRequest
-from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
 
@@ -26,21 +26,23 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def generator(engine: FakeEngine) -> AsyncIterator[Generator]:
-    generator = Generator(engine)
+async def generator(engine: FakeEngine) -> AsyncIterator[AsyncEngine]:
+    generator = AsyncEngine(engine)
     yield generator
     engine.release()
     generator.close()
 
 
-async def test_concurrent_calls_become_one_batch(engine: FakeEngine, generator: Generator) -> None:
+async def test_concurrent_calls_become_one_batch(
+    engine: FakeEngine, generator: AsyncEngine
+) -> None:
     completions = await asyncio.gather(*(generator([i, 1], SAMPLING, 0) for i in range(20)))
     assert [completion.token_ids for completion in completions] == [[i + 1] for i in range(20)]
     assert engine.batches == [[[i, 1] for i in range(20)]]
 
 
 async def test_calls_that_arrive_during_a_step_form_the_next_batch(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
@@ -51,7 +53,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
 
 
 async def test_weights_load_between_two_steps_while_calls_wait(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     before = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
@@ -65,7 +67,7 @@ async def test_weights_load_between_two_steps_while_calls_wait(
 
 
 async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
     engine.release()
@@ -77,13 +79,13 @@ async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
     assert generator.pause_s >= 0.05
 
 
-async def test_a_request_brings_its_seed(engine: FakeEngine, generator: Generator) -> None:
+async def test_a_request_brings_its_seed(engine: FakeEngine, generator: AsyncEngine) -> None:
     await asyncio.gather(*(generator([1], SAMPLING, seed) for seed in (5, 9)))
     assert engine.seeds == [5, 9]
 
 
 async def test_a_score_is_of_the_weights_loaded_before_it(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
@@ -94,7 +96,7 @@ async def test_a_score_is_of_the_weights_loaded_before_it(
 
 
 async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     engine.failure = ValueError("no such tensor")
     with pytest.raises(ValueError, match="no such tensor"):
@@ -102,7 +104,9 @@ async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
     assert (await generator([1], SAMPLING, 0)).policy_version == 0
 
 
-async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator: Generator) -> None:
+async def test_a_failed_step_reaches_every_waiter(
+    engine: FakeEngine, generator: AsyncEngine
+) -> None:
     in_batch = await in_step(engine, generator([1], SAMPLING, 0))
     waiting: list[asyncio.Task[Any]] = [
         asyncio.create_task(generator([2], SAMPLING, 0)),
@@ -121,7 +125,7 @@ async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator:
 
 
 async def test_a_call_after_a_failure_fails_at_once(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     engine.failure = RuntimeError("out of memory")
     with pytest.raises(EngineLostError, match="out of memory"):
@@ -132,7 +136,7 @@ async def test_a_call_after_a_failure_fails_at_once(
 
 
 async def test_a_request_that_the_engine_refuses_fails_alone(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     before, refused, after = await in_time(
         *(asyncio.create_task(caught(generator(prompt, SAMPLING, 0))) for prompt in ([1], [], [2]))
@@ -144,7 +148,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(
 
 
 async def test_a_cancelled_call_leaves_the_others_alone(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     cancelled = await in_step(engine, generator([1], SAMPLING, 0))
     kept = asyncio.create_task(generator([2], SAMPLING, 0))
@@ -155,7 +159,7 @@ async def test_a_cancelled_call_leaves_the_others_alone(
 
 
 async def test_what_nobody_awaits_any_more_is_not_generated(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
@@ -169,7 +173,7 @@ async def test_what_nobody_awaits_any_more_is_not_generated(
 
 
 async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
-    engine: FakeEngine, generator: Generator
+    engine: FakeEngine, generator: AsyncEngine
 ) -> None:
     given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (1, 2))
     await asyncio.sleep(0)
@@ -179,7 +183,7 @@ async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
 
 
 async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
-    generator = Generator(engine)
+    generator = AsyncEngine(engine)
     await generator([1], SAMPLING, 0)
     generator.close()
     assert engine.is_closed.is_set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 
 import pytest
@@ -13,12 +12,9 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.renderer import ServerRenderer
 from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv
-from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+from tests.rollout.scripted_policy import LIMITS, ScriptedPlayer, make_player, make_runner
 
 OPENED = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together", "one by one"])
 
@@ -51,7 +47,7 @@ async def test_same_seed_and_answers_give_the_same_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, "game", (11,) * 8), SAMPLING, timeout_s=60)
+    group = await player.play_group(GroupSpec(0, "game", (11,) * 8))
     assert len({(tuple(r.sequences[0].token_ids), r.reward, r.status) for r in group.rollouts}) == 1
     assert [rollout.seed for rollout in group.rollouts] == [11] * 8
 
@@ -76,7 +72,7 @@ async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
 ) -> None:
     counted = CountedClient(client)
     player, _ = make_player(counted, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, "game", seeds), SAMPLING, timeout_s=60)
+    group = await player.play_group(GroupSpec(0, "game", seeds))
     assert (counted.group_sizes, counted.num_opens) == (sizes, num_opens)
     assert [rollout.seed for rollout in group.rollouts] == list(seeds)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
@@ -90,9 +86,7 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
         player, _ = make_player(client, chat, itertools.repeat("STAND"), max_sessions=3)
         together = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
         apart = GroupSpec(6, "game", tuple(range(12)))
-        groups = await asyncio.gather(
-            *(play_group(player, spec, SAMPLING, timeout_s=60) for spec in [*together, apart])
-        )
+        groups = await asyncio.gather(*(player.play_group(spec) for spec in [*together, apart]))
     statuses = {rollout.status for group in groups for rollout in group.rollouts}
     assert statuses == {RolloutStatus.TERMINATED}
 
@@ -103,7 +97,7 @@ async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTok
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         player, policy = make_player(client, chat, itertools.repeat("ADD 1"), max_sessions=256)
-        group = await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=60)
+        group = await player.play_group(GroupSpec(0, "game", (4,) * 4))
         assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.FAILED}
         assert "seed 4" in group.rollouts[0].failure
         assert policy.prompts == []
@@ -119,7 +113,7 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
     ) as client:
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
         await server.stop()
-        group = await play_group(player, GroupSpec(3, "game", (1,) * 4), SAMPLING, timeout_s=60)
+        group = await player.play_group(GroupSpec(3, "game", (1,) * 4))
     assert [(r.seed, r.status, r.reward) for r in group.rollouts] == [
         (1, RolloutStatus.LOST, None)
     ] * 4
@@ -135,8 +129,8 @@ async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> Complet
 async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
-    group = await play_group(player, GroupSpec(7, "game", (1, 1)), SAMPLING, timeout_s=0.2)
+    player = ScriptedPlayer(make_runner(client, chat, never, LIMITS, max_sessions=max_sessions))
+    group = await player.play_group(GroupSpec(7, "game", (1, 1)), timeout_s=0.2)
     assert group.num_lost == 2
     assert "rollout.group_timeout_s" in group.rollouts[0].failure
     assert group.index == 7
@@ -146,9 +140,8 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
 async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    limits = LIMITS.model_copy(update={"group_timeout_s": 0.2})
-    player = Player("game", client, never, chat, ServerRenderer(), limits, max_sessions=0)
-    rollout = await player.play(5, SAMPLING)
+    player = ScriptedPlayer(make_runner(client, chat, never))
+    rollout = await player.play_episode(5, timeout_s=0.2)
     assert (rollout.seed, rollout.status, rollout.reward) == (5, RolloutStatus.LOST, None)
     assert "rollout.group_timeout_s = 0.2" in rollout.failure
     await emptied(server)
@@ -163,7 +156,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
     ):
         await client.open()
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=3)
-        group = await play_group(player, GroupSpec(0, "game", (1,) * 3), SAMPLING, timeout_s=0.3)
+        group = await player.play_group(GroupSpec(0, "game", (1,) * 3), timeout_s=0.3)
         assert group.num_lost == 3
         await emptied(server, 1)
 
@@ -188,22 +181,20 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
             return await policy(prompt_ids, sampling, seed)
 
         spec = GroupSpec(0, "game", (11,) * 2)
-        unlucky = dataclasses.replace(player, generate=after_a_loss)
-        group = await play_group(unlucky, spec, SAMPLING, timeout_s=60)
+        unlucky = player.with_fields(generate=after_a_loss)
+        group = await unlucky.play_group(spec)
         assert group.num_lost == (0 if resumes else 2)
         if resumes:
-            assert group == await play_group(player, spec, SAMPLING, timeout_s=60)
+            assert group == await player.play_group(spec)
 
 
 @OPENED
 async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
+    player = ScriptedPlayer(make_runner(client, chat, never, LIMITS, max_sessions=max_sessions))
     for num_turns_of_the_loop in range(40):
-        playing = asyncio.create_task(
-            play_group(player, GroupSpec(0, "game", (1,) * 4), SAMPLING, timeout_s=60)
-        )
+        playing = asyncio.create_task(player.play_group(GroupSpec(0, "game", (1,) * 4)))
         for _ in range(num_turns_of_the_loop):
             await asyncio.sleep(0)
         playing.cancel()
@@ -230,7 +221,7 @@ async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_re
 ) -> None:
     async def seeds_of(index: int) -> list[int]:
         player, policy = make_player(client, chat, itertools.repeat("STAND"), max_sessions=256)
-        await play_group(player, GroupSpec(index, "game", (11,) * 8), SAMPLING, timeout_s=60)
+        await player.play_group(GroupSpec(index, "game", (11,) * 8))
         return sorted(policy.seeds)
 
     first = await seeds_of(3)

@@ -12,9 +12,8 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.player import limits_of, make_player
-from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy
+from ludus.trainer.rollout.limits import episode_limits
+from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy, start_player
 
 FUNCTIONS = "tests.rollout.reward_functions"
 
@@ -32,10 +31,10 @@ def run_with(**environment: Any) -> LanguageModelRun:
 
 def test_what_an_environment_says_of_its_limits_stands_before_what_the_run_says() -> None:
     run = run_with(max_turns=2, max_tokens=100, max_completion_tokens=5)
-    own, general = limits_of(run, "cards"), limits_of(run, "as_it_comes")
+    own, general = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
     assert (own.max_turns, own.max_tokens, own.max_completion_tokens) == (2, 100, 5)
     assert general == run.rollout
-    assert limits_of(run_with(max_turns=2), "cards").max_tokens == 200
+    assert episode_limits(run_with(max_turns=2), "cards").max_tokens == 200
 
 
 async def test_a_player_plays_and_scores_as_its_environment_is_configured(
@@ -44,8 +43,8 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
     rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:num_words", "weight": 100}]
     run = run_with(max_turns=1, rewards=rewards)
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
-    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
-    group = await play_group(player, GroupSpec(0, "cards", (4, 4)), SAMPLING, timeout_s=60)
+    player = await start_player(run, "cards", client, policy, chat)
+    [group] = await player.play_groups([GroupSpec(0, "cards", (4, 4))], SAMPLING, [0])
     assert group.environment == "cards"
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.TERMINATED
@@ -61,8 +60,8 @@ async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
     asked = []
     for name in ("cards", "as_it_comes"):
         policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
-        player = make_player(run, name, client, policy, chat, max_sessions=256)
-        await player.play(2**31, SAMPLING)
+        player = await start_player(run, name, client, policy, chat)
+        await player.evaluate([2**31], SAMPLING)
         asked.append(policy.seeds[0])
     assert asked[0] != asked[1]
 
@@ -72,8 +71,8 @@ async def test_a_rollout_function_that_exits_ends_its_episode_alone(
 ) -> None:
     run = run_with(rollout=f"{FUNCTIONS}:exits_in_an_episode")
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
-    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
-    rollout = await player.play(2**31, SAMPLING)
+    player = await start_player(run, "cards", client, policy, chat)
+    [rollout] = await player.evaluate([2**31], SAMPLING)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
     assert "SystemExit: 3" in rollout.failure
 
@@ -83,11 +82,12 @@ async def test_a_rollout_function_is_found_by_its_name(
 ) -> None:
     run = run_with(rollout=f"{FUNCTIONS}:play_in_pairs")
     policy = ScriptedPolicy(chat, itertools.cycle(["a poor hand", "STAND"]))
-    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
-    assert len((await player.play(4, SAMPLING)).turns) == 2
+    player = await start_player(run, "cards", client, policy, chat)
+    [rollout] = await player.evaluate([4], SAMPLING)
+    assert len(rollout.turns) == 2
     missing = run_with(rollout=f"{FUNCTIONS}:no_such_function")
     with pytest.raises(ConfigError, match=r"environment\.rollout"):
-        make_player(missing, "cards", client, policy, chat, max_sessions=256)
+        await start_player(missing, "cards", client, policy, chat)
 
 
 @pytest.mark.parametrize(

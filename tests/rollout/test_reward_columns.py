@@ -12,7 +12,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.checks.environments import check_server_columns
 from ludus.trainer.checks.start import check_start
-from ludus.trainer.rollout.reward_function import check_columns
+from ludus.trainer.rollout.rewards.reward_function import check_columns
 from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows
 
@@ -51,7 +51,7 @@ def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as refused:
         check_columns([path_of("needs_solution")], columns, "environment")
     assert str(refused.value) == (
-        f"environment.rewards: function '{__name__}:needs_solution' asks for 'solution', and the "
+        f"environment.rewards: function '{__name__}:needs_solution' requires 'solution', and the "
         "data has the columns prompt, answer; give its argument the name of one, or a default"
     )
     with pytest.raises(ConfigError, match="did you mean 'solutions'"):
@@ -66,7 +66,7 @@ def test_what_has_a_default_or_takes_everything_needs_no_column() -> None:
 def test_a_column_that_an_argument_of_ours_hides_is_said(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         check_columns([path_of("needs_nothing")], ["prompt", "seed", "status"], "environment")
-    assert "under seed, status" in caplog.text
+    assert "the trainer's argument seed, status" in caplog.text
 
 
 def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, Turn
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.reward_model import RewardModel, load_reward_model
-from ludus.trainer.rollout.reward_models import RewardModels
-from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
 from ludus.trainer.setup.resolve import resolve_config
 from tests.learner.tiny_policy import make_policy_folder
 
@@ -131,8 +131,8 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
 
     for broken, message, timeout_s in [
         (out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
-        (never, "expected to answer within rollout.group_timeout_s = 0.05 s", 0.05),
-        (strange, "expected finite scores, got nan", 60.0),
+        (never, "did not return scores within rollout.group_timeout_s = 0.05 s", 0.05),
+        (strange, "returned the score nan", 60.0),
     ]:
         monkeypatch.setattr(RewardModel, "score", broken)
         [rollout] = await reward.score([episode("HIT")], timeout_s)

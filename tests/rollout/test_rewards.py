@@ -26,11 +26,10 @@ from ludus.trainer.core.types import (
     TurnSpan,
 )
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
 from tests.env.counting_env import CountingEnv
 from tests.rollout import reward_functions
-from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+from tests.rollout.scripted_policy import LIMITS, make_player
 
 
 def term(function: str | None, weight: float = 1.0, name: str | None = None) -> RewardTerm:
@@ -101,15 +100,18 @@ async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone()
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", "expected to return a list of 2 numbers or None, one per episode, got 1"),
-        ("not_a_list", "expected to return a list of 2 numbers or None, one per episode, got 1.0"),
-        ("not_a_number", "expected a finite number or None for episode 0, got nan"),
-        ("words", "expected a finite number or None for episode 0, got 'good'"),
+        ("too_few", "must return a list of 2 numbers or None, one per episode, but it returned 1"),
+        (
+            "not_a_list",
+            "must return a list of 2 numbers or None, one per episode, but it returned",
+        ),
+        ("not_a_number", "returned nan for episode 0"),
+        ("words", "returned 'good' for episode 0"),
         ("fails", r"\(term 'fails'\) raised KeyError: 'answer'"),
         ("exits", r"\(term 'exits'\) raised SystemExit: 3"),
         ("exits_from_the_loop", r"raised SystemExit: 3"),
-        ("asks_for_the_moon", "asks for 'moon', which no episode of the group has"),
-        ("never_ends", "expected to end within rollout.group_timeout_s = 0.2 s"),
+        ("asks_for_the_moon", "requires 'moon', which no episode of the group has"),
+        ("never_ends", "did not return within rollout.group_timeout_s = 0.2 s"),
     ],
 )
 async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expected(
@@ -200,8 +202,7 @@ async def play_counting(
     """Three episodes of the counting environment, each by the same script."""
     player, _ = make_player(client, chat, itertools.cycle(script), LIMITS, reward=Reward(terms))
     one_after_another = [
-        await play_group(player, GroupSpec(0, "count", (index,)), SAMPLING, timeout_s=60)
-        for index in range(2)
+        await player.play_group(GroupSpec(0, "count", (index,))) for index in range(2)
     ]
     return one_after_another[-1]
 
@@ -246,7 +247,7 @@ async def test_a_failing_function_voids_the_group_and_leaves_no_session(
     ):
         reward = Reward([term("fails")])
         player, _ = make_player(client, chat, itertools.repeat("ADD 1"), LIMITS, reward=reward)
-        group = await play_group(player, GroupSpec(0, "count", (1, 1)), SAMPLING, timeout_s=60)
+        group = await player.play_group(GroupSpec(0, "count", (1, 1)))
         assert group.rewards == [None, None]
         assert "reward_functions:fails" in group.rollouts[0].failure
         assert server.core.load.num_sessions == 0

@@ -17,14 +17,17 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, ToolError
 from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.rollout.rewards import PlayedEpisode
-from ludus.trainer.rollout.tool_adapter import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
-from ludus.trainer.rollout.tool_calls import MAX_CALLS, ToolCall, read_calls
+from ludus.trainer.rollout.adapters.tool_adapter import (
+    MAX_BAD_ANSWERS,
+    MAX_RESULT_CHARACTERS,
+    Toolbox,
+)
+from ludus.trainer.rollout.adapters.tool_calls import MAX_CALLS, ToolCall, read_calls
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv
 from tests.rollout.chat_templates import QWEN3, QWEN25, tokenizer_of
+from tests.rollout.scripted_policy import make_runner, play_once
 
 pytestmark = pytest.mark.slow
 
@@ -58,14 +61,12 @@ async def play(
     """An episode whose answers call tools."""
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-        text = policy(chat._tokenizer.decode(prompt_ids))
+        text = policy(chat.tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(text)
         return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
-    player = Player(
-        "sums", client, generate, chat, ServerRenderer(), limits, toolbox=Toolbox(client, "sums")
-    )
-    return await player.play_alone(seed, SAMPLING, key=0)
+    toolbox = Toolbox(client, "sums")
+    return await play_once(make_runner(client, chat, generate, limits, toolbox=toolbox), seed)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -104,8 +105,8 @@ async def test_tools_are_listed_and_their_results_are_never_trained_on(
     played = await play(client, chat, by_calculator)
     [sequence] = played.rollout.sequences
     pairs = list(zip(sequence.token_ids.tolist(), sequence.loss_mask, strict=True))
-    shown = chat._tokenizer.decode([token for token, sampled in pairs if not sampled])
-    said = chat._tokenizer.decode([token for token, sampled in pairs if sampled])
+    shown = chat.tokenizer.decode([token for token, sampled in pairs if not sampled])
+    said = chat.tokenizer.decode([token for token, sampled in pairs if sampled])
     assert "Adds two numbers." in shown
     assert "<tool_response>" in shown
     assert "<tool_call>" in said

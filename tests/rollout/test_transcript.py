@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from ludus.proto.runs import Transcript
 from ludus.trainer.core.types import Completion, GroupSpec, RolloutGroup, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
-from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.transcript import num_transcripts
-from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+from tests.rollout.scripted_policy import LIMITS, make_player
 
 SPEC = GroupSpec(6, "game", (11,) * 4)
 
@@ -27,7 +25,7 @@ async def played(
     client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], num_written: int = 1
 ) -> RolloutGroup:
     player, _ = make_player(client, chat, itertools.cycle(answers))
-    return await play_group(player, SPEC, SAMPLING, timeout_s=60, num_transcripts=num_written)
+    return await player.play_group(SPEC, num_transcripts=num_written)
 
 
 async def test_a_transcript_says_what_was_shown_answered_done_and_earned(
@@ -67,15 +65,15 @@ async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
-    answer_first = player.generate
+    complete_first = player.runner.generate
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         if "HIT" in chat.decode(prompt_ids):
             raise RuntimeError("the engine has no memory left")
-        return await answer_first(prompt_ids, sampling, seed)
+        return await complete_first(prompt_ids, sampling, seed)
 
-    failing = replace(player, generate=generate)
-    group = await play_group(failing, SPEC, SAMPLING, timeout_s=60, num_transcripts=4)
+    failing = player.with_fields(generate=generate)
+    group = await failing.play_group(SPEC, num_transcripts=4)
     assert {written.status for written in group.transcripts} == {"failed"}
     for written in group.transcripts:
         assert written.failure.startswith("RuntimeError: the engine has no memory left (in ")

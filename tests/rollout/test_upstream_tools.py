@@ -14,11 +14,10 @@ import pytest
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.rollout.tool_adapter import Toolbox
+from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from tests.env.upstream_sdk import SOURCES, upstream_python
 from tests.rollout.chat_templates import QWEN25, tokenizer_of
+from tests.rollout.scripted_policy import make_runner, play_once
 from tests.rollout.test_tools import LIMITS, call
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     prompts: list[str] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-        prompts.append(chat._tokenizer.decode(prompt_ids))
+        prompts.append(chat.tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(next(answers))
         return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
@@ -64,8 +63,8 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
         address, ConnectOptions(connect_timeout_s=60)
     ) as client:
         toolbox = Toolbox(client, "tools")
-        player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
-        played = await player.play_alone(5, Sampling(1.0, 1), key=0)
+        runner = make_runner(client, chat, generate, LIMITS, toolbox=toolbox)
+        played = await play_once(runner, 5)
     assert '"name": "echo"' in prompts[0]
     returned = [message["content"] for message in played.completion if message["role"] == "tool"]
     assert "expected one of the tools echo, got 'shout'" in returned[0]

@@ -13,8 +13,8 @@ import pytest
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling
-from ludus.trainer.rollout.engines import has_vllm
-from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.factory import has_vllm
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     TOLERANCE,
@@ -109,7 +109,7 @@ def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
 
 @with_untied
 async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> None:
-    generator = Generator(KeptOpen(pair.engine))
+    generator = AsyncEngine(KeptOpen(pair.engine))
     try:
         requests = make_requests(40)
         calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling, r.seed)) for r in requests]

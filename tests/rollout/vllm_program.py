@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from ludus.trainer.rollout.vllm_environment import IN_PROCESS, prepare_process
+from ludus.trainer.rollout.engines.vllm_process import IN_PROCESS, prepare_process
 
 connections: list[str] = []
 
@@ -26,7 +26,7 @@ def main(model_path: str) -> None:
 
     from ludus.proto.config import VllmGenerator
     from ludus.proto.errors import ConfigError
-    from ludus.trainer.rollout.vllm_engine import VllmEngine
+    from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
     from tests.rollout.engine_pair import END_TOKEN_ID, answer, make_requests
 
     def open_engine(**config: object) -> VllmEngine:

@@ -19,8 +19,6 @@ from ludus.proto.config.section import (
     default_kind,
 )
 
-TRL_PREFIX = "trl:"
-"""Prefix of rollout functions that play many episodes in one call."""
 RANDOM_POLICY = "random"
 """Name of the fixed policy that plays random actions."""
 
@@ -81,8 +79,8 @@ class _Environment(Section):
     """Let completions call the environment's tools, which the chat template then lists."""
     rollout: RolloutPath | None = None
     """Rollout function that plays the episodes instead of the usual loop (docs/rewards.md).
-    "trl:module:function" plays many episodes in one call, like TRL's rollout functions
-    (docs/from-trl.md)."""
+    "RUNNER:module:function" gives the function to the registered runner of that name, which plays
+    many episodes in one call."""
     agent: AgentConfig | None = None
     policies: ImportPath | None = None
     """Function that makes fixed policies for comparison: (options) -> {name: policy}."""
@@ -194,13 +192,19 @@ class _Environment(Section):
 
     @property
     def plays_in_batches(self) -> bool:
-        """True if a TRL rollout function plays many episodes in one call."""
-        return self.rollout is not None and self.rollout.startswith(TRL_PREFIX)
+        """Whether a registered runner plays many episodes in one call."""
+        return self.rollout_runner is not None
+
+    @property
+    def rollout_runner(self) -> str | None:
+        """The name of the registered runner in `rollout`."""
+        parts = (self.rollout or "").split(":")
+        return parts[0] if len(parts) == 3 else None
 
     @property
     def rollout_function(self) -> str | None:
         """The import path in `rollout`."""
-        return None if self.rollout is None else self.rollout.removeprefix(TRL_PREFIX)
+        return None if self.rollout is None else ":".join(self.rollout.split(":")[-2:])
 
 
 class LocalEnvironment(_Environment):

@@ -239,6 +239,12 @@ class LanguageModelRun(TrainingRun):
             )
 
     def _check_batch_rollouts(self) -> None:
+        has_runner = any(each.plays_in_batches for each in self.environments.values())
+        if self.rollout.generate_port is not None and not has_runner:
+            raise ValueError(
+                f"rollout.generate_port = {self.rollout.generate_port} is opened by a registered "
+                "runner only, but no environment names one in rollout; remove generate_port"
+            )
         for name, environment in self.environments.items():
             if environment.plays_in_batches and self.rollout.group_seed != "shared":
                 raise ValueError(

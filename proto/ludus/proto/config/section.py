@@ -28,8 +28,10 @@ class Section(BaseModel):
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """Name of a Python object: "module:attribute"."""
 
-RolloutPath = Annotated[str, StringConstraints(pattern=r"^(trl:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-"""Name of a rollout function: "module:attribute", or "trl:module:attribute" for a TRL function."""
+RolloutPath = Annotated[
+    str, StringConstraints(pattern=r"^([A-Za-z_]\w*:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+]
+"""Name of a rollout function: "module:attribute", or "RUNNER:module:attribute"."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -209,9 +209,8 @@ class RolloutConfig(Section):
     """Time limit in seconds of a group, and of an episode in an evaluation. After that, it is
     void."""
     generate_port: Port | None = None
-    """Loopback port on which each rollout worker serves POST /generate/ like `trl vllm-serve`
-    (docs/from-trl.md). A worker takes a free port if this one is in use, or if it is 0. null opens
-    no port."""
+    """Loopback port on which the runner of a rollout function serves POST /generate/. The runner
+    takes a free port if this one is in use, or if it is 0. null opens no port."""
 
     @property
     def changed_distribution(self) -> tuple[str, float, str] | None:

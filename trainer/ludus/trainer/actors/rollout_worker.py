@@ -1,8 +1,8 @@
-"""A rollout worker as a Ray actor: one engine, one connection to each environment.
+"""A rollout worker as a Ray actor, with one engine and one connection to each environment.
 
-play(specs)            groups of any environment --+
-evaluate(name, seeds)  games of one                +--> players --> one generator, one engine
-load_weights(version)  fetch, load, canary       --+
+play(specs)            groups of any environment        --+
+evaluate(name, seeds)  episodes of one environment        +--> one GroupPlayer for each environment
+load_weights(version)  fetch, load, check with canaries --+    --> one engine
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.core.functions import Function, register_functions, registered_functions
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import Tasks
@@ -37,13 +36,12 @@ from ludus.trainer.core.types import (
     make_lost_group,
 )
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.batch.completions import Completions
-from ludus.trainer.rollout.batch.generate_port import GeneratePort
-from ludus.trainer.rollout.engines import make_engine
-from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.group_player import WorkerParts, make_group_player
-from ludus.trainer.rollout.player import limits_of, sampling_of
-from ludus.trainer.rollout.reward_models import RewardModels
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.factory import make_engine
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.limits import sampling_settings
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.runner import RunnerParts
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.setup.environments import make_connect_options
 from ludus.trainer.setup.shared_folder import FolderToken
@@ -53,179 +51,183 @@ from ludus.trainer.weights.adapters import AdapterMerger
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerSpec:
-    """What a rollout worker is made from."""
+    """Everything that a rollout worker is created from."""
 
     run: LanguageModelRun
     model_path: str
     addresses: Mapping[str, str]
-    """Of each environment, by its name in the run."""
+    """Address of each environment, by its name in the run."""
     weights: WeightStoreConfig
     token: FolderToken | None = None
-    """Of the run's folder, which holds the model; None where it cannot but be seen."""
+    """Token of the run folder, which contains the model; None on a single machine."""
     number: int = 0
-    """Tells workers apart."""
+    """Index of the worker."""
     functions: Mapping[str, Function] = field(default_factory=registered_functions)
-    """What the configuration names and nobody can import."""
+    """Functions that the configuration names and that cannot be imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The components of a started rollout worker."""
+
+    run: LanguageModelRun
+    weights: WeightStoreConfig
+    engine: AsyncEngine
+    players: Mapping[str, GroupPlayer]
+    """Player of each environment, by its name in the run."""
+    reward_models: RewardModels = field(default_factory=RewardModels)
+    merger: AdapterMerger | None = None
+    """Merges LoRA adapters into the model's weights; None without LoRA."""
 
 
 class RolloutWorkerActor:
-    """Plays what it is asked to play; calls interleave on one event loop."""
+    """Plays episodes; its calls interleave on one event loop."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, parts: WorkerParts | None = None) -> None:
+        """Create a worker that `start` must complete, unless it gets its parts here."""
         torch.set_num_threads(num_threads)
+        if parts is not None:
+            self._use(parts)
         self._closed = asyncio.Event()
         self._abandoned = asyncio.Event()
         self._num_loads = 0
-        self._clients = AsyncExitStack()
+        self._stack = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> str:
-        """Connect to the environments and load the engine; the id of the node that does it.
+        """Connect to the environments and load the engine; return the id of this node.
 
         Raises:
-            ConfigError: this node does not see the run's folder.
+            ConfigError: this node cannot access the run folder.
         """
         if spec.token is not None:
             await asyncio.to_thread(spec.token.check)
         register_functions(spec.functions)
         run = spec.run
-        self._run = run
-        self._weights = spec.weights
-        self._store = make_store(spec.weights)
         chat = ChatTokenizer.load(spec.model_path, run.model)
         clients = {name: await self._connect(spec, name) for name in run.environments}
-        self._generator = Generator(make_engine(run, spec.model_path, chat))
-        self._merger = None
+        engine = AsyncEngine(make_engine(run, spec.model_path, chat))
+        merger = None
         if run.model.lora is not None:
-            self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
-        self._reward_models = RewardModels()
-        number, max_tokens = spec.number, run.rollout.max_tokens
-        completions = Completions(self._generator, chat, max_tokens, run.seed, number)
-        port = await self._open_port(completions, run.rollout.generate_port)
-        parts = WorkerParts(self._generator, chat, self._reward_models, completions, port)
-        self._players = {
-            name: await make_group_player(run, name, client, parts, await self._agent(name, chat))
-            for name, client in clients.items()
-        }
+            merger = AdapterMerger.load(spec.model_path, run.model.lora)
+        reward_models = RewardModels()
+        players = {}
+        for name, client in clients.items():
+            parts = RunnerParts(run, name, client, engine, chat, self._stack, spec.number)
+            players[name] = await GroupPlayer.start(parts, reward_models)
+        self._use(WorkerParts(run, spec.weights, engine, players, reward_models, merger))
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
-        """The groups, in any order, once all of them are over; lost where they were abandoned."""
-        of_environment: dict[str, list[GroupSpec]] = {}
+        """Play the groups and return them in any order; all are lost if they are abandoned."""
+        run, players = self._parts.run, self._parts.players
+        sampling = sampling_settings(run.rollout)
+        calls: dict[tuple[str, int], list[GroupSpec]] = {}
         for spec in specs:
-            of_environment.setdefault(spec.environment, []).append(spec)
-        groups = [self._play(name, own) for name, own in of_environment.items()]
+            is_joint = players[spec.environment].runner.plays_groups_together
+            calls.setdefault((spec.environment, -1 if is_joint else spec.index), []).append(spec)
+        per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
+        playing = asyncio.gather(
+            *(
+                players[environment].play_groups(
+                    call,
+                    sampling,
+                    [
+                        num_transcripts(spec.index, per_step, groups_per_step, run.seed)
+                        for spec in call
+                    ],
+                )
+                for (environment, _), call in calls.items()
+            )
+        )
         abandoned = asyncio.ensure_future(self._abandoned.wait())
-        playing = asyncio.gather(*groups)
         either: list[asyncio.Future[Any]] = [playing, abandoned]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
-                return [group for own in playing.result() for group in own]
+                return [group for groups in playing.result() for group in groups]
             playing.cancel()
-            # Their sessions are free before others begin.
+            # Their sessions must be closed before other groups start.
             await asyncio.wait([playing])
             return [make_lost_group(spec) for spec in specs]
         finally:
             abandoned.cancel()
 
     async def abandon(self) -> None:
-        """Give up what is being played: it is not known which weights it was sampled from."""
+        """Abandon all running groups, because it is unknown which weights sampled them."""
         self._abandoned.set()
         self._abandoned = asyncio.Event()
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
-        """The outcome of one game per seed, in their order."""
-        sampling = Sampling(temperature, self._run.rollout.max_completion_tokens)
-        return list(map(_outcome, await self._players[environment].play_games(seeds, sampling)))
+        """Play one episode for each seed and return the outcomes in the order of the seeds."""
+        sampling = Sampling(temperature, self._parts.run.rollout.max_completion_tokens)
+        rollouts = await self._parts.players[environment].evaluate(seeds, sampling)
+        return list(map(_outcome, rollouts))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:
-        """What the policy says after the prompt, once per seed."""
-        said = (self._generator(list(prompt_ids), sampling, seed) for seed in seeds)
-        return list(await asyncio.gather(*said))
+        """Sample one completion of the prompt for each seed."""
+        completions = (self._parts.engine(list(prompt_ids), sampling, seed) for seed in seeds)
+        return list(await asyncio.gather(*completions))
 
     async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
-        """What the worker holds now, and how it answers the canary prompt.
+        """Fetch and load weights, and return the result of the canary check.
 
         Args:
-            from_scratch: nothing that was fetched before is trusted any more.
+            from_scratch: ignore all weights that were fetched earlier.
 
         Raises:
-            WeightSyncError: they did not arrive whole, or others were asked for meanwhile.
+            WeightSyncError: the weights are incomplete, or a later version was requested.
         """
         self._num_loads += 1
         number = self._num_loads
         if from_scratch:
-            # A store keeps what the next difference builds on, and a fetch that hangs has the old.
-            self._store = make_store(self._weights)
-        # A store that is unavailable is waited for, while the games continue.
+            # The store keeps the base of the next difference; a hanging fetch uses the old store.
+            self._store = make_store(self._parts.weights)
+        # Episodes continue while the store is unavailable.
         fetched = await asyncio.to_thread(self._store.fetch, published)
-        paused_before_s = self._generator.pause_s
+        old_pause_s = self._parts.engine.pause_s
         state = fetched.state
-        if self._merger is not None:
-            state = await asyncio.to_thread(self._merger.merge, state)
+        if self._parts.merger is not None:
+            state = await asyncio.to_thread(self._parts.merger.merge, state)
         if number != self._num_loads:
             raise WeightSyncError(
-                f"weights version {published.manifest.version} came after others were asked for"
+                f"weights version {published.manifest.version} arrived after a later version was "
+                "requested"
             )
-        await self._generator.load_weights(state, published.manifest.version)
-        answers = await self._generator.score(published.manifest.canary)
-        dtype = self._run.learner.dtype
-        canary = check_canary(published.manifest, answers, self._weights.canary, dtype)
-        pause_s = self._generator.pause_s - paused_before_s
+        await self._parts.engine.load_weights(state, published.manifest.version)
+        logprobs = await self._parts.engine.score(published.manifest.canary)
+        dtype = self._parts.run.learner.dtype
+        canary = check_canary(published.manifest, logprobs, self._parts.weights.canary, dtype)
+        pause_s = self._parts.engine.pause_s - old_pause_s
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
     async def until_closed(self) -> None:
-        """Wait until `close` is called: whoever awaits this learns of this process's death.
+        """Wait until `close` is called, so that the caller notices the death of this process.
 
         Raises:
-            EngineLostError: the engine has failed; nothing can be played here any more.
+            EngineLostError: the engine has failed, so no more episodes can be played.
         """
         async with Tasks() as tasks:
-            tasks.start(self._generator.until_lost())
+            tasks.start(self._parts.engine.until_lost())
             await self._closed.wait()
 
     async def sign_of_life(self) -> None:
-        """Return at once: the event loop turns."""
+        """Return at once, which proves that the event loop responds."""
 
     async def close(self) -> None:
-        """End the engine and the connections."""
-        await self._clients.aclose()
-        self._generator.close()
-        self._reward_models.close()
+        """Close the connections and the engine."""
+        await self._stack.aclose()
+        self._parts.engine.close()
+        self._parts.reward_models.close()
         self._closed.set()
 
-    async def _play(self, environment: str, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
-        """The groups of one environment, with what is written down of them."""
-        run = self._run
-        per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
-        numbers = [
-            num_transcripts(spec.index, per_step, groups_per_step, run.seed) for spec in specs
-        ]
-        return await self._players[environment].play_groups(
-            specs, sampling_of(run.rollout), numbers
-        )
-
-    async def _open_port(self, completions: Completions, port: int | None) -> int | None:
-        """Where POST /generate/ is answered; None where nobody asked for it."""
-        if port is None:
-            return None
-        listening = GeneratePort(completions, port)
-        await listening.start()
-        self._clients.push_async_callback(listening.stop)
-        return listening.port
-
-    async def _agent(self, name: str, chat: ChatTokenizer) -> AgentPlayer | None:
-        """The agent of an environment that has one; it ends with the connections."""
-        config = self._run.environments[name].agent
-        if config is None:
-            return None
-        limits = limits_of(self._run, name)
-        return await AgentPlayer.start(config, self._generator, chat, limits, self._clients)
+    def _use(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._store = make_store(parts.weights)
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
         environment = spec.run.environments[name]
@@ -234,11 +236,11 @@ class RolloutWorkerActor:
             dataclasses.replace(
                 make_connect_options(environment),
                 timeout_s=spec.run.rollout.group_timeout_s,
-                # A worker may join while the server is being started again.
+                # A worker may start while the server restarts.
                 connect_timeout_s=environment.reconnect_timeout_s,
             ),
         )
-        return await self._clients.enter_async_context(client)
+        return await self._stack.enter_async_context(client)
 
 
 def _outcome(rollout: Rollout) -> EpisodeOutcome:

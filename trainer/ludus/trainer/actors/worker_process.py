@@ -14,7 +14,7 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.processes import Slot
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.rollout.engines.vllm_process import vllm_environment
 from ludus.trainer.weights import WorkerWeights
 
 LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, EngineLostError)

@@ -16,7 +16,7 @@ from ludus.proto.config import LanguageModelRun, LocalEnvironment, RemoteEnviron
 from ludus.proto.errors import ConfigError
 from ludus.trainer.checks.names import check_reward_columns, list_reward_functions
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.player import limits_of
+from ludus.trainer.rollout.limits import episode_limits
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode
 
@@ -96,7 +96,7 @@ async def check_first_prompts(
     for name, environment in environments.items():
         if environment.config.rollout is not None or environment.config.agent is not None:
             continue
-        limits = limits_of(run, name)
+        limits = episode_limits(run, name)
         lengths = []
         for seed in range(NUM_FIRST_SEEDS):
             opening, _ = await open_first_episode(environment, seed)

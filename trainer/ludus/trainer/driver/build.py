@@ -32,7 +32,7 @@ from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.player import limits_of
+from ludus.trainer.rollout.limits import episode_limits
 from ludus.trainer.run.checkpoint import RunState, learner_folder
 from ludus.trainer.run.folder import ensure_run_id
 from ludus.trainer.run.lifecycle import OpenRun
@@ -186,7 +186,7 @@ async def _play_environment_baselines(
         return {}
     policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
     policies |= load_fixed_policies(run, name, environment.description.options)
-    max_turns = limits_of(run, name).max_turns
+    max_turns = episode_limits(run, name).max_turns
     return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 
 

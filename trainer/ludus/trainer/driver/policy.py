@@ -12,7 +12,7 @@ from ludus.trainer.actors.processes import Workers
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Completion
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.player import sampling_of
+from ludus.trainer.rollout.limits import sampling_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Policy:
         if num < 1:
             raise ConfigError(f"num must be 1 or more, got {num}")
         rollout = self.run.rollout
-        sampling = sampling_of(rollout, temperature)
+        sampling = sampling_settings(rollout, temperature)
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
         if top_p is not None:

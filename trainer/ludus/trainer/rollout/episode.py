@@ -1,16 +1,19 @@
-"""One episode: the policy and the environment in turns.
+"""Episodes that are played in sessions, one session for each episode.
 
-           messages               prompt tokens           sampled tokens
-    adapter -----> conversation ----------------> generate ---------> text
-     ^                                                                 |
-     +----------------------------- reply <----------------------------+
+    one seed, and the server has room for G    open_group ---> G sessions with equal starts --+
+                                                                                              |
+    different seeds, or not enough room        G times open, one for each episode ------------+
+                                                                                              v
+                                                       G episodes at the same time, until the
+                                                       last one ends or the time limit passes
 
-A function of the run's own may take the place of this loop (`environment.rollout`), and so may an
-agent that somebody else wrote (`environment.agent`, `ludus.trainer.agents`).
+Sessions that are opened together are opened all or none, and the server compares their first
+observations. So an environment that ignores its seed is detected before anything is sampled, and
+the group is void.
 
-An episode that failed is data, whatever failed: it has no reward, its status is LOST where
-infrastructure failed and FAILED where code did, and its reason is counted. Only a UserError, by
-which the run cannot work as configured, leaves this module.
+An episode that fails is data, whatever the cause. It has no reward, its status is LOST if
+infrastructure failed and FAILED if code failed, and its reason is counted. Only a UserError, which
+means that the run cannot work as configured, leaves this module.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import (
-    ActionError,
     AgentError,
     CallTimeoutError,
     CapacityError,
@@ -36,257 +39,223 @@ from ludus.proto.errors import (
     UserError,
 )
 from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, Record
-from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
-from ludus.trainer.rollout.renderer import ChatRenderer
-from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
+from ludus.trainer.rollout.adapters.renderer import ChatRenderer, make_renderer
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.conversation import EpisodeRecord
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
 
+RecordT = TypeVar("RecordT", bound=EpisodeRecord)
 _OpenedT = TypeVar("_OpenedT")
+_OpenSession = tuple[AsyncSession, StepResult]
 
 _FULL_SERVER_PAUSE_S = 0.05
 
 
 class NothingPlayedError(LudusError):
-    """An episode that is over before the policy has said anything."""
+    """An episode that ended before the policy sampled a completion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a rollout function's episode ended."""
+class EpisodeEnd:
+    """The end of an episode, as a rollout function returns it."""
 
     status: RolloutStatus
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What reward functions may ask for beside what they always get."""
+    """Additional arguments for reward functions."""
     failure: str = ""
-    """Why it is void, where it is."""
+    """Reason why the episode is void; empty if it is not void."""
     success: bool | None = None
-    """What the last result of the environment says of the episode: `result.success`."""
+    """`success` of the environment's last result."""
 
 
-RolloutFunction: TypeAlias = Callable[[AsyncSession, StepResult, Conversation], Awaitable[Ended]]
-"""Plays one episode: (session, first result, conversation) -> how it ended."""
-
-
-class Agent(Protocol):
-    """Who plays episodes in its own way, asking the policy when it likes."""
-
-    def begin(
-        self, adapter: EnvironmentAdapter, seed: int, sampling: Sampling, key: int
-    ) -> tuple[Record, Awaitable[Ended]]:
-        """What will be kept of the episode, and how it will have ended once it is played.
-
-        Args:
-            key: decides what is sampled.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Player:
-    """What it takes to play: the environment, the policy, and the language between them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRunner(ABC, Generic[RecordT]):
+    """Base class of the runners that play each episode in its own session."""
 
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     client: AsyncEnvClient
     generate: GenerateFn
     chat: ChatTokenizer
     renderer: ChatRenderer
     limits: RolloutConfig
-    """Those of this environment."""
+    """Limits of this environment's episodes."""
     max_sessions: int = 0
-    """That the environment holds at once; 0 where it does not say."""
+    """Maximum number of sessions on the server at the same time; 0 if the server does not say."""
     resumes: bool = False
-    """Whether episodes that are lost with their server are played again up to where they were."""
-    run_seed: int = 0
-    place: int = 0
-    """Of the environment in the run: in two of them the same seed samples other answers."""
+    """True if an episode that is lost with its server is replayed up to its last step."""
     toolbox: Toolbox | None = None
-    """Where answers call tools."""
-    rollout_function: RolloutFunction | None = None
-    """Plays the episodes in place of the usual loop."""
-    agent: Agent | None = None
-    """Plays the episodes in place of the usual loop, too."""
-    reward: Reward = field(default_factory=Reward)
-    """What `play_group` scores a group with."""
+    """Tools that completions can call; None if completions are actions."""
+    plays_groups_together: ClassVar[bool] = False
 
-    async def play(self, seed: int, sampling: Sampling) -> Rollout:
-        """One episode of an evaluation; its reward is the environment's own return.
+    @classmethod
+    async def start(cls, parts: RunnerParts) -> Self:
+        """Return the runner of an environment."""
+        config = parts.config
+        return cls(
+            environment=parts.environment,
+            client=parts.client,
+            generate=parts.engine,
+            chat=parts.chat,
+            renderer=make_renderer(config),
+            limits=parts.limits,
+            max_sessions=(await parts.client.describe()).max_sessions,
+            resumes=config.resume,
+            toolbox=Toolbox(parts.client, parts.environment) if config.tools else None,
+            **await cls.start_fields(parts),
+        )
 
-        One that does not end within rollout.group_timeout_s is lost.
+    @classmethod
+    async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
+        """Return the fields that a subclass adds."""
+        return {}
 
-        Args:
-            seed: played again, it samples the same answers.
-            sampling: but for its `max_tokens`: that is the environment's.
+    @abstractmethod
+    def make_record(self, start: EpisodeStart, sampling: Sampling) -> RecordT:
+        """Return the empty record of an episode."""
+
+    @abstractmethod
+    async def run(
+        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: RecordT
+    ) -> EpisodeEnd:
+        """Play an episode from its first result to its end."""
+
+    async def play_episodes(
+        self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
+    ) -> list[PlayedEpisode]:
+        """Play the episodes of one group.
+
+        On every way out, all episodes have ended and their sessions are closed.
         """
-        key = derive_key(self.run_seed, Stream.EVALUATION_SAMPLING, self.place, seed)
+        deadline_s = asyncio.get_running_loop().time() + self.limits.group_timeout_s
+        opened: Sequence[_OpenSession | None] = [None] * len(starts)
+        if self._opens_together(starts):
+            try:
+                async with asyncio.timeout_at(deadline_s) as limit:
+                    opened = await self._open_group(starts[0].seed, len(starts))
+            except Exception as error:  # noqa: BLE001 - third-party code runs here
+                reason = self._timeout_error() if limit.expired() else error
+                return [self.void(start.seed, reason) for start in starts]
+        tasks = [
+            asyncio.create_task(self._play_episode(start, sampling, session))
+            for start, session in zip(starts, opened, strict=True)
+        ]
         try:
-            async with asyncio.timeout(self.limits.group_timeout_s) as limit:
-                return (await self.play_alone(seed, sampling, key)).rollout
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return self.void(seed, self.late()).rollout
+            in_time = await _wait_until(deadline_s, tasks)
+        finally:
+            # An episode that was cancelled before its first line has not closed its session.
+            for session in filter(None, opened):
+                await close_session(session[0])
+        return [
+            task.result() if task in in_time else self.void(start.seed, self._timeout_error())
+            for task, start in zip(tasks, starts, strict=True)
+        ]
 
-    async def play_alone(self, seed: int, sampling: Sampling, key: int) -> PlayedEpisode:
-        """One episode, with all that reward functions may ask about it.
-
-        Args:
-            key: decides what is sampled.
-        """
-        try:
-            opened = await when_there_is_room(
-                lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
-            )
-        except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
-            return self.void(seed, error)
-        return await self.play_opened(opened, seed, sampling, key)
-
-    async def play_opened(
-        self,
-        opened: tuple[AsyncSession, StepResult],
-        seed: int,
-        sampling: Sampling,
-        key: int,
+    async def _play_episode(
+        self, start: EpisodeStart, sampling: Sampling, opened: _OpenSession | None
     ) -> PlayedEpisode:
-        """The episode that has begun in a session; the session is closed at its end."""
-        session, first = opened
-        record, playing = self._begin(session, first, seed, sampling, key)
+        """Play one episode in a session, which is closed at the end; open it if it is None."""
         try:
-            return self._finished(seed, record, await playing)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to code not ours
-            return self.void(seed, error, record)
+            session, first = opened or await self._open_session(start.seed)
+        except Exception as error:  # noqa: BLE001 - third-party code runs here
+            return self.void(start.seed, error)
+        record = self.make_record(start, sampling)
+        try:
+            end = await self.run(session, first, start, record)
+            return self._finish(start.seed, record, end)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code runs here
+            return self.void(start.seed, error, record)
         finally:
             await close_session(session)
 
-    async def open_group(self, seed: int, size: int) -> list[tuple[AsyncSession, StepResult]]:
-        """Sessions whose episodes begin alike, all or none; waits while the server is full.
+    def make_adapter(self, session: AsyncSession, first: StepResult) -> EnvironmentAdapter:
+        """Return the adapter that turns completions into actions or tool calls."""
+        reward = self.limits.invalid_action_reward
+        if self.toolbox is not None:
+            return ToolAdapter(session, first, self.toolbox, reward)
+        return EnvironmentAdapter(session, first, self.renderer, reward)
+
+    def void(
+        self, seed: int, error: BaseException, record: EpisodeRecord | None = None
+    ) -> PlayedEpisode:
+        """Return the void episode that `error` ended; `record` is None if it did not start.
 
         Raises:
-            GroupMismatchError: the environment does not follow its seed.
-            InfrastructureError: the server is unavailable and did not come back in time.
-        """
-        return await when_there_is_room(
-            lambda: self.client.open_group(
-                size, seed=seed, close_when_done=True, resume=self.resumes
-            )
-        )
-
-    def late(self) -> CallTimeoutError:
-        """Why an episode is void that did not end in time."""
-        return CallTimeoutError(
-            f"expected the episode to end within rollout.group_timeout_s = "
-            f"{self.limits.group_timeout_s:g}; raise it, or see what the environment or the engine "
-            "waits for"
-        )
-
-    def void(self, seed: int, error: BaseException, record: Record | None = None) -> PlayedEpisode:
-        """The episode that `error` ended, with what was said before; None where nothing began.
-
-        Raises:
-            UserError: `error` is one: no other episode would do better.
+            UserError: `error` is a UserError, which every other episode would raise too.
         """
         cause = first_error(error)
         if isinstance(cause, UserError):
             raise cause
         is_lost = isinstance(cause, InfrastructureError)
         status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
-        ended = Ended(status, failure=describe(error))
-        return self._void(seed, record, ended, agent_died=isinstance(cause, AgentError))
+        end = EpisodeEnd(status, failure=describe(error))
+        return self._void(seed, record, end, agent_died=isinstance(cause, AgentError))
 
     def _void(
-        self, seed: int, record: Record | None, ended: Ended, *, agent_died: bool = False
+        self,
+        seed: int,
+        record: EpisodeRecord | None,
+        end: EpisodeEnd,
+        *,
+        agent_died: bool = False,
     ) -> PlayedEpisode:
         turns = record.turns if record is not None else []
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
-            # Counted, and never trained on.
+            # These tokens are counted and never trained on.
             sequences=(join_turns(turns),) if turns else (),
             reward=None,
             episode_return=None,
             terms=(),
-            status=ended.status,
+            status=end.status,
             policy_version=min((turn.completion.policy_version for turn in turns), default=0),
-            failure=ended.failure or f"the rollout function says that it is {ended.status}",
+            failure=end.failure or f"the rollout function returned the status {end.status}",
             num_tool_calls=record.num_tool_calls if record else 0,
             num_tool_calls_failed=record.num_tool_calls_failed if record else 0,
             num_branches=record.num_branches if record else 0,
             agent_died=agent_died,
         )
-        return PlayedEpisode(rollout, record=record)
+        return PlayedEpisode(rollout, history=record)
 
-    def _begin(
-        self, session: AsyncSession, first: StepResult, seed: int, sampling: Sampling, key: int
-    ) -> tuple[Record, Awaitable[Ended]]:
-        """What is kept of the episode, and how it will have ended."""
-        if self.agent is not None:
-            return self.agent.begin(self._adapter(session, first), seed, sampling, key)
-        conversation = Conversation(self.generate, self.chat, self.limits, sampling, key)
-        return conversation, self._run(session, first, conversation)
-
-    async def _run(
-        self, session: AsyncSession, first: StepResult, conversation: Conversation
-    ) -> Ended:
-        if self.rollout_function is None:
-            return await _take_turns(self._adapter(session, first), conversation)
-        try:
-            ended = await self.rollout_function(session, first, conversation)
-        except ConversationFullError:
-            return Ended(RolloutStatus.TRUNCATED)
-        except ActionError:
-            if not conversation.num_turns:
-                # It was not the policy that asked for it.
-                raise
-            conversation.add_reward(self.limits.invalid_action_reward)
-            return Ended(RolloutStatus.INVALID_ACTION)
-        if not isinstance(ended, Ended):
-            raise TypeError(
-                f"environment '{self.environment}': rollout expected to return Ended(status, "
-                f"fields), got {ended!r:.100}"
-            )
-        return ended
-
-    def _adapter(self, session: AsyncSession, first: StepResult) -> EnvironmentAdapter:
-        reward = self.limits.invalid_action_reward
-        if self.toolbox is not None:
-            return ToolAdapter(session, first, self.toolbox, reward)
-        return EnvironmentAdapter(session, first, self.renderer, reward)
-
-    def _finished(self, seed: int, record: Record, ended: Ended) -> PlayedEpisode:
-        """The rollout, worth what the environment paid.
+    def _finish(self, seed: int, record: EpisodeRecord, end: EpisodeEnd) -> PlayedEpisode:
+        """Return the played episode; its reward is the environment's return.
 
         Raises:
-            ConversationFullError: not even the first answer had room.
+            ConversationFullError: the first completion did not fit into the limits.
             NothingPlayedError: nothing was sampled, for another reason.
         """
-        turns, status = record.turns, RolloutStatus(ended.status)
+        turns, status = record.turns, RolloutStatus(end.status)
         if status.is_void:
-            return self._void(seed, record, ended)
+            return self._void(seed, record, end)
         if not turns:
             record.refuse_if_full()
             raise NothingPlayedError(
-                f"expected the policy to answer at least once, got an episode that is {status} "
-                "before it did"
+                f"the episode ended with status {status} before the policy sampled a completion; "
+                "an episode needs at least one"
             )
-        earned = sum(turn.reward for turn in turns)
-        if not math.isfinite(earned):
-            raise ValueError(f"expected finite rewards of the environment, got {earned} in all")
+        episode_return = sum(turn.reward for turn in turns)
+        if not math.isfinite(episode_return):
+            raise ValueError(
+                f"the environment's rewards must be finite, but they add up to {episode_return}"
+            )
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
-            sequences=record.sequences(with_rest=status is RolloutStatus.TRUNCATED),
-            reward=earned,
-            episode_return=earned,
-            terms=(ScoredTerm("environment", earned),),
+            sequences=record.sequences(include_rest=status is RolloutStatus.TRUNCATED),
+            reward=episode_return,
+            episode_return=episode_return,
+            terms=(ScoredTerm("environment", episode_return),),
             status=status,
             policy_version=min(turn.completion.policy_version for turn in turns),
             num_tool_calls=record.num_tool_calls,
             num_tool_calls_failed=record.num_tool_calls_failed,
-            success=ended.success,
+            success=end.success,
             num_branches=record.num_branches,
         )
         return PlayedEpisode(
@@ -294,32 +263,36 @@ class Player:
             prompt=record.prompt,
             completion=record.completion,
             completion_ids=[token for turn in turns for token in turn.completion.token_ids],
-            fields=ended.fields,
-            record=record,
+            fields=end.fields,
+            history=record,
+        )
+
+    def _opens_together(self, starts: Sequence[EpisodeStart]) -> bool:
+        has_one_seed = len({start.seed for start in starts}) == 1
+        return has_one_seed and 1 < len(starts) <= self.max_sessions
+
+    async def _open_group(self, seed: int, size: int) -> list[_OpenSession]:
+        return await retry_while_full(
+            lambda: self.client.open_group(
+                size, seed=seed, close_when_done=True, resume=self.resumes
+            )
+        )
+
+    async def _open_session(self, seed: int) -> _OpenSession:
+        return await retry_while_full(
+            lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
+        )
+
+    def _timeout_error(self) -> CallTimeoutError:
+        return CallTimeoutError(
+            f"the episode did not end within rollout.group_timeout_s = "
+            f"{self.limits.group_timeout_s:g}; raise the limit, or check whether the environment "
+            "or the engine is waiting for something"
         )
 
 
-async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -> Ended:
-    """How the episode ended when the policy and the environment took turns."""
-    opening = await adapter.opening()
-    conversation.offer(opening.tools)
-    conversation.add(opening.messages)
-    status: RolloutStatus | None = None
-    while status is None:
-        if not conversation.has_room:
-            status = RolloutStatus.TRUNCATED
-            break
-        reply = await adapter.reply(await conversation.answer())
-        conversation.acted(reply.action)
-        conversation.called(reply.num_calls, reply.num_calls_failed)
-        conversation.add_reward(reply.reward)
-        conversation.add(reply.messages)
-        status = reply.status
-    return Ended(status, LastResult(adapter.result), success=adapter.result.success)
-
-
 class LastResult(Mapping[str, Any]):
-    """Info and metadata of the last result, read only when a reward function asks."""
+    """Info and metadata of the last result, parsed only when a reward function needs them."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -336,28 +309,32 @@ class LastResult(Mapping[str, Any]):
 
     def _read(self) -> dict[str, Any]:
         if self._fields is None:
-            metadata = self._result.observation.get("metadata")
-            known = metadata if isinstance(metadata, dict) else {}
-            self._fields = {**known, **self._result.info}
+            self._fields = result_fields(self._result)
         return self._fields
 
 
+def result_fields(result: StepResult) -> dict[str, Any]:
+    """Return the info of a result and the metadata of its observation."""
+    metadata = result.observation.get("metadata")
+    return {**(metadata if isinstance(metadata, dict) else {}), **result.info}
+
+
 async def close_session(session: AsyncSession) -> None:
-    """Free the session, unless what happened before has freed it."""
+    """Close the session unless an error has already closed it."""
     try:
         await session.close()
     except EnvError:
-        # It died with its server, or its environment fails in closing: nothing is left to free.
+        # The server is gone, or the environment's `close` raised: nothing is left to close.
         return
 
 
-async def when_there_is_room(
+async def retry_while_full(
     open_: Callable[[], Awaitable[_OpenedT]], timeout_s: float = math.inf
 ) -> _OpenedT:
-    """What `open_` returns, once the server has room for it.
+    """Call `open_` until the server has room, and return its result.
 
     Raises:
-        CapacityError: it had none for `timeout_s`.
+        CapacityError: the server had no room for `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -366,5 +343,22 @@ async def when_there_is_room(
         except CapacityError:
             if time.monotonic() >= deadline_s:
                 raise
-            # Others of this run hold the sessions, and give them back when they are done.
+            # Other episodes of this run use the sessions, and close them when they end.
             await asyncio.sleep(_FULL_SERVER_PAUSE_S)
+
+
+async def _wait_until(
+    deadline_s: float, tasks: Sequence[asyncio.Task[PlayedEpisode]]
+) -> set[asyncio.Task[PlayedEpisode]]:
+    """Wait for the tasks, cancel those that are late, and return those that were in time."""
+    done: set[asyncio.Task[PlayedEpisode]] = set()
+    try:
+        remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+        done, _ = await asyncio.wait(tasks, timeout=remaining_s)
+    finally:
+        late = [task for task in tasks if not task.done()]
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+    return done

@@ -1,31 +1,22 @@
-"""A group: G episodes of one task, played at once.
+"""Groups of episodes of one environment: played by a runner, scored, and written as transcripts.
 
-    one seed, and a server with room for G:   open_group ---> G sessions that begin alike --+
-                                                                                            |
-    seeds of their own, or an upstream server:    G opens, each by itself ----------------------+
-                                                                                            v
-                                                               G episodes, side by side, until
-                                                               the last ends or time is up
-
-    rollouts --reward functions, once for the group--> rewards
-
-Sessions that are opened together are opened all or none, and the server compares their first
-observations: an environment that ignores its seed is found before anything is sampled, and the
-group is void.
+starts --runner--> played episodes --reward terms, once--> rollouts, transcripts
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
-from ludus.trainer.rollout.episode import Player, close_session
-from ludus.trainer.rollout.rewards import PlayedEpisode
+from ludus.trainer.rollout.registry import start_runner
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
+from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerParts
 from ludus.trainer.rollout.transcript import make_transcript
 
 _log = logging.getLogger(__name__)
@@ -33,110 +24,111 @@ _log = logging.getLogger(__name__)
 _PAUSE_AFTER_FAILURE_S = 0.5
 
 
-async def play_group(
-    player: Player,
-    spec: GroupSpec,
-    sampling: Sampling,
-    timeout_s: float,
-    *,
-    num_transcripts: int = 0,
-) -> RolloutGroup:
-    """The group's episodes with their rewards; those that did not end in time are lost.
+@dataclass(frozen=True, slots=True)
+class GroupPlayer:
+    """Plays the groups and the evaluation episodes of one environment."""
 
-    A group whose episodes begin differently on one seed, or whose reward function fails or does
-    not end within another `timeout_s`, has failed as a whole: its rewards cannot be compared.
+    runner: EpisodeRunner
+    reward: Reward
+    timeout_s: float
+    """Time limit for the reward functions of one call."""
+    max_evaluation_episodes: int
+    """Maximum number of evaluation episodes at the same time."""
+    run_seed: int = 0
+    environment_index: int = 0
+    """Index of the environment in the run. The same seed samples differently in each one."""
 
-    Args:
-        num_transcripts: of so many episodes it says what was said.
+    @classmethod
+    async def start(cls, parts: RunnerParts, reward_models: RewardModels) -> GroupPlayer:
+        """Return the player of an environment, with its runner and its reward.
 
-    Raises:
-        UserError: the run cannot work as configured.
-    """
-    deadline_s = asyncio.get_running_loop().time() + timeout_s
-    if _opens_together(player, spec):
-        played = await _play_together(player, spec, sampling, deadline_s)
-    else:
-        episodes = [
-            player.play_alone(seed, sampling, key)
-            for seed, key in zip(spec.seeds, group_keys(player.run_seed, spec), strict=True)
+        Raises:
+            ConfigError: a function or an agent that the environment names cannot be used.
+        """
+        rollout = parts.run.rollout
+        return cls(
+            await start_runner(parts),
+            Reward(parts.config.rewards, rollout.invalid_action_reward, reward_models),
+            rollout.group_timeout_s,
+            rollout.num_groups_in_flight * rollout.group_size,
+            parts.run.seed,
+            list(parts.run.environments).index(parts.environment),
+        )
+
+    async def play_groups(
+        self, specs: Sequence[GroupSpec], sampling: Sampling, num_transcripts: Sequence[int]
+    ) -> list[RolloutGroup]:
+        """Play the groups with one call of the runner, and score them with one call of the reward.
+
+        A group fails as a whole if its episodes start differently from one seed, or if a reward
+        function fails or exceeds the time limit: its rewards could not be compared.
+
+        Args:
+            num_transcripts: the number of transcripts of each group.
+
+        Raises:
+            UserError: the run cannot work as configured.
+        """
+        starts = [start for spec in specs for start in group_starts(self.run_seed, spec)]
+        played = await self.runner.play_episodes(starts, sampling, is_evaluation=False)
+        rollouts = await self.reward.score(played, self.timeout_s)
+        if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
+            # Without a pause, groups that fail at once would be replaced a thousand times a second.
+            await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+        groups, offset = [], 0
+        for spec, count in zip(specs, num_transcripts, strict=True):
+            end = offset + len(spec.seeds)
+            transcribed = slice(offset, offset + count)
+            transcripts = make_transcripts(spec.index, rollouts[transcribed], played[transcribed])
+            members = tuple(rollouts[offset:end])
+            groups.append(RolloutGroup(spec.index, spec.environment, members, transcripts))
+            offset = end
+        return groups
+
+    async def evaluate(self, seeds: Sequence[int], sampling: Sampling) -> list[Rollout]:
+        """Play one episode for each seed and return the rollouts in the order of the seeds.
+
+        The environment's own return counts if the runner knows it, and the reward otherwise.
+
+        Args:
+            sampling: settings without `max_tokens`, which the environment's limits replace.
+        """
+        stream, environment = Stream.EVALUATION_SAMPLING, self.environment_index
+        starts = [
+            EpisodeStart(index, seed, derive_key(self.run_seed, stream, environment, seed))
+            for index, seed in enumerate(seeds)
         ]
-        played = await _play_until(deadline_s, player, episodes, spec.seeds)
-    rollouts = await player.reward.score(played, timeout_s)
-    await paused_where_all_failed(rollouts)
-    transcripts = written(spec.index, rollouts[:num_transcripts], played[:num_transcripts])
-    return RolloutGroup(spec.index, spec.environment, tuple(rollouts), transcripts)
+        size = self.max_evaluation_episodes if self.runner.plays_groups_together else 1
+        slots = asyncio.Semaphore(self.max_evaluation_episodes // size)
+
+        async def play(starts: Sequence[EpisodeStart]) -> list[Rollout]:
+            async with slots:
+                played = await self.runner.play_episodes(starts, sampling, is_evaluation=True)
+            if any(episode.needs_score for episode in played):
+                return await self.reward.score(played, self.timeout_s)
+            return [episode.rollout for episode in played]
+
+        calls = [play(starts[index : index + size]) for index in range(0, len(starts), size)]
+        return [rollout for rollouts in await asyncio.gather(*calls) for rollout in rollouts]
 
 
-async def paused_where_all_failed(rollouts: Sequence[Rollout]) -> None:
-    """Wait: what fails at once would be replaced, and fail, a thousand times a second."""
-    if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
-        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+def group_starts(run_seed: int, spec: GroupSpec) -> list[EpisodeStart]:
+    """Return the starts of a group's episodes, with keys that depend on the run and the group."""
+    stream = Stream.TRAINING_SAMPLING
+    return [
+        EpisodeStart(spec.index, seed, derive_key(run_seed, stream, spec.index, number))
+        for number, seed in enumerate(spec.seeds)
+    ]
 
 
-def written(
-    index: int, rollouts: Sequence[Rollout], played: Sequence[PlayedEpisode]
+def make_transcripts(
+    group: int, rollouts: Sequence[Rollout], played: Sequence[PlayedEpisode]
 ) -> tuple[Transcript, ...]:
-    """What was said in the episodes, where that can be written down."""
+    """Return the transcripts of a group's first episodes; log those that cannot be written."""
     transcripts = []
     for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True)):
         try:
-            transcripts.append(make_transcript(index, number, rollout, episode.record))
-        except Exception:  # noqa: BLE001 - the boundary to messages and actions of any form
-            _log.exception("an episode of '%s' cannot be written down", rollout.environment)
+            transcripts.append(make_transcript(group, number, rollout, episode.history))
+        except Exception:  # noqa: BLE001 - messages and actions of third-party code have any form
+            _log.exception("no transcript for an episode of '%s'", rollout.environment)
     return tuple(transcripts)
-
-
-def _opens_together(player: Player, spec: GroupSpec) -> bool:
-    return len(set(spec.seeds)) == 1 and len(spec.seeds) <= player.max_sessions
-
-
-def group_keys(run_seed: int, spec: GroupSpec) -> list[int]:
-    """One per episode: a group that is played again, and no other, samples the same."""
-    stream = Stream.TRAINING_SAMPLING
-    return [derive_key(run_seed, stream, spec.index, number) for number in range(len(spec.seeds))]
-
-
-async def _play_together(
-    player: Player, spec: GroupSpec, sampling: Sampling, deadline_s: float
-) -> list[PlayedEpisode]:
-    seeds = spec.seeds
-    try:
-        async with asyncio.timeout_at(deadline_s) as limit:
-            opened = await player.open_group(seeds[0], len(seeds))
-    except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
-        reason = player.late() if limit.expired() else error
-        return [player.void(seed, reason) for seed in seeds]
-    episodes = [
-        player.play_opened(one, seed, sampling, key)
-        for one, seed, key in zip(opened, seeds, group_keys(player.run_seed, spec), strict=True)
-    ]
-    try:
-        return await _play_until(deadline_s, player, episodes, seeds)
-    finally:
-        # An episode that was cancelled before its first line has closed nothing.
-        for session, _ in opened:
-            await close_session(session)
-
-
-async def _play_until(
-    deadline_s: float,
-    player: Player,
-    episodes: Sequence[Coroutine[Any, Any, PlayedEpisode]],
-    seeds: Sequence[int],
-) -> list[PlayedEpisode]:
-    """What was played, one each; every episode is over, and its session freed, on every way out."""
-    tasks = [asyncio.create_task(episode) for episode in episodes]
-    done: set[asyncio.Task[PlayedEpisode]] = set()
-    try:
-        remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-        done, _ = await asyncio.wait(tasks, timeout=remaining_s)
-    finally:
-        late = [task for task in tasks if not task.done()]
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late)
-    return [
-        task.result() if task in done else player.void(seed, player.late())
-        for task, seed in zip(tasks, seeds, strict=True)
-    ]

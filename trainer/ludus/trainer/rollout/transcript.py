@@ -1,8 +1,8 @@
-"""Episodes as people read them: a few of each training step, word for word.
+"""Transcripts: readable records of a few episodes of each training step.
 
-Which groups are written down follows from their index and the run's seed alone, so a run that is
-resumed, or played again, writes down the same ones; and by chance, so that environments which
-share the groups in some rhythm all have their turn.
+The choice of groups depends only on their index and the run's seed, so a run that is resumed or
+repeated writes the same transcripts. It is random, so that environments that alternate in a fixed
+rhythm are all represented.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from ludus.env import Message
 from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Rollout
-from ludus.trainer.rollout.conversation import Readable
+from ludus.trainer.rollout.conversation import TurnHistory
 
 MAX_TEXT_CHARACTERS = 20_000
 MAX_TRANSCRIPT_CHARACTERS = 100_000
 
 
 def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: int) -> int:
-    """How many episodes of group `index` are written down: `per_step` of each B groups in a row."""
-    of_each, of_some = divmod(per_step, groups_per_step)
-    block, place = divmod(index, groups_per_step)
+    """Return the number of transcripts of group `index`.
+
+    Every block of `groups_per_step` consecutive groups has `per_step` transcripts in total.
+    """
+    num_each, num_extra = divmod(per_step, groups_per_step)
+    block, group = divmod(index, groups_per_step)
     draw = make_random(run_seed, Stream.TRANSCRIPT, block)
-    chosen = draw.sample(range(groups_per_step), of_some)
-    return of_each + (place in chosen)
+    return num_each + (group in draw.sample(range(groups_per_step), num_extra))
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, record: Readable | None
+    group: int, episode: int, rollout: Rollout, history: TurnHistory | None
 ) -> Transcript:
-    """What was said in an episode that has its reward; no step has learned from it yet."""
+    """Return the transcript of a scored episode; its step is 0 until a step trains on it."""
     turns: list[TranscriptTurn] = []
     room = MAX_TRANSCRIPT_CHARACTERS
-    for turn in _turns(record) if record else ():
-        room -= len(turn.answer) + sum(len(said.text) for said in turn.shown)
+    for turn in _transcript_turns(history) if history else ():
+        room -= len(turn.answer) + sum(len(message.text) for message in turn.shown)
         if turns and room < 0:
             break
         turns.append(turn)
@@ -56,31 +58,34 @@ def make_transcript(
         terms={term.name: term.value for term in rollout.terms},
         failure=rollout.failure,
         turns=tuple(turns),
-        num_turns_left_out=record.num_turns - len(turns) if record else 0,
+        num_turns_left_out=history.num_turns - len(turns) if history else 0,
     )
 
 
-def _turns(record: Readable) -> Iterator[TranscriptTurn]:
-    for one in record.exchanges():
+def _transcript_turns(history: TurnHistory) -> Iterator[TranscriptTurn]:
+    for turn in history.played_turns():
         yield TranscriptTurn(
-            shown=_said(one.shown),
-            answer=_cut(one.answer),
-            action=_bounded(one.action),
-            reward=one.reward,
+            shown=_cut_messages(turn.messages),
+            answer=_cut(turn.text),
+            action=_cut_action(turn.action),
+            reward=turn.reward,
         )
 
 
-def _said(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
-    return tuple(TranscriptMessage(role=one["role"], text=_cut(one["content"])) for one in messages)
+def _cut_messages(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
+    return tuple(
+        TranscriptMessage(role=message["role"], text=_cut(message["content"]))
+        for message in messages
+    )
 
 
-def _bounded(action: Any) -> Any:
-    """The action as JSON; what is too long of it as cut text."""
+def _cut_action(action: Any) -> Any:
+    """Return the action as JSON, or as cut text if it is too long."""
     plain = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
     text = json.dumps(plain)
     return plain if len(text) <= MAX_TEXT_CHARACTERS else _cut(text)
 
 
 def _cut(text: str) -> str:
-    rest = len(text) - MAX_TEXT_CHARACTERS
-    return text if rest <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... ({rest} more characters)"
+    num_cut = len(text) - MAX_TEXT_CHARACTERS
+    return text if num_cut <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... ({num_cut} more characters)"

@@ -10,9 +10,9 @@ from ludus.env.types import StepResult
 from ludus.proto.errors import UserError
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
-from ludus.trainer.rollout.episode import close_session, when_there_is_room
-from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, Opening
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
 
 NUM_FIRST_SEEDS = 4
@@ -55,7 +55,7 @@ async def open_first_episode(
         open_session = partial(environment.client.open, seed=seed + offset)
         try:
             timeout_s = environment.config.reconnect_timeout_s
-            session, first_result = await when_there_is_room(open_session, timeout_s)
+            session, first_result = await retry_while_full(open_session, timeout_s)
             try:
                 return await _make_opening(environment, session, first_result), first_result
             finally:

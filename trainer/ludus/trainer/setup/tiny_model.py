@@ -22,7 +22,6 @@ from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
-from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
 from ludus.trainer.data.failures import count_failures, describe, most_common_reason
@@ -37,8 +36,10 @@ from ludus.trainer.learner.warm_start import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.episode import close_session, when_there_is_room
-from ludus.trainer.rollout.renderer import NO_PICTURES
+from ludus.trainer.rollout.adapters.renderer import NO_PICTURES
+from ludus.trainer.rollout.agents.host import AgentHost
+from ludus.trainer.rollout.agents.warm_start import play_with_random_responses
+from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.first_prompts import list_legal_answers, make_adapter
 
@@ -143,7 +144,7 @@ async def _play_warm_start(
 
     async with AsyncExitStack() as stack:
         agents = {
-            index: await AgentGames.start(environment.config.agent, stack)
+            index: await AgentHost.start(environment.config.agent, stack)
             for index, environment in enumerate(environments.values())
             if environment.config.agent is not None
         }
@@ -214,17 +215,19 @@ async def _play_episode(
     environment_index: int,
     environment: ConnectedEnvironment,
     episode_index: int,
-    agent: AgentGames | None,
+    agent: AgentHost | None,
 ) -> _WarmStartEpisode:
     generator = make_random(run.seed, Stream.WARM_START_ANSWER, environment_index, episode_index)
     seed = warm_start_seed(run.seed, environment_index, episode_index)
     open_session = partial(environment.client.open, seed=seed)
-    session, first_result = await when_there_is_room(open_session, run.rollout.group_timeout_s)
+    session, first_result = await retry_while_full(open_session, run.rollout.group_timeout_s)
     max_turns = _max_turns(run, environment)
     try:
         if agent is not None:
             adapter = make_adapter(environment, session, first_result)
-            conversations = await agent.play(adapter, seed, generator, max_turns)
+            conversations = await play_with_random_responses(
+                agent, adapter, seed, generator, max_turns
+            )
             return _WarmStartEpisode(conversations, math.nan)
         return await _answer_randomly(environment, session, first_result, generator, max_turns)
     finally:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.settings.config import GRPOConfig
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import check_language_model, load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Reward functions of a script as terms of an environment's reward."""
+"""Conversion of a script's reward functions into terms of an environment's reward."""
 
 from __future__ import annotations
 
@@ -12,54 +12,55 @@ from torch import nn
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.core.functions import function_path
-from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
+from ludus.trainer.rollout.rewards.reward_function import STANDARD_ARGUMENTS
 
-_NOT_HERE = frozenset({"trainer_state", "log_extra", "log_metric"})
-"""What TRL tells reward functions of its trainer."""
+_UNAVAILABLE = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""TRL's arguments of reward functions that show its trainer."""
 
 
 def reward_terms(
     reward_funcs: Any,
     weights: Sequence[float] | None,
     columns: Mapping[str, Set[str]],
-    rewarding: str | None = None,
+    environment_term: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The terms, in their order; of equal names all but the first get a number.
+    """Return the terms in their order; repeated names get a number.
 
     Args:
-        rewarding: the name of environments that say themselves what an episode is worth; it is
-            one more term, of weight 1.
-        columns: by the name of each data set; none where a rollout function may add others.
+        columns: the columns of each data set; empty if a rollout function may add others.
+        environment_term: name of an additional term of weight 1 for environments that score
+            episodes themselves.
 
     Raises:
-        ConfigError: there are none, other weights than functions, or a function asks for a column
-            that a data set has not.
+        ConfigError: there are no functions, the number of weights is wrong, or a function requires
+            a column that a data set does not have.
     """
-    given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    functions = [one for one in given if one is not None]
-    if not functions and rewarding is None:
-        raise ConfigError("reward_funcs expected at least one function, got none; pass one")
+    if not isinstance(reward_funcs, (list, tuple)):
+        reward_funcs = [reward_funcs]
+    functions = [function for function in reward_funcs if function is not None]
+    if not functions and environment_term is None:
+        raise ConfigError("reward_funcs needs at least one function; pass one")
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"GRPOConfig.reward_weights expected {len(functions)} numbers, one per function, got "
-            f"{len(weights)}"
+            f"GRPOConfig.reward_weights has {len(weights)} numbers, but there are {len(functions)} "
+            "reward functions; pass one number for each"
         )
     terms: list[dict[str, Any]] = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
         term = _term(function, columns)
-        name = _free_name(term.pop("name", None), [one.get("name") for one in terms])
+        name = _free_name(term.pop("name", None), [other.get("name") for other in terms])
         terms.append({**term, "name": name, "weight": float(weight)})
-    if rewarding is not None:
-        terms.append({"function": function_path(environment_reward), "name": rewarding})
+    if environment_term is not None:
+        terms.append({"function": function_path(environment_reward), "name": environment_term})
     return terms
 
 
-def _free_name(name: str | None, taken: Sequence[str | None]) -> str | None:
-    """The name with a number, where it is taken."""
-    if name is None or name not in taken:
+def _free_name(name: str | None, used: Sequence[str | None]) -> str | None:
+    """Return the name, with a number if it is already used."""
+    if name is None or name not in used:
         return name
-    numbered = (f"{name}_{number}" for number in itertools.count(2))
-    return next(one for one in numbered if one not in taken)
+    candidates = (f"{name}_{number}" for number in itertools.count(2))
+    return next(candidate for candidate in candidates if candidate not in used)
 
 
 def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
@@ -67,40 +68,42 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
         return {"kind": "model", "path": function}
     if not callable(function) or isinstance(function, nn.Module):
         raise ConfigError(
-            f"reward_funcs expected functions, or ids and folders of reward models, got "
+            f"reward_funcs must be functions, or ids and folders of reward models, but one is "
             f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
         )
-    called = getattr(function, "__name__", None)
-    needed = _needed(function, called or repr(function))
-    for dataset, of_dataset in columns.items():
-        missing = sorted(needed - of_dataset - OWN_ARGUMENTS)
+    name = getattr(function, "__name__", None)
+    required = _required_arguments(function, name or repr(function))
+    for dataset, dataset_columns in columns.items():
+        missing = sorted(required - dataset_columns - STANDARD_ARGUMENTS)
         if missing:
             raise ConfigError(
-                f"reward function '{called or function}' asks for '{missing[0]}', which {dataset} "
-                f"has not; expected columns out of {sorted(of_dataset | OWN_ARGUMENTS)}"
+                f"reward function '{name or function}' requires '{missing[0]}', which {dataset} "
+                "does not have; its arguments must be in "
+                f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
             )
-    return {"function": function_path(function), "name": called}
+    return {"function": function_path(function), "name": name}
 
 
-def _needed(function: Any, called: str) -> Set[str]:
-    """The arguments without which the function cannot be called.
+def _required_arguments(function: Any, name: str) -> Set[str]:
+    """Return the arguments without a default.
 
     Raises:
-        ConfigError: nobody can tell, or one of them is not here.
+        ConfigError: the arguments are unknown, or one of them is not available.
     """
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         raise ConfigError(
-            f"reward function '{called}' expected named parameters, got a builtin that tells none; "
-            "call it within a function of your own"
+            f"reward function '{name}' must have named parameters, but it is a builtin without a "
+            "signature; call it in a Python function"
         ) from None
-    needed = {p.name for p in parameters if p.kind in named and p.default is p.empty}
-    absent = sorted(needed & _NOT_HERE)
-    if absent:
+    required = {p.name for p in parameters if p.kind in keyword_kinds and p.default is p.empty}
+    unavailable = sorted(required & _UNAVAILABLE)
+    if unavailable:
         raise ConfigError(
-            f"reward function '{called}' asks for '{absent[0]}', which is not here: the model is "
-            "trained in another process; a function of weight 0 in reward_weights is a metric"
+            f"reward function '{name}' requires '{unavailable[0]}', which is not available, "
+            "because the model is trained in another process; for a metric, use a function of "
+            "weight 0 in reward_weights"
         )
-    return needed
+    return required

@@ -1,12 +1,12 @@
-"""TRL's GRPOTrainer over a run of ours.
+"""TRL's GRPOTrainer, implemented with a Ludus run.
 
-    model, processing_class  --> [model]                       a folder, if they are objects
-    train_dataset            --> [environment] prompts_env     rows beside the run's folder
-    rollout_func             --> environment.rollout           in a rollout worker, many at once
+    model, processing_class  --> [model]                       objects are saved to a folder
+    train_dataset            --> [environment] prompts_env     rows in a folder next to the run's
+    rollout_func             --> environment.rollout           called in a rollout worker
     reward_funcs             --> environment.rewards
-    args                     --> everything else               run_settings.py
+    args                     --> all other settings            run_settings.py
 
-It has a folder as any run has: report, `ludus watch` and `ludus eval` work on it.
+The run folder has the usual files, so `ludus report`, `ludus watch` and `ludus eval` work.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
-from ludus.trainer.compat.trl import rollouts
-from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
 from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
 from ludus.trainer.compat.trl.rewards import reward_terms
-from ludus.trainer.compat.trl.rollouts import EnvironmentFactory, rewarding_kind, rollout_of
-from ludus.trainer.compat.trl.run_settings import (
+from ludus.trainer.compat.trl.rollout.choice import (
+    EnvironmentFactories,
+    choose_rollout,
+    environment_reward_name,
+    sample,
+)
+from ludus.trainer.compat.trl.rollout.runner import ScriptRollout
+from ludus.trainer.compat.trl.settings.config import GRPOConfig
+from ludus.trainer.compat.trl.settings.run_settings import (
     DEFAULT_OUTPUT_DIR,
     batches_of,
     run_folder,
@@ -39,19 +44,18 @@ from ludus.trainer.compat.trl.run_settings import (
 from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
 from ludus.trainer.core.functions import function_path
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.rollout.batch.function import GivenRollout
 from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
 
 ResultT = TypeVar("ResultT")
 
 _MIN_SESSIONS = 4096
-"""Of the environment's server; one for each row of a batch that has more."""
+"""Minimum value of max_sessions; a larger batch needs one session for each row."""
 _INPUT_SUFFIX = "-input"
-"""Of the folder beside the run's, which holds what the script has passed as objects."""
+"""Suffix of the folder that stores the objects which the script passed."""
 
 
 class GRPOTrainer:
-    """A script's trainer; `train` starts the run, trains it, and ends it."""
+    """A trainer with TRL's interface; `train` runs the whole training."""
 
     def __init__(
         self,
@@ -68,42 +72,43 @@ class GRPOTrainer:
         peft_config: Any = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: Callable[..., Any] | None = None,
-        environment_factory: EnvironmentFactory | None = None,
+        environment_factory: EnvironmentFactories | None = None,
         *,
         overrides: Sequence[str] = (),
     ) -> None:
-        """Take all of it; nothing is started yet.
+        """Check the arguments; nothing is started yet.
 
         Args:
             model: a Hugging Face id or folder, a model, or the [model] section of a run.
             reward_funcs: functions, or ids and folders of reward models; one or a list.
-            train_dataset: rows with a `prompt` each, text or messages, and columns for rewards.
-            processing_class: the model's tokenizer, where that is not the one in its folder.
-            peft_config: LoRA; of `peft.LoraConfig`, r, lora_alpha and target_modules.
-            tools: functions that answers may call.
-            rollout_func: plays the episodes, in one of TRL's three forms (docs/from-trl.md).
-            environment_factory: makes instances whose methods answers call, one per episode; or
-                several by name, of which each row names one as its `environment`.
-            overrides: each "section.field=value" of the run's own configuration.
+            train_dataset: rows with a `prompt` of text or messages, and columns for rewards.
+            processing_class: the model's tokenizer; the default is the one in its folder.
+            peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
+            tools: functions that completions may call.
+            rollout_func: function that plays the episodes, with one of TRL's three signatures
+                (docs/from-trl.md).
+            environment_factory: function that returns an instance for each episode, whose methods
+                completions call; or several by name, one of which each row's `environment` names.
+            overrides: settings of the run in the form "section.field=value".
 
         Raises:
-            ConfigError: something that no run does, by its name.
+            ConfigError: an argument is not supported.
         """
-        _refuse_given(reward_processing_classes, callbacks, optimizers, quantization_config)
-        self.args = _own(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
+        _refuse_unsupported(reward_processing_classes, callbacks, optimizers, quantization_config)
+        self.args = _check_args(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.of(train_dataset, "train_dataset")
         self._eval_rows = PromptRows.of_optional(eval_dataset, "eval_dataset")
         self._batches = batches_of(self.args, len(self._rows))
         folder = run_folder(self.args)
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
-        own = self._input / "model"
-        section = model_section(model, processing_class, peft_config, self.args, own)
-        rollout = rollout_of(rollout_func, tools, environment_factory, self.args)
+        model_folder = self._input / "model"
+        section = model_section(model, processing_class, peft_config, self.args, model_folder)
+        rollout = choose_rollout(rollout_func, tools, environment_factory, self.args)
         rewards = reward_terms(
             reward_funcs,
             self.args.reward_weights,
             self._columns(rollout),
-            rewarding_kind(environment_factory),
+            environment_reward_name(environment_factory),
         )
         self._config = self._run_tree(section, rollout, rewards)
         self._overrides = tuple(overrides)
@@ -112,34 +117,34 @@ class GRPOTrainer:
         num_steps, num_epochs = self._batches.num_optimizer_steps, self.args.num_train_epochs
         self.state = TrainerState(max_steps=num_steps, num_train_epochs=num_epochs)
         self.summary: Summary | None = None
-        """What the run came to, once it has."""
+        """Final results of the run; None until it has ended."""
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """What the training came to; the folder of args.output_dir holds the run.
+        """Train and return the results; the folder args.output_dir contains the run.
 
-        A run that was there is replaced, as TRL does, unless it is resumed.
+        As in TRL, an existing run is replaced unless it is resumed.
 
         Args:
-            resume_from_checkpoint: True continues from the newest checkpoint.
+            resume_from_checkpoint: True resumes from the newest checkpoint.
 
         Raises:
             UserError: the run cannot start as configured.
-            LudusError: what ended it.
+            LudusError: the run failed.
         """
-        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if wanted is not None and not isinstance(wanted, bool):
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if resume is not None and not isinstance(resume, bool):
             raise ConfigError(
-                f"resume_from_checkpoint = '{wanted}' expected True: a run goes on from the newest "
+                f"resume_from_checkpoint = '{resume}' must be True: a run resumes from the newest "
                 "checkpoint in its folder"
             )
         self._write_rows()
-        return _in_a_loop(self._train(Resume.ALWAYS if wanted else Resume.NEVER))
+        return _run_coroutine(self._train(Resume.ALWAYS if resume else Resume.NEVER))
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """The folder to which the trained model was copied, with its tokenizer.
+        """Copy the trained model and its tokenizer to a folder, and return the folder.
 
         Raises:
-            CheckpointError: nothing is trained yet.
+            CheckpointError: the run has no checkpoint yet.
         """
         run_folder = Path(self.run.output_dir) / self.run.name
         source = model_folder(find_newest_checkpoint(run_folder / CHECKPOINTS_FOLDER))
@@ -149,19 +154,20 @@ class GRPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"GRPOTrainer has no '{name}' here: the model is trained in processes of its own; see "
-            "docs/from-trl.md for what there is"
+            f"GRPOTrainer has no '{name}' here, because the model is trained in other processes; "
+            "docs/from-trl.md lists the available attributes"
         )
 
     def _columns(self, rollout: Callable[..., Any]) -> dict[str, Set[str]]:
-        """What reward functions may ask for, by the data set; none where nobody knows."""
-        given = {"train_dataset": self._rows, "eval_dataset": self._eval_rows}
-        datasets = {name: rows for name, rows in given.items() if rows is not None}
+        """Return the columns of each data set; empty if a rollout function may add others."""
+        datasets = {"train_dataset": self._rows}
+        if self._eval_rows is not None:
+            datasets["eval_dataset"] = self._eval_rows
         if isinstance(rollout, ToolRollout):
             for name, rows in datasets.items():
                 rollout.check_rows(rows.rows, name)
             return {name: rows.columns | COLUMNS for name, rows in datasets.items()}
-        if rollout is not rollouts.sample:
+        if rollout is not sample:
             return {}
         return {name: rows.columns for name, rows in datasets.items()}
 
@@ -171,12 +177,12 @@ class GRPOTrainer:
             async for step in trainer.steps():
                 self.state.add(step, self.args, self._batches)
             self.summary = await trainer.train()
-        return self.state.end()
+        return self.state.finish()
 
     def _run_tree(
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The configuration of the run, section by section."""
+        """Return the configuration of the run."""
         with_tools, num_generations = isinstance(rollout, ToolRollout), self.args.num_generations
         max_tokens = model.max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
         return {
@@ -187,7 +193,7 @@ class GRPOTrainer:
                 "options": self._environment_options(),
                 "max_sessions": max(_MIN_SESSIONS, self._batches.num_groups * num_generations),
                 "max_turns": 1,
-                "rollout": f"trl:{function_path(GivenRollout(rollout, self.args))}",
+                "rollout": f"trl:{function_path(ScriptRollout(rollout, self.args))}",
                 "rewards": rewards,
             },
             "eval": self._eval_settings(),
@@ -216,8 +222,8 @@ class GRPOTrainer:
             )
         if strategy != "no" and rows is None:
             raise ConfigError(
-                f"GRPOConfig.eval_strategy = {strategy!r} expected an eval_dataset, got none; pass "
-                "one, or set it to 'no'"
+                f"GRPOConfig.eval_strategy = {strategy!r} needs an eval_dataset; pass one, or set "
+                "it to 'no'"
             )
         num_games = len(rows) * (args.num_generations_eval or 1) if rows is not None else 1
         every = args.eval_steps or args.logging_steps
@@ -230,44 +236,44 @@ class GRPOTrainer:
         }
 
 
-def _own(args: GRPOConfig | None) -> GRPOConfig | None:
-    """What a script passes as `args`: TRL's own has fields that nobody here has looked at."""
+def _check_args(args: GRPOConfig | None) -> GRPOConfig | None:
+    """Return `args`; TRL's own GRPOConfig is refused, because its fields are not checked."""
     if args is None or isinstance(args, GRPOConfig):
         return args
     kind = type(args)
     raise ConfigError(
-        f"args expected a {GRPOConfig.__module__.rpartition('.')[0]}.GRPOConfig, got "
-        f"{kind.__module__}.{kind.__qualname__}; change the import of GRPOConfig, too"
+        f"args must be a ludus.trainer.compat.trl.GRPOConfig, but it is a "
+        f"{kind.__module__}.{kind.__qualname__}; change the import of GRPOConfig too"
     )
 
 
 def _last_part(model: Any) -> str:
-    """What TRL calls a run by whose script says nothing."""
+    """Return TRL's default name of a run."""
     return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
 
 
-def _refuse_given(
+def _refuse_unsupported(
     reward_processing_classes: Any, callbacks: Any, optimizers: Any, quantization_config: Any
 ) -> None:
-    given = {
+    values = {
         "reward_processing_classes": reward_processing_classes,
         "callbacks": callbacks or None,
         "optimizers": optimizers if any(optimizers or ()) else None,
         "quantization_config": quantization_config,
     }
-    ways = {
+    remedies = {
         "reward_processing_classes": "a reward model brings its own tokenizer",
         "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
-        "optimizers": "AdamW is the one optimizer; its settings are in GRPOConfig",
-        "quantization_config": "pass a model that is not quantised",
+        "optimizers": "AdamW is the only optimizer; its settings are in GRPOConfig",
+        "quantization_config": "pass a model that is not quantized",
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None:
-            raise ConfigError(f"GRPOTrainer({name}=...) is not honoured here; {ways[name]}")
+            raise ConfigError(f"GRPOTrainer({name}=...) is not supported; {remedies[name]}")
 
 
-def _in_a_loop(training: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What the coroutine returns, also in a notebook, whose event loop runs already."""
+def _run_coroutine(training: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run the coroutine, also inside a running event loop as in a notebook; return its result."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -278,7 +284,7 @@ def _in_a_loop(training: Coroutine[Any, Any, ResultT]) -> ResultT:
     def run() -> None:
         try:
             results.append(asyncio.run(training))
-        except BaseException as error:  # noqa: BLE001 - raised again, where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
             failures.append(error)
 
     thread = threading.Thread(target=run, name="train")

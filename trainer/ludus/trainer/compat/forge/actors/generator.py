@@ -22,9 +22,9 @@ from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.driver.policy import PolicyCompletion
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines import make_engine
-from ludus.trainer.rollout.generator import Generator as EngineGenerator
-from ludus.trainer.rollout.vllm_environment import prepare_process
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.engines.factory import make_engine
+from ludus.trainer.rollout.engines.vllm_process import prepare_process
 from ludus.trainer.weights import CanaryJudge, check_canary
 
 _LONGEST = 2048
@@ -56,7 +56,7 @@ class Generator(ForgeActor):
             self._prepare_for_vllm()
         path = path_of_model(self._run)
         self._chat = ChatTokenizer.load(path, self._run.model)
-        self._generator = EngineGenerator(make_engine(self._run, path, self._chat))
+        self._generator = AsyncEngine(make_engine(self._run, path, self._chat))
         self._judge = CanaryJudge(self._run.weights.canary)
         self._version = 0
         # Replicas that take turns sample what one would.

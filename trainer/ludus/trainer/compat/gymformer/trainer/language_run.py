@@ -19,9 +19,9 @@ from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
 from ludus.proto.config import LanguageModelRun, require_language_model, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
+from ludus.trainer.compat.gymformer.token_level import TokenLevelRunner
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.rollout.token_level import play_tokens
 
 CRITIC_FOLDER = "critic"
 """In the folder of the model that a run begins with, and in that of a checkpoint's."""
@@ -77,7 +77,7 @@ def make_run(
             "environment": {
                 "package": f"{TokenLevelEnvironment.__module__}:{TokenLevelEnvironment.__name__}",
                 "options": task.options,
-                "rollout": f"{play_tokens.__module__}:{play_tokens.__name__}",
+                "rollout": f"{TokenLevelRunner.__module__}:{TokenLevelRunner.__name__}",
             },
             "model": {"kind": "pretrained", "path": str(start)},
             "rollout": {

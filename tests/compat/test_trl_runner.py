@@ -1,0 +1,376 @@
+"""Tests of TRL's rollout functions with a real engine, a real server and a real port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.limits import MAX_MESSAGE_BYTES
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import LanguageModelRun, run_config_from
+from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.compat.trl import generate_rollout_completions
+from ludus.trainer.compat.trl.rollout.arguments import (
+    RolloutTrainer,
+    RolloutTrainerState,
+    override_sampling,
+)
+from ludus.trainer.compat.trl.rollout.completion_service import CompletionService, RolloutCall
+from ludus.trainer.compat.trl.rollout.generate_port import GeneratePort
+from ludus.trainer.core.types import (
+    GroupSpec,
+    RolloutGroup,
+    RolloutStatus,
+    Sampling,
+    ScoringRequest,
+)
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.group import GroupPlayer
+from ludus.trainer.rollout.limits import sampling_settings
+from ludus.trainer.rollout.registry import find_registered_runner
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.runner import RunnerParts
+from openspiel_env import make_environment
+from tests.compat import trl_functions
+from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
+
+G = 4
+SPECS = [GroupSpec(0, "blackjack", (5,) * G), GroupSpec(1, "blackjack", (6,) * G)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return make_folder(tmp_path_factory.mktemp("model"), tie_embeddings=False)
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[AsyncEnvClient]:
+    async with (
+        EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as connected,
+    ):
+        yield connected
+
+
+def make_config(function: str, environment: Any = (), **rollout: Any) -> Any:
+    return run_config_from(
+        {
+            "environment": {
+                "package": "openspiel_env",
+                "options": {"game": "blackjack"},
+                "rollout": f"trl:tests.compat.trl_functions:{function}",
+                "rewards": [{"function": "tests.compat.trl_functions:length_reward"}],
+                **dict(environment),
+            },
+            "rollout": {
+                "group_size": G,
+                "max_completion_tokens": 5,
+                "max_tokens": 64,
+                "generate_port": 0,
+                **rollout,
+            },
+        },
+        [],
+    )
+
+
+@dataclass
+class StartedWorker:
+    """The parts of a rollout worker that one environment needs."""
+
+    run: LanguageModelRun
+    player: GroupPlayer
+    engine: AsyncEngine
+
+    async def play_groups(self) -> list[RolloutGroup]:
+        """Play two groups with one call."""
+        sampling = sampling_settings(self.run.rollout)
+        return await self.player.play_groups(SPECS, sampling, [2, 0])
+
+
+@pytest.fixture
+def start_worker(model_path: str, client: AsyncEnvClient) -> Any:
+    @asynccontextmanager
+    async def start(function: str, **rollout: Any) -> AsyncIterator[StartedWorker]:
+        run = make_config(function, **rollout)
+        chat = ChatTokenizer(load_tokenizer(model_path))
+        engine = AsyncEngine(make_transformers_engine(model_path))
+        try:
+            async with AsyncExitStack() as stack:
+                parts = RunnerParts(run, "blackjack", client, engine, chat, stack)
+                yield StartedWorker(run, await GroupPlayer.start(parts, RewardModels()), engine)
+        finally:
+            engine.close()
+
+    trl_functions.CALLS.clear()
+    return start
+
+
+async def play_groups(start_worker: Any, function: str, **rollout: Any) -> list[RolloutGroup]:
+    async with start_worker(function, **rollout) as worker:
+        return await worker.play_groups()
+
+
+async def find_failure(start_worker: Any, function: str, **rollout: Any) -> str:
+    """Return the reason why all episodes failed."""
+    groups = await play_groups(start_worker, function, **rollout)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.FAILED}
+    assert {rollout.reward for rollout in rollouts} == {None}
+    [failure] = {rollout.failure for rollout in rollouts}
+    return failure
+
+
+@asynccontextmanager
+async def open_port(model_path: str) -> AsyncIterator[str]:
+    """Yield the URL of a port that samples with a real engine."""
+    engine = AsyncEngine(make_transformers_engine(model_path))
+    chat = ChatTokenizer(load_tokenizer(model_path))
+    port = GeneratePort(CompletionService(engine, chat, 64, 0, 0), 0)
+    await port.start()
+    try:
+        yield f"http://127.0.0.1:{port.port}/generate/"
+    finally:
+        await port.stop()
+        engine.close()
+
+
+async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
+    functions = ("once", "once_with_images", "repeated")
+    groups = [await play_groups(start_worker, function) for function in functions]
+    assert groups[0] == groups[1] == groups[2]
+    assert [group.index for group in groups[0]] == [0, 1]
+    rollouts = [rollout for group in groups[0] for rollout in group.rollouts]
+    assert [rollout.seed for rollout in rollouts] == [5] * G + [6] * G
+    assert len({tuple(rollout.sequences[0].token_ids.tolist()) for rollout in rollouts}) == 2 * G
+    assert all(rollout.reward == rollout.episode_return for rollout in rollouts)
+
+
+async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
+    start_worker: Any,
+) -> None:
+    async with start_worker("once") as worker:
+        for group in await worker.play_groups():
+            for rollout in group.rollouts:
+                [sequence] = rollout.sequences
+                [turn] = sequence.turns
+                assert turn.end == len(sequence.token_ids)
+                ids = sequence.token_ids.tolist()
+                request = ScoringRequest(ids[: turn.start], ids[turn.start :])
+                [expected] = await worker.engine.score([request])
+                logprobs = sequence.logprobs[turn.start :].tolist()
+                assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_environment_tokens_are_not_trained_on(start_worker: Any) -> None:
+    groups = await play_groups(start_worker, "two_completions")
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        [sequence] = rollout.sequences
+        assert rollout.reward == 3.0
+        assert [turn.end - turn.start <= 2 for turn in sequence.turns] == [True, True]
+        index = sequence.turns[0].end
+        assert (sequence.token_ids[index], sequence.logprobs[index]) == (7, 0.0)
+        assert not sequence.loss_mask[index]
+
+
+async def test_rows_have_transcripts(start_worker: Any) -> None:
+    groups = await play_groups(start_worker, "two_completions")
+    assert [len(group.transcripts) for group in groups] == [2, 0]
+    first, second = groups[0].transcripts[0].turns
+    assert [message.role for message in first.shown] == ["user"]
+    assert [message.role for message in second.shown] == ["environment"]
+    assert groups[0].transcripts[0].reward == 3.0
+
+
+async def test_function_receives_prompts_and_sampling_settings(start_worker: Any) -> None:
+    await play_groups(start_worker, "once")
+    prompts, args = trl_functions.CALLS[0]
+    assert (len(prompts), args.num_generations, args.max_completion_length) == (2, G, 5)
+    assert (args.temperature, args.top_p, args.top_k, args.min_p) == (1.0, 1.0, 0, None)
+    with pytest.raises(AttributeError, match="args has no 'learning_rate' in this run"):
+        _ = args.learning_rate
+    trl_functions.CALLS.clear()
+    await play_groups(start_worker, "repeated")
+    prompts, trainer = trl_functions.CALLS[0]
+    assert (len(prompts), trainer.args.num_generations) == (2 * G, G)
+    assert prompts[0] == prompts[G - 1] != prompts[G]
+    assert trainer.state.global_step == 0
+
+
+async def test_environment_can_have_its_own_limits(start_worker: Any) -> None:
+    async with start_worker("once", environment={"max_completion_tokens": 2}) as worker:
+        for group in await worker.play_groups():
+            assert max(rollout.num_tokens_sampled for rollout in group.rollouts) <= 2
+    assert trl_functions.CALLS[0][1].max_completion_length == 2
+
+
+async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: Any) -> None:
+    await play_groups(start_worker, "repeated")
+    [columns] = [call for call in trl_functions.CALLS if isinstance(call, dict)]
+    assert len(columns["completions"]) == 2 * G
+    assert columns["completions"][0][0]["role"] == "assistant"
+    assert columns["seed"] == [5] * G + [6] * G
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("without_logprobs", "without ['logprobs']"),
+        ("raises", "raised ZeroDivisionError: no luck (in raises, trl_functions.py"),
+        ("exits", "raised SystemExit: 3 (in exits, trl_functions.py"),
+        ("reads_model", "trainer.model is not available"),
+        ("invented_logprobs", "is -0.0010, but the engine's log-prob"),
+        ("changed_tokens", "row 0 (prompt 0, completion 0): the log-prob of completion token"),
+        (
+            "another_temperature",
+            "was sampled with temperature = 0.5, but the run trains with temperature = 1",
+        ),
+    ],
+)
+async def test_invalid_function_fails_its_groups(
+    start_worker: Any, function: str, message: str
+) -> None:
+    assert message in await find_failure(start_worker, function)
+
+
+async def test_slow_function_fails_its_groups(start_worker: Any) -> None:
+    failure = await find_failure(start_worker, "slow", group_timeout_s=0.2)
+    assert "did not return within rollout.group_timeout_s = 0.2 s" in failure
+
+
+async def test_evaluation_plays_each_seed_once(start_worker: Any) -> None:
+    async with start_worker("once") as worker:
+        sampling = replace(sampling_settings(worker.run.rollout), temperature=0.0)
+        seeds = [2**31 + number for number in range(5)]
+        rollouts = await worker.player.evaluate(seeds, sampling)
+        prompts, args = trl_functions.CALLS[0]
+    assert [rollout.seed for rollout in rollouts] == seeds
+    assert (len(prompts), args.num_generations, args.temperature) == (5, 1, 0.0)
+    assert all(isinstance(rollout.episode_return, float) for rollout in rollouts)
+
+
+async def test_port_responds_like_a_server_of_trl(model_path: str) -> None:
+    async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
+        body = {"prompts": ["hard 16", [5, 9, 11]], "n": 3, "max_tokens": 4, "top_k": -1}
+        response = (await http.post(url, json=body)).json()
+        assert {key: len(value) for key, value in response.items()} == {
+            "prompt_ids": 2,
+            "completion_ids": 6,
+            "logprobs": 6,
+        }
+        assert response["prompt_ids"][1] == [5, 9, 11]
+        for ids, logprobs in zip(response["completion_ids"], response["logprobs"], strict=True):
+            assert len(ids) == len(logprobs) <= 4
+        greedy = {"prompts": ["hard 16"], "n": 2, "max_tokens": 3, "temperature": 0}
+        ids = (await http.post(url, json=greedy)).json()["completion_ids"]
+        assert ids[0] == ids[1]
+        unlimited = (await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})).json()
+        assert 0 < len(unlimited["completion_ids"][0]) <= 62
+
+
+async def test_port_refuses_unknown_fields_and_large_requests(model_path: str) -> None:
+    async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
+        unknown = await http.post(url, json={"prompts": ["a"], "best_of": 3})
+        assert unknown.status_code == 422
+        assert unknown.json()["detail"][0]["loc"] == ["body", "best_of"]
+        too_long = await http.post(url, json={"prompts": [[1] * 64]})
+        assert "rollout.max_tokens = 64, got one of 64" in too_long.json()["detail"]
+        too_large = await http.post(url, content=b" " * (MAX_MESSAGE_BYTES + 1))
+        assert (too_large.status_code, too_large.json()["detail"]) == (
+            413,
+            f"expected at most {MAX_MESSAGE_BYTES} bytes",
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompts": ["a", "b"], "n": 8193}, "16384 completions of one request, got 2 prompts"),
+        ({"prompts": ["a"], "n": 10**18}, "1 prompts times n = 1000000000000000000; send several"),
+        ({"prompts": ["a"] * 16_385}, "got 16385 prompts times n = 1; send several requests"),
+        ({"prompts": [[5, 10**6]]}, "below 277, the size of the vocabulary, got 1000000 at"),
+        ({"prompts": [[-1]]}, "got -1 at position 0"),
+        ({"prompts": ["a"], "temperature": 1e-300}, "temperature = 1e-300"),
+        ({"prompts": ["a"], "top_p": 1e-300}, "top_p = 1e-300"),
+        ({"prompts": ["a"], "repetition_penalty": 1e300}, "repetition_penalty = 1e+300"),
+    ],
+)
+async def test_request_that_would_stop_the_engine_is_refused(
+    model_path: str, body: dict[str, Any], message: str
+) -> None:
+    async with open_port(model_path) as url, httpx.AsyncClient(timeout=60) as http:
+        refused = await http.post(url, json=body)
+        assert refused.status_code == 422 and message in refused.json()["detail"]
+        assert (await http.post(url, json={"prompts": ["hard 16"]})).status_code == 200
+
+
+def test_overrides_are_checked() -> None:
+    sampling = Sampling(1.0, 8)
+    assert override_sampling(sampling, {"temperature": None, "max_new_tokens": 3}).max_tokens == 3
+    assert override_sampling(sampling, {"top_k": -1}) == sampling
+    for overrides, message in (
+        ({"temperature": "hot"}, "generation_overrides: temperature = 'hot'"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"top_p": 0}, "top_p = 0"),
+        ({"min_p": float("nan")}, "min_p = nan"),
+        ({"best_of": 3}, r"contains \['best_of'\]"),
+    ):
+        with pytest.raises(RolloutFunctionError, match=message):
+            override_sampling(sampling, overrides)
+
+
+def test_prompts_are_checked(model_path: str) -> None:
+    chat = ChatTokenizer(load_tokenizer(model_path))
+    unused: Any = None
+    completions = CompletionService(unused, chat, 64, 0, 0)
+    with pytest.raises(RolloutFunctionError, match=r"as_chat = False needs a prompt of text"):
+        completions.prompt_ids([{"role": "user", "content": "a"}], as_chat=False)
+    args = SimpleNamespace(num_generations=1, max_completion_length=8)
+    trainer = RolloutTrainer(
+        args,
+        chat.tokenizer,
+        RolloutTrainerState(0),
+        [],
+        Sampling(1.0, 8),
+        completions,
+        RolloutCall([0]),
+        unused,
+    )
+    with pytest.raises(RolloutFunctionError, match=r"got the text 'hard 16'; write \[prompt\]"):
+        generate_rollout_completions(trainer, "hard 16")
+
+
+async def test_port_in_use_is_replaced_by_a_free_one(model_path: str) -> None:
+    unused: Any = None
+    completions = CompletionService(unused, ChatTokenizer(load_tokenizer(model_path)), 64, 0, 0)
+    first = GeneratePort(completions, 0)
+    second = GeneratePort(completions, first.port)
+    assert second.port not in (0, first.port)
+
+
+def test_runner_must_be_registered() -> None:
+    with pytest.raises(ConfigError, match=r"'no_runner:\.\.\.' names a runner that is not"):
+        find_registered_runner("no_runner")
+
+
+def test_run_without_reward_function_is_refused() -> None:
+    run = {"environment": {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}}
+    assert run_config_from(run, []).environment.plays_in_batches
+    with pytest.raises(ConfigError, match="every term of rewards needs a function"):
+        run_config_from({"environment": {"rollout": "trl:m:f"}}, [])
+    with pytest.raises(ConfigError, match="group_seed = 'independent' gives every episode"):
+        run_config_from(run, ["rollout.group_seed=independent"])
+    with pytest.raises(ConfigError, match="generate_port = 8000 is opened by a registered runner"):
+        run_config_from({}, ["rollout.generate_port=8000"])

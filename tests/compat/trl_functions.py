@@ -1,0 +1,124 @@
+"""Rollout functions with TRL's signatures, and a reward function, for configurations in tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+
+from ludus.trainer.compat.trl import generate_rollout_completions
+
+Columns = dict[str, Any]
+
+RUNNING = threading.Semaphore(1)
+CALLS: list[Any] = []
+"""Arguments with which the functions of this module were called."""
+
+
+def once(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+    """Request completions from the server, with the oldest signature."""
+    assert RUNNING.acquire(blocking=False), "two calls run at the same time"
+    CALLS.append((prompts, args))
+    payload = {
+        "prompts": prompts,
+        "n": args.num_generations,
+        "temperature": args.temperature,
+        "max_tokens": args.max_completion_length,
+    }
+    time.sleep(0.01)
+    url = f"http://{args.vllm_server_host}:{args.vllm_server_port}/generate/"
+    columns = httpx.post(url, json=payload, timeout=60).json()
+    texts = processing_class.batch_decode(columns["completion_ids"], skip_special_tokens=True)
+    columns["length"] = [float(len(text)) for text in texts]
+    RUNNING.release()
+    return columns
+
+
+def once_with_images(prompts: list[str], images: Any, args: Any, processing_class: Any) -> Columns:
+    """Do the same with the second signature, which never receives images."""
+    assert images is None
+    return once(prompts, args, processing_class)
+
+
+def repeated(prompts: list[str], trainer: Any) -> Columns:
+    """Sample one completion for each prompt, with the newest signature."""
+    CALLS.append((prompts, trainer))
+    outputs = generate_rollout_completions(trainer, prompts)
+    columns = {key: [output[key] for output in outputs] for key in outputs[0]}
+    return {**columns, "length": [float(len(output["text"])) for output in outputs]}
+
+
+def two_completions(prompts: list[str], trainer: Any) -> Columns:
+    """Sample two completions for each episode, with a token of the environment between them."""
+    overrides = {"max_tokens": 2}
+    first = generate_rollout_completions(trainer, prompts, generation_overrides=overrides)
+    extended = [[*output["prompt_ids"], *output["completion_ids"], 7] for output in first]
+    second = generate_rollout_completions(trainer, extended, generation_overrides=overrides)
+    pairs = list(zip(first, second, strict=True))
+    return {
+        "prompt_ids": [a["prompt_ids"] for a, _ in pairs],
+        "completion_ids": [[*a["completion_ids"], 7, *b["completion_ids"]] for a, b in pairs],
+        "logprobs": [[*a["logprobs"], 0.0, *b["logprobs"]] for a, b in pairs],
+        "env_mask": [
+            [1] * len(a["completion_ids"]) + [0] + [1] * len(b["completion_ids"]) for a, b in pairs
+        ],
+        "length": 3.0,
+    }
+
+
+def without_logprobs(prompts: list[str], trainer: Any) -> Columns:
+    """Return rows without log-probs."""
+    outputs = generate_rollout_completions(trainer, prompts)
+    return {key: [output[key] for output in outputs] for key in ("prompt_ids", "completion_ids")}
+
+
+def invented_logprobs(prompts: list[str], trainer: Any) -> Columns:
+    """Return a wrong log-prob in one row."""
+    columns = repeated(prompts, trainer)
+    columns["logprobs"][3] = [*columns["logprobs"][3][:-1], -1e-3]
+    return columns
+
+
+def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
+    """Change the second last token of the first row, but not its log-prob."""
+    columns = repeated(prompts, trainer)
+    ids = columns["completion_ids"][0]
+    columns["completion_ids"][0] = [*ids[:-2], (ids[-2] + 1) % 250, ids[-1]]
+    return columns
+
+
+def another_temperature(prompts: list[str], trainer: Any) -> Columns:
+    """Sample at another temperature than the run."""
+    outputs = generate_rollout_completions(
+        trainer, prompts, generation_overrides={"temperature": 0.5}
+    )
+    return {key: [output[key] for output in outputs] for key in outputs[0]}
+
+
+def exits(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+    """Raise SystemExit."""
+    raise SystemExit(3)
+
+
+def raises(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+    """Raise an error."""
+    raise ZeroDivisionError("no luck")
+
+
+def reads_model(prompts: list[str], trainer: Any) -> Columns:
+    """Read an attribute that the trainer does not have."""
+    return trainer.model(prompts)
+
+
+def slow(prompts: list[str], trainer: Any) -> Columns:
+    """Return after the time limit."""
+    time.sleep(0.5)
+    return repeated(prompts, trainer)
+
+
+def length_reward(completions: Any, length: list[float], **columns: Any) -> list[float]:
+    """Return the column `length` of the rollout function."""
+    CALLS.append({"completions": completions, **columns})
+    return length

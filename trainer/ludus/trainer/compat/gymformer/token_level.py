@@ -1,0 +1,123 @@
+"""Episodes of token-level environments, in which each step takes one token.
+
+    tokens that the environment shows --> completion, sampled at once --> steps, token by token
+              ^                                                             |
+              +--------- shown again, with tokens that the environment added
+
+`TokenLevelRunner` plays the environments of `ludus.env.adapters.gymnasium.token_level`. No chat
+template is used, and every token has the reward of its own step. Tokens that were sampled beyond
+the end of the episode were never played, and are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ludus.env import StepResult
+from ludus.env.client import AsyncSession
+from ludus.proto.errors import ActionError
+from ludus.trainer.core.types import RolloutStatus, Sampling
+from ludus.trainer.rollout.adapters.environment_adapter import end_status
+from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.rollout.episode import EpisodeEnd, SessionRunner
+from ludus.trainer.rollout.runner import EpisodeStart
+
+
+class TokenConversation(Conversation):
+    """A conversation in tokens, without a chat template."""
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Show the policy these tokens before its next completion."""
+        self._prompt = [*(self._prompt or ()), *token_ids]
+        if token_ids:
+            text = self._chat.decode(list(token_ids))
+            self.messages.append({"role": "user", "content": text})
+
+    async def complete_tokens(self) -> list[int]:
+        """Sample one completion and return its tokens.
+
+        Raises:
+            ConversationFullError: the limits allow no further completion.
+        """
+        await self.complete()
+        return list(self.turns[-1].completion.token_ids)
+
+    def keep_rewarded_tokens(self, rewards: Sequence[float]) -> None:
+        """Keep one token of the last completion for each reward, and drop the tokens after them.
+
+        Raises:
+            ValueError: there are no rewards, or more rewards than tokens.
+        """
+        sequence = self._sequences[-1]
+        turn = sequence.turns[-1] if sequence.turns else None
+        if turn is None or not 1 <= len(rewards) <= len(turn.completion.token_ids):
+            raise ValueError(
+                f"got {len(rewards)} rewards; each of the first tokens of a completion needs one"
+            )
+        completion = turn.completion
+        num_dropped = len(completion.token_ids) - len(rewards)
+        if num_dropped:
+            del sequence.token_ids[-num_dropped:]
+            completion = replace(
+                completion,
+                token_ids=completion.token_ids[: len(rewards)],
+                logprobs=completion.logprobs[: len(rewards)],
+                has_end_token=False,
+            )
+            self.messages[-1]["content"] = self._chat.decode(completion.token_ids)
+        sequence.turns[-1] = replace(
+            turn, completion=completion, reward=sum(rewards), token_rewards=tuple(rewards)
+        )
+
+    @property
+    def _has_pending(self) -> bool:
+        return bool(self._prompt)
+
+    def _prompt_ids(self) -> list[int]:
+        return self._prompt or []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLevelRunner(SessionRunner[TokenConversation]):
+    """Plays each completion token by token."""
+
+    def make_record(self, start: EpisodeStart, sampling: Sampling) -> TokenConversation:
+        """Return an empty conversation."""
+        return TokenConversation(self.generate, self.chat, self.limits, sampling, start.key)
+
+    async def run(
+        self,
+        session: AsyncSession,
+        first: StepResult,
+        start: EpisodeStart,
+        record: TokenConversation,
+    ) -> EpisodeEnd:
+        """Play until the episode ends; the info of the last result is for reward functions.
+
+        Raises:
+            ValueError: the environment shows other tokens than the tokens so far.
+        """
+        result, known = first, list[int]()
+        status: RolloutStatus | None = None
+        while status is None:
+            shown: list[int] = result.observation["token_ids"]
+            if shown[: len(known)] != known:
+                raise ValueError(
+                    f"the environment changed the {len(known)} tokens that were already shown; an "
+                    "observation of a token-level environment must only grow"
+                )
+            record.add_tokens(shown[len(known) :])
+            if not record.has_room:
+                return EpisodeEnd(RolloutStatus.TRUNCATED, result.info, success=result.success)
+            token_ids = await record.complete_tokens()
+            try:
+                result = await session.step(action={"token_ids": token_ids})
+            except ActionError:
+                record.add_reward(self.limits.invalid_action_reward)
+                return EpisodeEnd(RolloutStatus.INVALID_ACTION)
+            rewards: list[float] = result.observation["rewards"]
+            record.keep_rewarded_tokens(rewards)
+            known = [*shown, *token_ids[: len(rewards)]]
+            status = end_status(result)
+        return EpisodeEnd(status, result.info, success=result.success)

@@ -1,0 +1,1 @@
+"""Rollout functions with the signatures of TRL, which play several groups in one call."""

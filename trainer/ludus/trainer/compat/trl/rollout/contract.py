@@ -1,0 +1,272 @@
+"""The signatures of TRL's rollout functions, and the checks of the rows that they return.
+
+    signature                                   prompts             returned rows
+    (prompts, args, processing_class)           each once, as text  num_generations per prompt
+    (prompts, images, args, processing_class)   each once, as text  num_generations per prompt
+    (prompts, trainer)                          num_generations     one per prompt
+                                                times each
+
+    row:  prompt_ids  completion_ids  logprobs  [env_mask]  any other key: a column of rewards
+
+Parameter names identify the signature; each belongs to a different version of TRL. The returned
+rows are checked one by one before they are trained on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from numbers import Integral, Real
+from typing import Any
+
+from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.rollout.rewards.reward_function import STANDARD_ARGUMENTS
+
+REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
+MASK_KEY = "env_mask"
+_MAX_LOGPROB = 1e-6
+"""Largest log-prob: 0, plus a rounding error."""
+
+
+class RolloutSignature(Enum):
+    """The names of the parameters after the prompts."""
+
+    ONCE = ("args", "processing_class")
+    ONCE_WITH_IMAGES = ("images", "args", "processing_class")
+    REPEATED = ("trainer",)
+
+    @property
+    def repeats_prompts(self) -> bool:
+        """True if each prompt is repeated num_generations times."""
+        return self is RolloutSignature.REPEATED
+
+
+def find_signature(function: Callable[..., Any], path: str) -> RolloutSignature:
+    """Return the signature of the rollout function that the configuration names `path`.
+
+    Raises:
+        ConfigError: the function has none of the three signatures.
+    """
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"environment.rollout = 'trl:{path}' must be a plain function, which runs in a thread, "
+            "but it is a coroutine function; write `def`, or play single episodes with "
+            f"rollout = '{path}' (docs/rewards.md)"
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters[1:] if p.default is p.empty and p.kind not in kinds]
+    for signature in RolloutSignature:
+        if parameters and sorted(needed) == sorted(signature.value):
+            return signature
+    names = {p.name for p in parameters[1:]}
+    for signature in RolloutSignature:
+        # A parameter of the signature may have a default.
+        if set(needed) <= set(signature.value) <= names:
+            return signature
+    raise ConfigError(
+        f"environment.rollout = 'trl:{path}' must have one of the signatures "
+        + ", ".join(f"(prompts, {', '.join(each.value)})" for each in RolloutSignature)
+        + f", but it has ({', '.join(p.name for p in parameters)}); rename its parameters"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """One episode as a rollout function returned it."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    """[T] sampled tokens, and the environment's tokens between them."""
+    logprobs: list[float]
+    """[T]"""
+    is_sampled: list[bool]
+    """[T] False for tokens of the environment."""
+    fields: Mapping[str, Any]
+    """Values of all other keys."""
+
+    @property
+    def sampled_spans(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each completion in `completion_ids`; the end is exclusive."""
+        start = 0
+        for is_sampled, tokens in groupby(self.is_sampled):
+            end = start + sum(1 for _ in tokens)
+            if is_sampled:
+                yield start, end
+            start = end
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """The rules for the rows of one call."""
+
+    path: str
+    """Import path of the function."""
+    num_prompts: int
+    num_generations: int
+    vocab_size: int
+    max_tokens: int
+    """Maximum number of tokens of prompt and completion together."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the call."""
+        return self.num_prompts * self.num_generations
+
+    def error(self, problem: str) -> RolloutFunctionError:
+        """Return the error for a problem of the function."""
+        return RolloutFunctionError(f"rollout function '{self.path}' {problem}")
+
+    def row_error(self, row: int, problem: str) -> RolloutFunctionError:
+        """Return the error for a problem of one row."""
+        prompt, number = divmod(row, self.num_generations)
+        return self.error(f"row {row} (prompt {prompt}, completion {number}): {problem}")
+
+
+def read_rows(returned: Any, rules: RowRules) -> list[RolloutRow]:
+    """Return the rows in the value of a rollout function, prompt by prompt.
+
+    The prompt tokens may have one entry per prompt, as `trl vllm-serve` returns them.
+
+    Raises:
+        RolloutFunctionError: a key is missing or reserved, the number of rows is wrong, or a row is
+            invalid.
+    """
+    if not isinstance(returned, Mapping):
+        raise rules.error(f"must return a dictionary, but it returned {returned!r:.100}")
+    missing = [key for key in REQUIRED_KEYS if returned.get(key) is None]
+    if missing:
+        raise rules.error(
+            f"must return the keys {list(REQUIRED_KEYS)}, but it returned "
+            f"{sorted(map(str, returned))} without {missing}; return the engine's output"
+        )
+    reserved = sorted(STANDARD_ARGUMENTS.intersection(returned) - set(REQUIRED_KEYS))
+    if reserved:
+        raise rules.error(
+            f"must not return the keys {reserved}, which are arguments of the trainer for reward "
+            "functions; rename them"
+        )
+    columns = {str(key): _column(key, value, rules) for key, value in returned.items()}
+    masks = columns.pop(MASK_KEY, None)
+    token_values = {key: columns.pop(key) for key in REQUIRED_KEYS}
+    return [
+        _row(
+            number,
+            {key: values[number] for key, values in token_values.items()},
+            None if masks is None else masks[number],
+            {key: values[number] for key, values in columns.items()},
+            rules,
+        )
+        for number in range(rules.num_rows)
+    ]
+
+
+def _column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
+    """Return one entry for each row; a value that is no list applies to every row."""
+    listed = _to_list(value)
+    if listed is None:
+        if key in (*REQUIRED_KEYS, MASK_KEY) or isinstance(value, Iterator):
+            raise rules.error(f"must return '{key}' as a list, but it returned {value!r:.100}")
+        return [value] * rules.num_rows
+    if key == "prompt_ids" and len(listed) == rules.num_prompts:
+        return [ids for ids in listed for _ in range(rules.num_generations)]
+    if len(listed) != rules.num_rows:
+        raise rules.error(
+            f"must return {rules.num_rows} entries of '{key}', num_generations = "
+            f"{rules.num_generations} for each of {rules.num_prompts} prompts, but it returned "
+            f"{len(listed)}"
+        )
+    return listed
+
+
+def _row(
+    number: int,
+    token_values: Mapping[str, Any],
+    mask: Any,
+    fields: Mapping[str, Any],
+    rules: RowRules,
+) -> RolloutRow:
+    """Check and return row `number`; `token_values` are its values of the required keys."""
+    prompt_ids, completion_ids = (
+        _token_ids(key, token_values[key], number, rules)
+        for key in ("prompt_ids", "completion_ids")
+    )
+    logprobs = _logprobs(token_values["logprobs"], number, rules)
+    num_tokens = len(completion_ids)
+    if len(logprobs) != num_tokens:
+        raise rules.row_error(
+            number,
+            f"expected {num_tokens} logprobs, one per completion id, got {len(logprobs)}",
+        )
+    if len(prompt_ids) + num_tokens > rules.max_tokens:
+        raise rules.row_error(
+            number,
+            f"expected at most rollout.max_tokens = {rules.max_tokens} tokens of prompt and "
+            f"completion, got {len(prompt_ids)} and {num_tokens}; lower max_tokens in the "
+            "function's requests, or raise rollout.max_tokens",
+        )
+    is_sampled = _mask(mask, num_tokens, number, rules)
+    return RolloutRow(prompt_ids, completion_ids, logprobs, is_sampled, fields)
+
+
+def _token_ids(key: str, value: Any, number: int, rules: RowRules) -> list[int]:
+    listed = _to_list(value)
+    if not listed:
+        raise rules.row_error(number, f"expected a list of '{key}', got {value!r:.60}")
+    for position, token_id in enumerate(listed):
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or not 0 <= token_id < rules.vocab_size:
+            raise rules.row_error(
+                number,
+                f"expected '{key}' below {rules.vocab_size}, the size of the vocabulary, got "
+                f"{token_id!r:.40} at position {position}",
+            )
+    return [int(token_id) for token_id in listed]
+
+
+def _logprobs(value: Any, number: int, rules: RowRules) -> list[float]:
+    """Return [T] log-probs of the sampled tokens; newer servers nest each one in a list."""
+    listed = _to_list(value)
+    if listed is None:
+        raise rules.row_error(number, f"expected a list of 'logprobs', got {value!r:.60}")
+    logprobs = []
+    for position, entry in enumerate(listed):
+        nested = _to_list(entry)
+        logprob = nested[0] if nested is not None and len(nested) == 1 else entry
+        if not isinstance(logprob, Real) or not -math.inf < float(logprob) <= _MAX_LOGPROB:
+            raise rules.row_error(
+                number,
+                f"expected one finite log-prob of 0 or below for each token, got {entry!r:.40} at "
+                f"position {position}",
+            )
+        logprobs.append(float(logprob))
+    return logprobs
+
+
+def _mask(value: Any, num_tokens: int, number: int, rules: RowRules) -> list[bool]:
+    if value is None:
+        return [True] * num_tokens
+    listed = _to_list(value)
+    if listed is None or len(listed) != num_tokens or any(flag not in (0, 1) for flag in listed):
+        raise rules.row_error(
+            number,
+            f"expected {num_tokens} values of '{MASK_KEY}', 1 for a sampled token and 0 for a "
+            f"token of the environment, got {value!r:.60}",
+        )
+    if not any(listed):
+        raise rules.row_error(
+            number, f"expected at least one sampled token, got an '{MASK_KEY}' of only zeros"
+        )
+    return [bool(flag) for flag in listed]
+
+
+def _to_list(value: Any) -> Sequence[Any] | None:
+    """Return a list, tuple, array or tensor as a list; None for any other value."""
+    if isinstance(value, (list, tuple, range)):
+        return value
+    values = value.tolist() if hasattr(value, "tolist") else None
+    return values if isinstance(values, list) else None

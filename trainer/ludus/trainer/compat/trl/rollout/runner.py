@@ -1,0 +1,353 @@
+"""The runner of TRL's rollout functions, which plays several groups in one call.
+
+    seeds --environment, first result--> prompts, columns
+    prompts --one call in a thread--> rows --read_rows--> checked against the engine --> episodes
+
+The environment provides the prompt of each group; the rollout function does everything else. The
+prompt is the `prompt` in the info of the first result, in text or messages like the row of a data
+set. Without one, it is the messages that the environment shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ludus.env import Message, StepResult
+from ludus.proto.errors import InfrastructureError, RolloutFunctionError, UserError
+from ludus.trainer.compat.trl.rollout.arguments import (
+    RolloutTrainer,
+    RolloutTrainerState,
+    copy_arguments,
+    make_arguments,
+)
+from ludus.trainer.compat.trl.rollout.completion_service import CompletionService, RolloutCall
+from ludus.trainer.compat.trl.rollout.contract import (
+    RolloutRow,
+    RolloutSignature,
+    RowRules,
+    find_signature,
+    read_rows,
+)
+from ludus.trainer.compat.trl.rollout.generate_port import GeneratePort
+from ludus.trainer.compat.trl.rollout.row_check import MAX_LOGPROB_ERROR, CheckedRow, RowCheck
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.types import (
+    Rollout,
+    RolloutStatus,
+    Sampling,
+    TokenSequence,
+    TurnSpan,
+)
+from ludus.trainer.data.failures import describe, unwrapped
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.adapters.renderer import make_renderer
+from ludus.trainer.rollout.conversation import PlayedTurn
+from ludus.trainer.rollout.episode import close_session, result_fields, retry_while_full
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
+from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+
+_NUM_THREADS = 8
+_PROMPT = "prompt"
+"""Key of the prompt in the info of the first result."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRollout:
+    """A rollout function of a script, with the `args` that it must receive."""
+
+    function: Callable[..., Any]
+    args: Any
+
+    @property
+    def __name__(self) -> str:
+        """Name of the function in logs and configurations."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function."""
+        return self.function(*arguments, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPrompt:
+    """The prompt of a group."""
+
+    prompt: str | list[Message]
+    columns: Mapping[str, Any]
+    """Other columns of the prompt's row."""
+
+
+class BatchFunctionRunner:
+    """Plays all groups of a worker's call with one call of a rollout function."""
+
+    plays_groups_together = True
+
+    def __init__(
+        self, parts: RunnerParts, completions: CompletionService, port: int | None
+    ) -> None:
+        """Import the rollout function.
+
+        Args:
+            port: port of POST /generate/; None if it is not served.
+
+        Raises:
+            ConfigError: the function cannot be imported, or its signature is unknown.
+        """
+        assert parts.config.rollout_function is not None
+        path = parts.config.rollout_function
+        imported = import_object(path, "environment.rollout")
+        script = imported if isinstance(imported, ScriptRollout) else None
+        self._path = path
+        self._function = script.function if script else imported
+        self._script_args = script.args if script else None
+        self._signature = find_signature(self._function, path)
+        self._run = parts.run
+        self._environment = parts.environment
+        self._limits = parts.limits
+        self._client = parts.client
+        self._renderer = make_renderer(parts.config)
+        self._chat = parts.chat
+        self._engine = parts.engine
+        self._completions = completions
+        self._port = port
+        # Functions that never return must not occupy the threads of other components.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rollout")
+        # Rollout functions are written for one caller: many share one client among their calls.
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, parts: RunnerParts) -> BatchFunctionRunner:
+        """Return the runner of an environment; open its port if the run has one."""
+        rollout = parts.run.rollout
+        completions = CompletionService(
+            parts.engine, parts.chat, rollout.max_tokens, parts.run.seed, parts.worker_index
+        )
+        if rollout.generate_port is None:
+            return cls(parts, completions, None)
+        server = GeneratePort(completions, rollout.generate_port)
+        await server.start()
+        parts.stack.push_async_callback(server.stop)
+        return cls(parts, completions, server.port)
+
+    async def play_episodes(
+        self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
+    ) -> list[PlayedEpisode]:
+        """Play the episodes of all groups; all of them fail if the function fails."""
+        groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group)]
+        prompts = await asyncio.gather(*(self._open_prompt(group[0].seed) for group in groups))
+        opened = [
+            (prompt, group)
+            for prompt, group in zip(prompts, groups, strict=True)
+            if isinstance(prompt, RolloutPrompt)
+        ]
+        rows: Iterator[CheckedRow] = iter(())
+        failure: Exception | None = None
+        if opened:
+            try:
+                rows = iter(await self._play_prompts(opened, sampling, is_evaluation=is_evaluation))
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the run's custom code
+                failure = error
+        episodes = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            for start in group:
+                if not isinstance(prompt, RolloutPrompt):
+                    episodes.append(self._void_episode(start.seed, prompt))
+                elif failure is not None:
+                    episodes.append(self._void_episode(start.seed, failure))
+                else:
+                    episodes.append(self._make_episode(start.seed, prompt, next(rows)))
+        return episodes
+
+    async def _open_prompt(self, seed: int) -> RolloutPrompt | Exception:
+        """Return the prompt of a seed, or the error that the environment raised."""
+        try:
+            session, first = await retry_while_full(lambda: self._client.open(seed=seed))
+            try:
+                return self._read_prompt(first)
+            finally:
+                await close_session(session)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - third-party code runs here
+            return error
+
+    def _read_prompt(self, first: StepResult) -> RolloutPrompt:
+        columns = result_fields(first)
+        prompt = columns.pop(_PROMPT, None)
+        if not isinstance(prompt, str):
+            prompt = self._renderer.messages(first, first=True)
+        return RolloutPrompt(prompt, columns)
+
+    async def _play_prompts(
+        self,
+        opened: Sequence[tuple[RolloutPrompt, Sequence[EpisodeStart]]],
+        sampling: Sampling,
+        *,
+        is_evaluation: bool,
+    ) -> list[CheckedRow]:
+        """Call the function and return its checked rows, prompt by prompt.
+
+        Raises:
+            RolloutFunctionError: the function raised, was too slow, or returned an invalid value.
+        """
+        prompts = [prompt for prompt, _ in opened]
+        num_generations = len(opened[0][1])
+        vocab_size, max_tokens = len(self._chat.tokenizer), self._limits.max_tokens
+        rules = RowRules(self._path, len(prompts), num_generations, vocab_size, max_tokens)
+        sampling = replace(sampling, max_tokens=self._limits.max_completion_tokens)
+        keys = [start.key for _, group in opened for start in group]
+        async with self._lock:
+            with self._completions.open_call(keys) as call:
+                function = self._bind(call, prompts, num_generations, sampling, is_evaluation)
+                returned = await self._call_in_time(function)
+                rows = await asyncio.to_thread(read_rows, returned, rules)
+                check = RowCheck(
+                    self._engine,
+                    call,
+                    None if is_evaluation else sampling,
+                    MAX_LOGPROB_ERROR[self._run.learner.dtype],
+                    rules,
+                )
+                return [await check.run(index, row) for index, row in enumerate(rows)]
+
+    async def _call_in_time(self, function: Callable[[], Any]) -> Any:
+        timeout_s = self._limits.group_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        except (UserError, RolloutFunctionError):
+            raise
+        except (Exception, SystemExit) as error:  # the run's custom code
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise RolloutFunctionError(
+                    f"rollout function '{self._path}' did not return within "
+                    f"rollout.group_timeout_s = {timeout_s:g} s; make it faster or raise the limit"
+                ) from None
+            raise RolloutFunctionError(
+                f"rollout function '{self._path}' raised {describe(error)}"
+            ) from error
+
+    def _bind(
+        self,
+        call: RolloutCall,
+        prompts: Sequence[RolloutPrompt],
+        num_generations: int,
+        sampling: Sampling,
+        is_evaluation: bool,
+    ) -> Callable[[], Any]:
+        """Bind the function to the arguments of its signature."""
+        if self._script_args is None:
+            args = make_arguments(
+                self._limits, sampling, num_generations, self._port, self._run.seed
+            )
+        else:
+            args = copy_arguments(self._script_args, sampling, num_generations, self._port)
+        tokenizer = self._chat.tokenizer
+        if self._signature.repeats_prompts:
+            repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+            trainer = RolloutTrainer(
+                args,
+                tokenizer,
+                RolloutTrainerState(self._engine.version, is_evaluation),
+                [prompt.columns for prompt in repeated],
+                sampling,
+                self._completions,
+                call,
+                asyncio.get_running_loop(),
+            )
+            return partial(self._function, [each.prompt for each in repeated], trainer=trainer)
+        has_images = self._signature is RolloutSignature.ONCE_WITH_IMAGES
+        images = {"images": None} if has_images else {}
+        texts = [
+            each.prompt if isinstance(each.prompt, str) else self._chat.prompt_text(each.prompt)
+            for each in prompts
+        ]
+        return partial(self._function, texts, args=args, processing_class=tokenizer, **images)
+
+    def _make_episode(self, seed: int, prompt: RolloutPrompt, checked: CheckedRow) -> PlayedEpisode:
+        row = checked.row
+        text = self._chat.decode(row.completion_ids)
+        is_finished = row.completion_ids[-1] == self._chat.end_token_id
+        rollout = Rollout(
+            environment=self._environment,
+            seed=seed,
+            sequences=(_make_sequence(row),),
+            reward=None,
+            episode_return=None,
+            terms=(),
+            status=RolloutStatus.TERMINATED if is_finished else RolloutStatus.TRUNCATED,
+            policy_version=checked.policy_version,
+            num_tool_calls=_read_count(row.fields, "num_tool_calls"),
+            num_tool_calls_failed=_read_count(row.fields, "num_tool_calls_failed"),
+        )
+        has_text = isinstance(prompt.prompt, str)
+        return PlayedEpisode(
+            rollout,
+            prompt=prompt.prompt,
+            completion=text if has_text else [{"role": "assistant", "content": text}],
+            completion_ids=row.completion_ids,
+            fields={**prompt.columns, **row.fields},
+            history=_RowHistory(self._chat, prompt.prompt, row),
+        )
+
+    def _void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
+        is_lost = isinstance(unwrapped(error), InfrastructureError)
+        status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
+        reason = describe(error)
+        return PlayedEpisode(
+            Rollout(self._environment, seed, (), None, None, (), status, 0, reason)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _RowHistory:
+    """The turns of a row in readable form."""
+
+    chat: ChatTokenizer
+    prompt: str | list[Message]
+    row: RolloutRow
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns."""
+        return len(list(self.row.sampled_spans))
+
+    def played_turns(self) -> Iterator[PlayedTurn]:
+        """Yield the turns; the reward of a single turn is unknown, so it is 0."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages, last_end = list(prompt), 0
+        for start, end in self.row.sampled_spans:
+            if start > last_end:
+                text = self.chat.decode(self.row.completion_ids[last_end:start])
+                messages = [*messages, {"role": "environment", "content": text}]
+            completion = self.chat.decode(self.row.completion_ids[start:end])
+            yield PlayedTurn(messages, completion, None, 0.0)
+            messages, last_end = [], end
+
+
+def _read_count(fields: Mapping[str, Any], name: str) -> int:
+    """Return a count that the rollout function reports; 0 if it reports none."""
+    value = fields.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _make_sequence(row: RolloutRow) -> TokenSequence:
+    """Return the row as a token sequence, in which each run of sampled tokens is a turn."""
+    offset = len(row.prompt_ids)
+    logprobs = np.zeros(offset + len(row.completion_ids), dtype=np.float32)
+    logprobs[offset:] = np.where(row.is_sampled, row.logprobs, 0.0)
+    turns = tuple(TurnSpan(offset + start, offset + end, 0.0) for start, end in row.sampled_spans)
+    token_ids = np.array([*row.prompt_ids, *row.completion_ids], dtype=np.int32)
+    return TokenSequence(token_ids, logprobs, turns)

@@ -1,0 +1,1 @@
+"""GRPOConfig, and the run configuration that follows from it."""

@@ -1,0 +1,1 @@
+"""The environment as the policy sees it: messages, actions and tool calls."""

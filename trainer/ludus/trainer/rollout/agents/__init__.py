@@ -1,0 +1,1 @@
+"""Episodes that a third-party agent plays through an OpenAI-compatible endpoint."""

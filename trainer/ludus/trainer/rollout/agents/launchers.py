@@ -1,0 +1,239 @@
+"""Launchers of the three kinds of agents: a program, a service and a function.
+
+    run(task, access) -> the text or object that the agent returned
+
+Every failure of an agent is an AgentError, except that a service cannot be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from ludus.env.programs.client import ProgramHost
+from ludus.env.programs.order import NOT_CONFINED
+from ludus.env.sandbox.worker_resources import filter_variables
+from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
+from ludus.proto.errors import AgentError, ConfigError, UnavailableError
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.data.failures import describe
+from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
+from ludus.trainer.rollout.agents.task import MAX_QUOTED_CHARACTERS, AgentTask
+
+_NUM_THREADS = 256
+_MAX_VARIABLE_BYTES = 120_000
+"""Maximum size of LUDUS_TASK; Linux limits a variable to 128 KiB."""
+_PLACEHOLDERS = re.compile(r"\{task\}|\{text\}")
+"""Placeholders in the arguments of a program."""
+_SANDBOX_ERROR = "the sandbox lacks"
+
+for _name in ("httpx", "httpx2"):
+    # These loggers write a line for every request of an agent in this process.
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+
+class AgentLauncher(Protocol):
+    """Runs one agent for each call."""
+
+    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
+        """Run the agent and return its value; cancelling the call stops the agent.
+
+        Raises:
+            AgentError: the agent failed.
+            InfrastructureError: the agent cannot be reached.
+        """
+
+
+async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLauncher:
+    """Return the launcher of the configured agent; the stack closes it.
+
+    Raises:
+        ConfigError: the program or the function does not exist.
+    """
+    match config:
+        case CommandAgent():
+            host = await stack.enter_async_context(ProgramHost(config.sandbox))
+            return ProgramLauncher(config, host)
+        case UrlAgent():
+            token = os.environ.get(config.token_env)
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            client = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=10.0),
+                limits=httpx.Limits(max_connections=None),
+            )
+            return ServiceLauncher(config, await stack.enter_async_context(client))
+        case FunctionAgent():
+            threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="agent")
+            return FunctionLauncher(config, threads)
+
+
+def check_agent(config: AgentConfig) -> None:
+    """Check that the agent exists on this machine.
+
+    Raises:
+        ConfigError: the program, its folder or the function does not exist.
+    """
+    match config:
+        case CommandAgent():
+            find_program(config)
+        case FunctionAgent():
+            import_object(config.function, "environment.agent.function")
+
+
+def find_program(config: CommandAgent) -> str:
+    """Return the path of the agent's program.
+
+    Raises:
+        ConfigError: the program or its folder does not exist.
+    """
+    folder, name = Path(config.folder).absolute(), config.command[0]
+    if not folder.is_dir():
+        raise ConfigError(
+            f"environment.agent.folder = '{config.folder}': there is no folder '{folder}'; create "
+            "it, or correct the path"
+        )
+    program = shutil.which(str(folder / name) if os.sep in name else name)
+    if program is None:
+        raise ConfigError(
+            f"environment.agent.command = {list(config.command)}: there is no executable program "
+            f"'{name}' in {'the folder' if os.sep in name else 'PATH'}; install it, or set its path"
+        )
+    return os.path.abspath(program)
+
+
+class ProgramLauncher:
+    """Starts a program for each episode."""
+
+    def __init__(self, config: CommandAgent, host: ProgramHost) -> None:
+        self._config = config
+        self._host = host
+        self._program = find_program(config)
+        self._folder = str(Path(config.folder).absolute())
+        self._readable = _readable_paths(config, self._program, self._folder)
+
+    async def run(self, task: AgentTask, access: EndpointAccess) -> str:
+        """Run the program and return its standard output."""
+        task_json = task.to_json()
+        values = {"{task}": task_json, "{text}": task.text}
+        # One pass replaces both placeholders, because the task itself may contain braces.
+        arguments = [
+            _PLACEHOLDERS.sub(lambda match: values[match[0]], argument)
+            for argument in self._config.command[1:]
+        ]
+        finished = await self._host.run(
+            [self._program, *arguments],
+            variables=self._variables(task_json, access),
+            folder=self._folder,
+            readable=self._readable,
+        )
+        if finished.exit.code == NOT_CONFINED and _SANDBOX_ERROR in finished.errors:
+            raise ConfigError(f"environment.agent.sandbox = 'required': {finished.errors.strip()}")
+        if finished.exit.code != 0:
+            errors = " ".join(finished.errors.split())[-MAX_QUOTED_CHARACTERS:]
+            raise AgentError(
+                f"the agent's program exited with exit code {finished.exit.code}; its last errors: "
+                f"{errors or 'none'}"
+            )
+        return finished.output
+
+    def _variables(self, task_json: str, access: EndpointAccess) -> dict[str, str]:
+        variables = filter_variables(os.environ, self._config.pass_env)
+        variables |= {
+            "OPENAI_BASE_URL": access.base_url,
+            "OPENAI_API_BASE": access.base_url,  # the name in older clients
+            "OPENAI_API_KEY": access.api_key,
+            "OPENAI_MODEL": access.model,
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+        if access.mcp_url is not None:
+            variables["LUDUS_MCP_URL"] = access.mcp_url
+        if len(task_json.encode()) > _MAX_VARIABLE_BYTES:
+            raise AgentError(
+                f"expected a task of at most {_MAX_VARIABLE_BYTES} bytes as JSON, got "
+                f"{len(task_json.encode())}; use a service (agent.url) for larger tasks"
+            )
+        return variables | {"LUDUS_TASK": task_json}
+
+
+class ServiceLauncher:
+    """Calls a service for each episode."""
+
+    def __init__(self, config: UrlAgent, client: httpx.AsyncClient) -> None:
+        self._url = config.url
+        self._client = client
+
+    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
+        """Call the service and return its response."""
+        body = {"task": asdict(task), **asdict(access)}
+        try:
+            response = await self._client.post(self._url, json=body)
+        except httpx.TransportError as error:
+            raise UnavailableError(
+                f"agent.url = '{self._url}': {type(error).__name__}: {error}; start the service, "
+                "or correct the address"
+            ) from error
+        if not response.is_success:
+            text = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
+            raise AgentError(f"the agent's service returned {response.status_code}: {text}")
+        with contextlib.suppress(ValueError):
+            return response.json()
+        return response.text
+
+
+class FunctionLauncher:
+    """Calls a function for each episode, in this process."""
+
+    def __init__(self, config: FunctionAgent, threads: ThreadPoolExecutor) -> None:
+        self._path = config.function
+        self._function = import_object(config.function, "environment.agent.function")
+        self._threads = threads
+
+    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
+        """Call the function and return its value."""
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                return await self._function(task, access)
+            # A thread may wait for the policy, whose responses come from this event loop.
+            loop = asyncio.get_running_loop()
+            returned = await loop.run_in_executor(self._threads, self._function, task, access)
+            return await returned if inspect.isawaitable(returned) else returned
+        except (Exception, SystemExit) as error:  # the run's custom code
+            raise AgentError(f"agent.function = '{self._path}' raised {describe(error)}") from error
+
+
+def _readable_paths(config: CommandAgent, program: str, folder: str) -> list[str]:
+    """Return the paths, in addition to the system's, that the program may read."""
+    paths = [folder, program, os.path.realpath(program), *_virtual_environment(program)]
+    arguments = [os.path.join(folder, argument) for argument in config.command[1:]]
+    paths += [path for path in arguments if os.path.exists(path)]
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        paths += filter(None, os.environ.get(name, "").split(os.pathsep))
+    return sorted({*paths, *map(os.path.abspath, config.allow_read)})
+
+
+def _virtual_environment(program: str) -> list[str]:
+    """Return the virtual environment of a program and the Python it is based on."""
+    prefix = Path(program).parent.parent
+    settings = prefix / "pyvenv.cfg"
+    if not settings.is_file():
+        return []
+    values: Mapping[str, str] = dict(
+        [part.strip() for part in line.partition("=")[::2]]  # type: ignore[misc]
+        for line in settings.read_text().splitlines()
+    )
+    home = values.get("home")
+    return [str(prefix), *([str(Path(home).parent)] if home else [])]

@@ -1,1 +1,0 @@
-"""Rollout functions that play several groups in one call, as TRL's do."""

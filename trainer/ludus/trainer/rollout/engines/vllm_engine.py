@@ -1,0 +1,266 @@
+"""An engine that samples with vLLM in this process, on a CPU or on GPUs.
+
+Requests go through the public `LLMEngine`. Using its core directly was 15 % faster with a tiny
+model, but would depend on internals that change with every release.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from vllm import RequestOutput, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from ludus.proto.config import VllmGenerator
+from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.types import ScoringRequest
+from ludus.trainer.rollout.engines.vllm_process import IN_PROCESS
+
+_GIB = 2**30
+_SCORING_ID = "score"
+
+# These loggers report harmless conditions, or the whole content of a batch.
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+
+
+class VllmEngine:
+    """One vLLM engine in this process.
+
+    A request's random numbers depend only on its seed, so its tokens do not depend on the other
+    requests in its batch.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: VllmGenerator,
+        *,
+        end_token_id: int,
+        max_tokens: int,
+        dtype: str,
+    ) -> None:
+        if os.environ.get(IN_PROCESS) != "0":
+            raise ConfigError(
+                f"{IN_PROCESS} = {os.environ.get(IN_PROCESS)!r} must be '0' in the process of a "
+                "vLLM engine; start the process with the variables of vllm_environment()"
+            )
+        with _restored_process():
+            self._llm = LLMEngine.from_engine_args(
+                EngineArgs(
+                    model=model_path,
+                    skip_tokenizer_init=True,
+                    dtype=dtype,
+                    max_model_len=max_tokens,
+                    max_num_seqs=config.max_num_seqs,
+                    logprobs_mode="processed_logprobs",
+                    enable_prefix_caching=True,
+                    scheduling_policy="priority",
+                    generation_config="vllm",
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    async_scheduling=False,
+                    **_device_args(config),
+                )
+            )
+        self._end_token_id = end_token_id
+        self._names, self._tied_names = _parameter_names(self._llm.model_config.hf_config)
+        self._thread: int | None = None
+        self._finished: list[EngineOutput] = []
+        """Outputs of requests that finished while a completion was scored."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while a submitted request has no output yet."""
+        return bool(self._finished) or self._llm.has_unfinished_requests()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Add the request to the batch of the next step."""
+        params = SamplingParams(
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            min_p=request.sampling.min_p,
+            repetition_penalty=request.sampling.repetition_penalty,
+            max_tokens=request.sampling.max_tokens,
+            seed=request.seed,
+            stop_token_ids=[self._end_token_id],
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self._llm.add_request(str(request.request_id), tokens_input(request.prompt_ids), params)
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Remove the requests from the batch and free their part of the cache."""
+        self._llm.abort_request([str(request_id) for request_id in request_ids])
+        self._finished = [
+            output for output in self._finished if output.request_id not in request_ids
+        ]
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step of the batch and return the finished outputs."""
+        if self._finished:
+            finished, self._finished = self._finished, []
+            return finished
+        return [self._make_output(output) for output in self._step()]
+
+    def load_weights(self, state: StateDict) -> None:
+        """Load weights; running requests continue as if the new weights had processed their tokens.
+
+        Raises:
+            WeightSyncError: a tensor is missing or unknown, or a layer still uses its old weights.
+        """
+        if state.keys() != self._names:
+            raise WeightSyncError(
+                f"expected the {len(self._names)} parameters of the model, got {len(state)}; the "
+                f"names that differ include {sorted(state.keys() ^ self._names)[:5]}"
+            )
+        # vLLM reloads a layer only from a tensor with its own name, even if the tensor is shared.
+        shared = [(name, state[source]) for name, source in self._tied_names.items()]
+        stale = self._llm.collective_rpc(_reload, args=([*state.items(), *shared],))
+        self._refuse_stale_layers([name for names in stale for name in names])
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def score(self, request: ScoringRequest) -> list[float]:
+        """Return the log-probs of the request's completion at temperature 1.
+
+        The completion is scored by an additional request of higher priority. Outputs of other
+        requests that finish in the meantime are stored for the next `step`.
+        """
+        token_ids = request.prompt_ids + request.completion_ids
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._llm.add_request(_SCORING_ID, tokens_input(token_ids), params, priority=-1)
+        scored: RequestOutput | None = None
+        while scored is None:
+            for output in self._step():
+                if output.request_id == _SCORING_ID:
+                    scored = output
+                else:
+                    self._finished.append(self._make_output(output))
+        start = len(request.prompt_ids)
+        return _chosen_logprobs(token_ids[start:], scored.prompt_logprobs[start:])
+
+    def close(self) -> None:
+        """Free the model, the cache and any worker processes."""
+        self._llm.engine_core.shutdown()
+
+    def _step(self) -> list[RequestOutput]:
+        if self._thread != threading.get_ident():
+            # Each thread has its own OpenMP setting, and torch applies its number of threads during
+            # the first step. vLLM's kernels refuse to run if the two numbers differ.
+            torch.set_num_threads(torch.get_num_threads())
+            self._thread = threading.get_ident()
+        return self._llm.step()
+
+    def _refuse_stale_layers(self, names: Sequence[str]) -> None:
+        if names:
+            raise WeightSyncError(
+                f"layers {sorted(names)[:5]} still compute with a packed copy of their old "
+                "weights; this model needs generator.kind = 'transformers'"
+            )
+
+    def _make_output(self, output: RequestOutput) -> EngineOutput:
+        completion = output.outputs[0]
+        reason = completion.finish_reason
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM stopped request {output.request_id}: {reason}")
+        token_ids = list(completion.token_ids)
+        logprobs = _chosen_logprobs(token_ids, completion.logprobs)
+        stopped = token_ids[-1] == self._end_token_id
+        return EngineOutput(int(output.request_id), token_ids, logprobs, stopped)
+
+
+def _device_args(config: VllmGenerator) -> dict[str, Any]:
+    """Return the engine arguments that differ between GPUs and CPUs."""
+    if torch.cuda.is_available():
+        return {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "enforce_eager": config.enforce_eager,
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        }
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"generator.tensor_parallel_size = {config.tensor_parallel_size} must be 1 on a "
+            "machine without GPUs; remove it"
+        )
+    return {
+        "kv_cache_memory_bytes": config.kv_cache_gib * _GIB,
+        # The smallest block that the CPU kernels support, because shared prefixes are short.
+        "block_size": 32,
+        "enforce_eager": True,
+        # Chunked prefill crashes on a CPU if requests have seeds.
+        "enable_chunked_prefill": False,
+        "distributed_executor_backend": "uni",
+    }
+
+
+def _parameter_names(config: PreTrainedConfig) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the learner's parameter names, and the source name of each tied parameter."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    name_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = frozenset(name_by_id.values())
+    parameters = model.named_parameters(remove_duplicate=False)
+    tied = {name: name_by_id[id(p)] for name, p in parameters if name not in names}
+    return names, tied
+
+
+def _reload(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Load the weights in a worker of the engine and return the layers that were not reloaded.
+
+    On a CPU a layer computes with a packed copy of its weights, `cpu_linear`, which is created
+    when the layer is loaded. A layer that is not reloaded silently keeps the old copy.
+    """
+    model = worker.get_model()
+    old = _packed_weights(model)
+    worker.reload_weights(weights_iterator=iter(weights))
+    return [name for name, packed in _packed_weights(model).items() if packed is old[name]]
+
+
+def _packed_weights(model: torch.nn.Module) -> dict[str, object]:
+    layers = model.named_modules()
+    return {name: layer.cpu_linear for name, layer in layers if hasattr(layer, "cpu_linear")}
+
+
+def _chosen_logprobs(token_ids: Sequence[int], columns: Sequence[Any]) -> list[float]:
+    return [column[token].logprob for token, column in zip(token_ids, columns, strict=True)]
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Undo the side effects of starting vLLM on a CPU.
+
+    vLLM sets LD_PRELOAD, which every child process would inherit, and disables
+    torch.set_num_threads.
+    """
+    preload, set_num_threads = os.environ.get("LD_PRELOAD"), torch.set_num_threads
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload

@@ -1,0 +1,1 @@
+"""Rewards of played episodes: environment returns, functions and reward models."""

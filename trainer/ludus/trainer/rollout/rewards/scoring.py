@@ -1,0 +1,230 @@
+"""Rewards of a group's episodes: a weighted sum of terms.
+
+    played episodes --term by term--> values --weights--> rewards
+                          |
+                          +-- the environment's return, a reward function, which is called
+                              once for the whole group, or a reward model
+
+A reward function gets lists as keyword arguments, with one entry for each episode that is not
+void, and receives the arguments that its signature names. An asynchronous function runs on the
+event loop, any other in a thread.
+
+An invalid action costs `rollout.invalid_action_reward`. The environment's return includes this
+cost, and it is added to the reward if that return is not a term. A function that fails makes the
+group void, because its rewards could not be compared. A term of weight 0 is shown and has no
+effect.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ludus.env import Message
+from ludus.proto.config.environment import RewardModelTerm, RewardTerm, reward_term_name
+from ludus.proto.errors import UserError
+from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
+from ludus.trainer.data.failures import describe
+from ludus.trainer.rollout.conversation import TurnHistory
+from ludus.trainer.rollout.rewards.reward_function import Columns, RewardFunction
+from ludus.trainer.rollout.rewards.reward_models import RewardModels
+
+ENVIRONMENT_TERM = RewardTerm()
+"""The environment's return, with weight 1."""
+
+_NUM_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """A rollout, and the arguments of reward functions that belong to it."""
+
+    rollout: Rollout
+    prompt: Sequence[Message] | str = ()
+    """Messages before the first completion; text if the data set has a text prompt."""
+    completion: Sequence[Message] | str = ()
+    """Messages from the first completion to the last one; text if the prompt is text."""
+    completion_ids: Sequence[int] = ()
+    """All sampled tokens."""
+    fields: Mapping[str, Any] | None = None
+    """Additional arguments, from the last result or the rollout function."""
+    history: TurnHistory | None = None
+    """Turns of the episode; None if it did not start."""
+
+    @property
+    def can_be_scored(self) -> bool:
+        """False if the episode is void."""
+        return not self.rollout.status.is_void
+
+    @property
+    def needs_score(self) -> bool:
+        """True if the environment's return is unknown, so that only rewards measure the episode."""
+        return self.can_be_scored and self.rollout.episode_return is None
+
+
+class Scorer(Protocol):
+    """A function or model that assigns a number to each episode of a group."""
+
+    async def values(
+        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
+    ) -> Sequence[float | None]:
+        """Return [num_episodes] values of the term `name`; None if one cannot be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightedScorer:
+    name: str
+    weight: float
+    scorer: Scorer | None
+    """None for the environment's return."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TermValues:
+    """The values of one term for the episodes that can be scored."""
+
+    term: _WeightedScorer
+    values: Sequence[float | None]
+    failure: str = ""
+    """Reason why the term has no values."""
+
+
+class Reward:
+    """The terms of one environment's reward."""
+
+    def __init__(
+        self,
+        terms: Sequence[RewardTerm | RewardModelTerm] = (ENVIRONMENT_TERM,),
+        invalid_action_reward: float = -1.0,
+        reward_models: RewardModels | None = None,
+    ) -> None:
+        """Import the functions, and load the reward models that are not loaded yet.
+
+        Args:
+            terms: the terms whose weighted sum is the reward.
+            invalid_action_reward: the cost of an invalid action.
+            reward_models: the loaded models of this process, which all environments share.
+        """
+        # Functions that never return must not occupy the threads of other components.
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        models = RewardModels() if reward_models is None else reward_models
+        self._terms = [
+            _WeightedScorer(
+                reward_term_name(term), term.weight, _make_scorer(term, threads, models)
+            )
+            for term in terms
+        ]
+        self._invalid_action_reward = invalid_action_reward
+        self._includes_return = any(term.scorer is None and term.weight for term in self._terms)
+        """True if the reward includes the environment's return, and so the invalid-action cost."""
+
+    async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
+        """Return the rollouts with their rewards; None if a term cannot score an episode.
+
+        All of them fail if a reward function raises, exceeds `timeout_s` or returns no numbers. A
+        reward also becomes the return of an episode whose environment reported none.
+        """
+        scored = [episode for episode in played if episode.can_be_scored]
+        scores = [await self._evaluate(term, scored, timeout_s) for term in self._terms]
+        rows = itertools.count()
+        return [
+            self._with_reward(
+                episode.rollout, scores, next(rows) if episode.can_be_scored else None
+            )
+            for episode in played
+        ]
+
+    async def _evaluate(
+        self, term: _WeightedScorer, scored: Sequence[PlayedEpisode], timeout_s: float
+    ) -> _TermValues:
+        if term.scorer is None or not scored:
+            return _TermValues(term, [episode.rollout.episode_return for episode in scored])
+        columns = _make_columns(scored)
+        try:
+            values = await term.scorer.values(term.name, columns, len(scored), timeout_s)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the run's custom code
+            return _TermValues(term, [None] * len(scored), describe(error))
+        return _TermValues(term, values)
+
+    def _with_reward(
+        self, rollout: Rollout, scores: Sequence[_TermValues], row: int | None
+    ) -> Rollout:
+        """Return the rollout with the reward of its row; `row` is None for a void episode."""
+        values = [None if row is None else score.values[row] for score in scores]
+        terms = tuple(
+            ScoredTerm(score.term.name, value) for score, value in zip(scores, values, strict=True)
+        )
+        if row is None:
+            return replace(rollout, terms=terms)
+        failed = [score for score in scores if score.failure]
+        failure = failed[0].failure if failed else ""
+        reward, status = _weighted_sum(scores, values), rollout.status
+        if any(score.term.weight for score in failed):
+            reward, status = None, RolloutStatus.FAILED
+        elif (
+            status is RolloutStatus.INVALID_ACTION
+            and reward is not None
+            and not self._includes_return
+        ):
+            reward += self._invalid_action_reward
+        known_return = rollout.episode_return
+        return replace(
+            rollout,
+            reward=reward,
+            episode_return=reward if known_return is None else known_return,
+            terms=terms,
+            status=status,
+            failure=failure,
+        )
+
+
+def _weighted_sum(scores: Sequence[_TermValues], values: Sequence[float | None]) -> float | None:
+    """Return the weighted sum of the values; None if a term with a weight has no value."""
+    total = 0.0
+    for score, value in zip(scores, values, strict=True):
+        if score.term.weight == 0:
+            continue
+        if value is None:
+            return None
+        total += score.term.weight * value
+    return total
+
+
+def _make_scorer(
+    term: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
+) -> Scorer | None:
+    if isinstance(term, RewardModelTerm):
+        return models.scorer(term)
+    return None if term.function is None else RewardFunction(term.function, threads)
+
+
+def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
+    """Return every argument of a reward function; a field that an episode lacks is None.
+
+    A field of an environment never hides an argument of Ludus.
+    """
+    rollouts = [episode.rollout for episode in episodes]
+    columns: Columns = {}
+    for name in sorted({key for episode in episodes for key in episode.fields or ()}):
+        columns[name] = [(episode.fields or {}).get(name) for episode in episodes]
+    return columns | {
+        "prompts": [_copy(episode.prompt) for episode in episodes],
+        "completions": [_copy(episode.completion) for episode in episodes],
+        "completion_ids": [list(episode.completion_ids) for episode in episodes],
+        "episode_return": [rollout.episode_return for rollout in rollouts],
+        "terminated": [rollout.status is RolloutStatus.TERMINATED for rollout in rollouts],
+        "status": [rollout.status.value for rollout in rollouts],
+        "num_turns": [len(rollout.turns) for rollout in rollouts],
+        "seed": [rollout.seed for rollout in rollouts],
+        "environment": [rollout.environment for rollout in rollouts],
+    }
+
+
+def _copy(text: Sequence[Message] | str) -> list[Message] | str:
+    """Return a copy that a reward function may change."""
+    return text if isinstance(text, str) else list(text)

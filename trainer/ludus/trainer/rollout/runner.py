@@ -1,0 +1,71 @@
+"""The one interface to all ways of playing the episodes of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.config import EnvironmentConfig, LanguageModelRun, RolloutConfig
+from ludus.trainer.core.types import Sampling
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+from ludus.trainer.rollout.limits import episode_limits
+from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStart:
+    """An episode that is about to be played."""
+
+    group: int
+    """Index of its group. The episodes of a group are adjacent."""
+    seed: int
+    key: int
+    """Key of the random numbers that its completions are sampled with."""
+
+
+class EpisodeRunner(Protocol):
+    """A way to play the episodes of one environment."""
+
+    @property
+    def plays_groups_together(self) -> bool:
+        """True if one call plays all groups that a worker has received, instead of one group."""
+
+    async def play_episodes(
+        self, starts: Sequence[EpisodeStart], sampling: Sampling, *, is_evaluation: bool
+    ) -> list[PlayedEpisode]:
+        """Play the episodes at the same time and return them in their order.
+
+        An episode that fails, or does not end within `rollout.group_timeout_s`, is void.
+
+        Raises:
+            UserError: the run cannot work as configured.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """The components of a rollout worker from which it starts the runner of one environment."""
+
+    run: LanguageModelRun
+    environment: str
+    """Name of the environment in the run."""
+    client: AsyncEnvClient
+    engine: AsyncEngine
+    chat: ChatTokenizer
+    stack: AsyncExitStack
+    """Closes what the runner opens when the worker closes."""
+    worker_index: int = 0
+
+    @property
+    def config(self) -> EnvironmentConfig:
+        """The configuration of the environment."""
+        return self.run.environments[self.environment]
+
+    @property
+    def limits(self) -> RolloutConfig:
+        """The limits of the environment's episodes."""
+        return episode_limits(self.run, self.environment)
