@@ -81,7 +81,7 @@ async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_wei
     held = await worker.load_weights(weights_of(2, (-1.0,)), True)
     assert held.version == 2
     may_end.set()
-    with pytest.raises(WeightSyncError, match="version 1 came after others were asked for"):
+    with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
         await late
     assert [float(state["w"]) for state in engine.loaded] == [2.0]
     await worker.close()

@@ -70,7 +70,7 @@ def test_a_column_that_an_argument_of_ours_hides_is_said(caplog) -> None:
 
 
 def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asks for 'solution', and the data has the columns"):
+    with pytest.raises(ConfigError, match="requires 'solution', and the data has the columns"):
         check_start(make_run(tmp_path), Resume.NEVER)
     check_start(make_run(tmp_path, solution=["1", "2"]), Resume.NEVER)
 
@@ -78,6 +78,6 @@ def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_a_run_finds_it_in_what_its_server_says(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    refused = pytest.raises(ConfigError, match="asks for 'solution'")
+    refused = pytest.raises(ConfigError, match="requires 'solution'")
     with start_local_servers(run, tmp_path) as servers, refused:
         await check_server_columns(run, servers)

@@ -46,7 +46,7 @@ from ludus.trainer.core.types import (
     TokenSequence,
     TurnSpan,
 )
-from ludus.trainer.data.failures import describe, unwrapped
+from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.renderer import make_renderer
 from ludus.trainer.rollout.conversation import PlayedTurn
@@ -301,7 +301,7 @@ class BatchFunctionRunner:
         )
 
     def _void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
-        is_lost = isinstance(unwrapped(error), InfrastructureError)
+        is_lost = isinstance(first_error(error), InfrastructureError)
         status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
         reason = describe(error)
         return PlayedEpisode(
