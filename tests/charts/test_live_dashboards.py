@@ -13,7 +13,7 @@ from dashboards import DASHBOARDS, TARGET
 
 from tests.charts.live import ask, fail, play, prometheus, started_exporter, train
 from tests.charts.promql import filled_in
-from tests.gateway.gateways import served
+from tests.gateway.gateways import run_gateway
 
 VALUES = {
     "namespace": "ludus|nothing",
@@ -50,7 +50,7 @@ async def test_every_expression_has_data_and_alerts_tell_of_failures_alone(tmp_p
     wanted |= {name: "record" for name in records() if name != UNLESS_OPENS_WAIT}
     exporter, end = started_exporter(), asyncio.Event()
     try:
-        async with served() as (gateway, [server]), asyncio.TaskGroup() as tasks:
+        async with run_gateway() as (gateway, [server]), asyncio.TaskGroup() as tasks:
             tasks.create_task(play(gateway.grpc_address, end))
             tasks.create_task(train(exporter, end))
             targets = {

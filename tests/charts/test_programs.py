@@ -20,7 +20,7 @@ from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from tests.charts.rendering import Object, Rendered, ValueSet, rendered
 from tests.charts.value_sets import ALL, CPU
 from tests.env.polling import eventually
-from tests.gateway.cluster_objects import client_of
+from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ async def test_a_gateway_runs_with_what_the_chart_gives_it(monkeypatch: pytest.M
             cluster.put({**lease, "metadata": metadata})
         (name, environment), *_ = config.environments.items()
         assert isinstance(environment, KubernetesEnvironment)
-        source = ClusterSource(client_of(cluster), environment, dict)
+        source = ClusterSource(make_api_client(cluster), environment, dict)
         async with Gateway(config, {name: source}) as gateway, httpx.AsyncClient() as http:
             ready = await http.get(f"{gateway.admin_address}/readyz")
             assert ready.status_code == 200

@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 import pytest
+from tests.env.served import running
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.grpc import backlog as backlog_module
@@ -17,8 +18,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import turns_of_the_loop
 from tests.env.raw_stream import RawStream
-from tests.env.served import running
-from tests.gateway.gateways import served
+from tests.gateway.gateways import run_gateway
 
 FACTORIES = [CountingEnv, ThreadedCountingEnv]
 
@@ -58,7 +58,7 @@ async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(fac
 
 
 async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway():
-    async with served() as (gateway, _):
+    async with run_gateway() as (gateway, _):
         await check_message_limit(gateway.grpc_address)
 
 
@@ -82,7 +82,7 @@ async def test_a_call_with_too_many_steps_is_refused_by_a_server(factory):
 
 
 async def test_a_call_with_too_many_steps_is_refused_by_a_gateway():
-    async with served() as (gateway, _):
+    async with run_gateway() as (gateway, _):
         await check_step_limit(gateway.grpc_address)
 
 
@@ -219,7 +219,7 @@ async def refusal_of(message: bytes, address: str) -> grpc.aio.AioRpcError:
 
 @pytest.mark.parametrize("place", ["server", "gateway"])
 async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(place):
-    async with served() as (gateway, (server,)):
+    async with run_gateway() as (gateway, (server,)):
         address = (gateway if place == "gateway" else server).grpc_address
         async with RawStream(address) as other:
             mine = await other.open()

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from tests.env.served import running
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.raw_stream import RawStream
-from tests.env.served import running
 from tests.env.tool_env import ToolEnv
-from tests.gateway.gateways import served
+from tests.gateway.gateways import run_gateway
 
 NUM_LEVELS = 300
 DEEP = b'{"text":' + b"[" * NUM_LEVELS + b"]" * NUM_LEVELS + b"}"
@@ -44,7 +44,7 @@ async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(options: dic
 
 
 async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway():
-    async with served(factory=ToolEnv) as (gateway, _):
+    async with run_gateway(factory=ToolEnv) as (gateway, _):
         await check_grpc(gateway.grpc_address)
 
 

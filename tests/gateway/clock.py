@@ -1,12 +1,12 @@
-"""Time that tests set."""
+"""A clock that tests set."""
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock whose time changes only when a test sets it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time in seconds."""
         return self.now_s

@@ -1,4 +1,4 @@
-"""Objects of a cluster, and clients of the fake one."""
+"""Kubernetes objects, and clients of the fake cluster."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ NAMESPACE = "arena"
 SLICES = ("discovery.k8s.io/v1", "endpointslices", NAMESPACE)
 
 
-def client_of(cluster: FakeKubernetes, token: str = "a-token") -> KubernetesApi:
+def make_api_client(cluster: FakeKubernetes, token: str = "a-token") -> KubernetesApi:
     return KubernetesApi(lambda: ApiAccess(cluster.url, lambda: f"Bearer {token}"), timeout_s=60.0)
 
 
-def uid_of(pod: str) -> str:
+def pod_uid(pod: str) -> str:
     return str(uuid5(NAMESPACE_DNS, pod))
 
 
-def id_of(pod: str) -> str:
-    return uid_of(pod).replace("-", "")
+def named_server_id(pod: str) -> str:
+    return pod_uid(pod).replace("-", "")
 
 
 def member(pod: str, address: str = "10.0.0.1", **conditions: bool | None) -> dict[str, Any]:
-    """One endpoint of a slice, ready unless told otherwise."""
+    """Build one endpoint of a slice; ready by default."""
     return {
         "addresses": [address],
         "conditions": {"ready": True, "serving": True, "terminating": False, **conditions},
-        "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE, "uid": uid_of(pod)},
+        "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE, "uid": pod_uid(pod)},
     }
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the gateway share."""
+"""Fixtures of the gateway tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A Kubernetes API server for tests: real HTTP, any kind of object, and trouble on demand.
+"""A fake Kubernetes API server with real HTTP, any kind of object and injected failures.
 
     async with FakeKubernetes() as cluster:
         cluster.put(pod("a"))                       # what kubectl or a controller would do
@@ -36,7 +36,7 @@ from tests.gateway.fake_kubernetes_store import (
     Selection,
     Target,
     event,
-    merged,
+    merge_patch,
     now,
     too_old,
 )
@@ -49,10 +49,10 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request that came."""
+    """A received request."""
 
     verb: str
-    """As RBAC names it: get, list, watch, create, update, patch or delete."""
+    """RBAC verb: get, list, watch, create, update, patch or delete."""
     target: Target
     query: dict[str, str]
     token: str
@@ -61,7 +61,7 @@ class ApiRequest:
 
 @dataclass
 class Trouble:
-    """Refuses the next matching requests with a status; 0 does them and loses the answer."""
+    """A failure of the next matching requests; status 0 only loses the response."""
 
     status: int
     verb: str
@@ -72,7 +72,7 @@ class Trouble:
 
 @dataclass(eq=False)
 class Watch:
-    """One open stream."""
+    """An open stream."""
 
     target: Target
     selects: Selection
@@ -81,28 +81,28 @@ class Watch:
 
 
 class FakeKubernetes:
-    """The server, to be entered with `async with`; its methods belong to its event loop."""
+    """The server, used with `async with`; call its methods in its event loop."""
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, revision: int = 100) -> None:
         self.requests: list[ApiRequest] = []
         self.pods = PodInsides()
         self.groups: dict[str, Json] = {}
-        """What discovery says at a path, for example at /apis/ray.io/v1."""
+        """Discovery response by path, for example /apis/ray.io/v1."""
         self.tokens: set[str] | None = None
-        """The tokens that are accepted; None accepts everybody."""
+        """Accepted tokens; None accepts every client."""
         self.gone_as_status = False
-        """Whether a watch from too far back is refused, or begins and then says so."""
+        """True if a watch from a too old version is refused instead of failing later."""
         self.delay_s = 0.0
-        """Before each answer."""
+        """Delay before each response, in seconds."""
         self.bytes_per_write = 0
-        """Streams trickle in pieces of so many bytes; 0 for whole lines."""
+        """Size of the pieces of a stream in bytes; 0 sends whole lines."""
         self._tls = tls
         self._store = ObjectStore(revision, self._tell_watches)
         self._watches: set[Watch] = set()
         self._trouble: list[Trouble] = []
         self._port = 0
 
-    # What a test looks at.
+    # Access for tests.
 
     @property
     def url(self) -> str:
@@ -119,25 +119,25 @@ class FakeKubernetes:
         return copy.deepcopy(self._store.find(Target(api_version, plural, namespace, name)))
 
     def all(self, api_version: str, plural: str) -> list[Json]:
-        return copy.deepcopy(self._store.all_of(Target(api_version, plural, "", "")))
+        return copy.deepcopy(self._store.list_objects(Target(api_version, plural, "", "")))
 
-    # What others do in the cluster.
+    # Actions of other clients.
 
-    def put(self, found: Json, plural: str = "") -> Json:
-        """Creates or replaces an object, status and all, whoever changed it meanwhile."""
-        metadata = {"namespace": "default", **found["metadata"]}
-        plural = plural or found["kind"].lower() + "s"
-        target = Target(found["apiVersion"], plural, metadata["namespace"], metadata["name"])
-        before = self._store.find(target)
-        if before is not None:
-            metadata = {"uid": before["metadata"]["uid"], **metadata}
-        return self._store.store(target, before, {**found, "metadata": metadata})
+    def put(self, stored: Json, plural: str = "") -> Json:
+        """Create or replace an object with its status, without a check of its version."""
+        metadata = {"namespace": "default", **stored["metadata"]}
+        plural = plural or stored["kind"].lower() + "s"
+        target = Target(stored["apiVersion"], plural, metadata["namespace"], metadata["name"])
+        previous = self._store.find(target)
+        if previous is not None:
+            metadata = {"uid": previous["metadata"]["uid"], **metadata}
+        return self._store.store(target, previous, {**stored, "metadata": metadata})
 
     def remove(self, api_version: str, plural: str, namespace: str, name: str) -> None:
         target = Target(api_version, plural, namespace, name)
         self._store.store(target, self._store.find(target), None)
 
-    # What goes wrong.
+    # Failures.
 
     def fail(
         self,
@@ -148,18 +148,18 @@ class FakeKubernetes:
         times: int = 1,
         retry_after: str = "",
     ) -> None:
-        """Refuses the next requests; status 0 does what they ask and cuts the connection."""
+        """Refuse the next requests; status 0 performs them and cuts the connection."""
         self._trouble.append(Trouble(status, verb, plural, times, retry_after))
 
     def heal(self) -> None:
         self._trouble.clear()
 
     def compact(self) -> None:
-        """Forgets the history: no watch can start from before this moment."""
+        """Remove the history, so that no watch can start from an earlier version."""
         self._store.compact()
 
     def expire_watches(self) -> None:
-        """Compacts, and tells the open watches that they are too old to continue."""
+        """Compact, and fail the open watches as too old."""
         self.compact()
         for watch in self._watches:
             watch.lines.put_nowait(event("ERROR", too_old().body))
@@ -174,7 +174,7 @@ class FakeKubernetes:
             watch.lines.put_nowait(line)
 
     def end_watches(self) -> None:
-        """As at the end of timeoutSeconds."""
+        """End all watches, as after timeoutSeconds."""
         for watch in self._watches:
             watch.lines.put_nowait(None)
 
@@ -183,7 +183,7 @@ class FakeKubernetes:
             watch.transport.abort()
 
     async def go_down(self) -> None:
-        """Connections are refused from now on, and open ones cut."""
+        """Refuse new connections and cut open ones."""
         await self._site.stop()
         for connection in list(self._runner.server.connections):
             if connection.transport is not None:
@@ -214,23 +214,23 @@ class FakeKubernetes:
         try:
             if request.path in self.groups:
                 return web.json_response(self.groups[request.path])
-            asked = await self._read(request)
+            requested = await self._read(request)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            trouble = self._take_trouble(asked)
+            trouble = self._take_trouble(requested)
             if trouble is not None and trouble.status:
-                message = f"cannot {asked.verb} {asked.target.plural}: as the test wants it"
+                message = f"cannot {requested.verb} {requested.target.plural}: as the test wants it"
                 raise Refused(trouble.status, message, retry_after=trouble.retry_after)
-            if asked.verb == "watch":
-                return await self._stream(request, asked)
-            if asked.target.part in ("log", "exec") and "*/*" not in request.headers["Accept"]:
+            if requested.verb == "watch":
+                return await self._stream(request, requested)
+            if requested.target.part in ("log", "exec") and "*/*" not in request.headers["Accept"]:
                 raise Refused(406, "the body of the request was in an unknown format")
-            if asked.target.part == "log":
-                return await self.pods.answer_log(request, asked.target.name)
-            if asked.target.part == "exec":
-                return await self.pods.answer_exec(request, asked.target.name)
-            content = getattr(self, f"_{asked.verb}")(asked, request)
-            answer = web.json_response(content, status=201 if asked.verb == "create" else 200)
+            if requested.target.part == "log":
+                return await self.pods.answer_log(request, requested.target.name)
+            if requested.target.part == "exec":
+                return await self.pods.answer_exec(request, requested.target.name)
+            content = getattr(self, f"_{requested.verb}")(requested, request)
+            answer = web.json_response(content, status=201 if requested.verb == "create" else 200)
             if trouble is not None and request.transport is not None:
                 request.transport.abort()
             return answer
@@ -238,10 +238,10 @@ class FakeKubernetes:
             return web.json_response(refused.body, status=refused.status, headers=refused.headers)
 
     async def _read(self, request: web.Request) -> ApiRequest:
-        found = _PATH.fullmatch(request.path)
-        if found is None:
+        stored = _PATH.fullmatch(request.path)
+        if stored is None:
             raise Refused(404, f"the server could not find {request.path}")
-        target = Target(**{key: value or "" for key, value in found.groupdict().items()})
+        target = Target(**{key: value or "" for key, value in stored.groupdict().items()})
         body = await request.read()
         try:
             content = json.loads(body) if body else None
@@ -251,93 +251,96 @@ class FakeKubernetes:
         if request.method == "GET" and not target.name:
             verb = "watch" if request.query.get("watch") in ("true", "1") else "list"
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        asked = ApiRequest(verb, target, dict(request.query), token, content)
-        self.requests.append(asked)
+        requested = ApiRequest(verb, target, dict(request.query), token, content)
+        self.requests.append(requested)
         if self.tokens is not None and token not in self.tokens:
             raise Refused(401, "Unauthorized")
-        return asked
+        return requested
 
-    def _take_trouble(self, asked: ApiRequest) -> Trouble | None:
+    def _take_trouble(self, requested: ApiRequest) -> Trouble | None:
         for trouble in self._trouble:
-            if trouble.verb in ("", asked.verb) and trouble.plural in ("", asked.target.plural):
+            if trouble.verb in ("", requested.verb) and trouble.plural in (
+                "",
+                requested.target.plural,
+            ):
                 trouble.times -= 1
                 if not trouble.times:
                     self._trouble.remove(trouble)
                 return trouble
         return None
 
-    def _get(self, asked: ApiRequest, request: web.Request) -> Json:
-        return self._store.require(asked.target)
+    def _get(self, requested: ApiRequest, request: web.Request) -> Json:
+        return self._store.require(requested.target)
 
-    def _list(self, asked: ApiRequest, request: web.Request) -> Json:
-        selects = _selection(asked)
-        items = [one for one in self._store.all_of(asked.target) if one in selects]
+    def _list(self, requested: ApiRequest, request: web.Request) -> Json:
+        selects = _selection(requested)
+        items = [item for item in self._store.list_objects(requested.target) if item in selects]
         return {
-            "apiVersion": asked.target.api_version,
+            "apiVersion": requested.target.api_version,
             "kind": f"{items[0]['kind'] if items else ''}List",
             "metadata": {"resourceVersion": str(self._store.revision)},
             "items": items,
         }
 
-    def _create(self, asked: ApiRequest, request: web.Request) -> Json:
-        made = self._checked(asked)
+    def _create(self, requested: ApiRequest, request: web.Request) -> Json:
+        made = self._read_body_object(requested)
         metadata = made["metadata"]
         if "generateName" in metadata and not metadata.get("name"):
             metadata["name"] = f"{metadata['generateName']}{uuid.uuid4().hex[:5]}"
         if metadata.get("resourceVersion"):
             raise Refused(400, "resourceVersion should not be set on objects to be created")
-        target = Target(*asked.target.kind, asked.target.namespace, metadata["name"])
+        target = Target(*requested.target.kind, requested.target.namespace, metadata["name"])
         if self._store.find(target) is not None:
             raise Refused(409, f'{target.plural} "{target.name}" already exists', "AlreadyExists")
         made.pop("status", None)
-        if asked.query.get("dryRun") == "All":
+        if requested.query.get("dryRun") == "All":
             return made
         return self._store.store(target, None, made)
 
-    def _update(self, asked: ApiRequest, request: web.Request) -> Json:
-        before = self._store.require(asked.target)
-        return self._store.change(asked.target, before, self._checked(asked))
+    def _update(self, requested: ApiRequest, request: web.Request) -> Json:
+        previous = self._store.require(requested.target)
+        return self._store.change(requested.target, previous, self._read_body_object(requested))
 
-    def _patch(self, asked: ApiRequest, request: web.Request) -> Json:
+    def _patch(self, requested: ApiRequest, request: web.Request) -> Json:
         if request.content_type != "application/merge-patch+json":
             raise Refused(415, f"expected a merge patch, got {request.content_type}")
-        before = self._store.require(asked.target)
-        return self._store.change(asked.target, before, merged(before, asked.body))
+        previous = self._store.require(requested.target)
+        return self._store.change(requested.target, previous, merge_patch(previous, requested.body))
 
-    def _delete(self, asked: ApiRequest, request: web.Request) -> Json:
-        before = self._store.require(asked.target)
-        wanted_uid = ((asked.body or {}).get("preconditions") or {}).get("uid")
-        if wanted_uid not in (None, before["metadata"]["uid"]):
+    def _delete(self, requested: ApiRequest, request: web.Request) -> Json:
+        previous = self._store.require(requested.target)
+        wanted_uid = ((requested.body or {}).get("preconditions") or {}).get("uid")
+        if wanted_uid not in (None, previous["metadata"]["uid"]):
             raise Refused(409, "the uid in the precondition is another one")
-        if not before["metadata"].get("finalizers"):
-            self._store.store(asked.target, before, None)
+        if not previous["metadata"].get("finalizers"):
+            self._store.store(requested.target, previous, None)
             return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
-        doomed = copy.deepcopy(before)
+        doomed = copy.deepcopy(previous)
         doomed["metadata"].setdefault("deletionTimestamp", now())
-        return self._store.store(asked.target, before, doomed)
+        return self._store.store(requested.target, previous, doomed)
 
-    async def _stream(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
-        version = asked.query.get("resourceVersion", "")
-        selects = _selection(asked)
+    async def _stream(self, request: web.Request, requested: ApiRequest) -> web.StreamResponse:
+        version = requested.query.get("resourceVersion", "")
+        selects = _selection(requested)
         is_too_old = version not in ("", "0") and int(version) < self._store.oldest
         if is_too_old and self.gone_as_status:
             raise too_old()
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         assert isinstance(request.transport, asyncio.Transport)
-        watch = Watch(asked.target, selects, request.transport)
+        watch = Watch(requested.target, selects, request.transport)
         if is_too_old:
             await response.write(event("ERROR", too_old().body))
             return response
-        for line in self._store.backlog(asked.target, version, selects):
+        for line in self._store.backlog(requested.target, version, selects):
             watch.lines.put_nowait(line)
-        self._watches.add(watch)  # no await since the backlog: nothing is missed between
+        self._watches.add(watch)  # no await after the backlog, so no change is missed
         try:
-            async with asyncio.timeout(int(asked.query.get("timeoutSeconds", "1800"))):
+            async with asyncio.timeout(int(requested.query.get("timeoutSeconds", "1800"))):
                 while (line := await watch.lines.get()) is not None:
                     await self._trickle(response, line)
         except TimeoutError:
-            await response.write(self._bookmark(asked.target))
+            await response.write(self._bookmark(requested.target))
         except ConnectionError:
             pass
         finally:
@@ -351,18 +354,18 @@ class FakeKubernetes:
             if self.bytes_per_write:
                 await asyncio.sleep(0.001)
 
-    def _checked(self, asked: ApiRequest) -> Json:
-        found, target = asked.body, asked.target
-        if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
+    def _read_body_object(self, requested: ApiRequest) -> Json:
+        stored, target = requested.body, requested.target
+        if not isinstance(stored, dict) or not isinstance(stored.get("metadata"), dict):
             raise Refused(400, "expected an object with metadata")
-        if found.get("apiVersion") != target.api_version or not found.get("kind"):
+        if stored.get("apiVersion") != target.api_version or not stored.get("kind"):
             raise Refused(400, f"expected an object of {target.api_version}")
-        metadata = found["metadata"]
+        metadata = stored["metadata"]
         if metadata.setdefault("namespace", target.namespace) != target.namespace:
             raise Refused(400, "the namespace of the object is not that of the request")
         if target.name and metadata.get("name") != target.name:
             raise Refused(400, "the name of the object is not that of the request")
-        return found
+        return stored
 
     def _tell_watches(self, change: Change) -> None:
         for watch in self._watches:
@@ -381,7 +384,7 @@ Call = Callable[[Callable[[FakeKubernetes], T]], T]
 
 @contextmanager
 def cluster_in_thread() -> Iterator[tuple[str, Call]]:
-    """The address of a server with a loop of its own, for clients that block, and how to reach it.
+    """Run a server with a separate event loop; yield its address and a function to call it.
 
     with cluster_in_thread() as (url, call):
         call(lambda cluster: cluster.put(pod("a")))
@@ -391,9 +394,9 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
     thread.start()
     cluster = FakeKubernetes()
 
-    def call(what: Callable[[FakeKubernetes], T]) -> T:
+    def call(function: Callable[[FakeKubernetes], T]) -> T:
         async def do() -> T:
-            return what(cluster)
+            return function(cluster)
 
         return asyncio.run_coroutine_threadsafe(do(), loop).result(60)
 
@@ -407,17 +410,17 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
         loop.close()
 
 
-def _selection(asked: ApiRequest) -> Selection:
+def _selection(requested: ApiRequest) -> Selection:
     return Selection(
-        asked.target.namespace,
-        tuple(_pairs(asked.query.get("labelSelector", ""))),
-        tuple(_pairs(asked.query.get("fieldSelector", ""))),
+        requested.target.namespace,
+        tuple(_pairs(requested.query.get("labelSelector", ""))),
+        tuple(_pairs(requested.query.get("fieldSelector", ""))),
     )
 
 
 def _pairs(selector: str) -> Iterator[tuple[str, str | None]]:
-    """Names and the values that they must have; None where any will do."""
-    for one in selector.replace("==", "=").split(","):
-        key, equals, value = one.partition("=")
+    """Parse a selector into names and required values; None means any value."""
+    for item in selector.replace("==", "=").split(","):
+        key, equals, value = item.partition("=")
         if key:
             yield key, value if equals else None

@@ -1,4 +1,4 @@
-"""What is inside the pods of the fake cluster: the log of each, and commands run in them."""
+"""Logs of the fake cluster's pods, and commands in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command in a pod came to."""
+    """The result of a command in a pod."""
 
     out: bytes = b""
     err: str = ""
@@ -26,33 +26,33 @@ class Ran:
 
 
 Run = Callable[[str, list[str]], Ran]
-"""Given the pod and the command."""
+"""Function that runs a command in a pod."""
 
 
 @dataclass
 class PodInsides:
-    """Logs and commands, by name of the pod."""
+    """Logs and commands by pod name."""
 
     run: Run = lambda pod, command: Ran(err="no such command", code=127)
     logs: dict[str, list[str]] = field(default_factory=dict)
-    """Lines with their time, as a kubelet keeps them."""
+    """Log lines with their times."""
     cut_logs: int = 0
-    """So many streams end after their first line, as when a connection breaks."""
+    """Number of streams that end after their first line, as when a connection breaks."""
     silent_logs: int = 0
-    """So many streams say nothing and do not end, as when a node forgets who listens."""
+    """Number of streams that send nothing and never end."""
     unreadable_log: str = ""
-    """What stands where a log should: its node could not open the file, and answers 200."""
+    """Text instead of the log, as if the node could not open the file and responded with 200."""
     num_log_requests: int = 0
 
     def say(self, pod: str, *lines: str) -> None:
-        """Something in the pod writes lines, three in a second."""
+        """Append lines to a log, three per second."""
         log = self.logs.setdefault(pod, [])
         for line in lines:
             moment = _BEGINNING + timedelta(seconds=len(log) // 3)
             log.append(f"{moment:%Y-%m-%dT%H:%M:%S}.{len(log):09d}Z {line}")
 
     async def answer_log(self, request: web.Request, pod: str) -> web.StreamResponse:
-        """The log, from a second on; those that follow it hear what comes."""
+        """Send the log from a time on, and later lines if the client follows it."""
         self.num_log_requests += 1
         if pod not in self.logs:
             raise Refused(400, f'container "ray-head" in pod "{pod}" is waiting to start')
@@ -78,7 +78,7 @@ class PodInsides:
             await asyncio.sleep(0.01)
 
     async def answer_exec(self, request: web.Request, pod: str) -> web.StreamResponse:
-        """What a command writes, in pieces, and how it ended."""
+        """Send the output of a command in pieces, and its status."""
         ran = self.run(pod, request.query.getall("command"))
         socket = web.WebSocketResponse(protocols=(PROTOCOL,))
         await socket.prepare(request)

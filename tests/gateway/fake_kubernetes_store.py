@@ -21,7 +21,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Target:
-    """What a request is about."""
+    """The object or list of a request."""
 
     api_version: str
     plural: str
@@ -36,20 +36,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Selection:
-    """A namespace and equality selectors, as a list or a watch names them."""
+    """The namespace and equality selectors of a list or watch."""
 
     namespace: str
     labels: tuple[tuple[str, str | None], ...]
     fields: tuple[tuple[str, str | None], ...]
 
-    def __contains__(self, found: Json | None) -> bool:
-        if found is None:
+    def __contains__(self, target_object: Json | None) -> bool:
+        if target_object is None:
             return False
-        metadata = found["metadata"]
+        metadata = target_object["metadata"]
         labels = metadata.get("labels", {})
         return (
             self.namespace in ("", metadata["namespace"])
-            and all(_field(found, path) == value for path, value in self.fields)
+            and all(_field(target_object, path) == value for path, value in self.fields)
             and all(
                 key in labels if value is None else labels.get(key) == value
                 for key, value in self.labels
@@ -59,26 +59,26 @@ class Selection:
 
 @dataclass(frozen=True)
 class Change:
-    """One entry of the history."""
+    """A change in the history."""
 
     revision: int
     kind: tuple[str, str]
-    before: Json | None
-    after: Json | None
+    previous: Json | None
+    updated: Json | None
 
     def line(self, selects: Selection) -> bytes | None:
-        """What a watch with this selection hears of it."""
-        was, now = self.before in selects, self.after in selects
+        """Return the event for a watch with this selection."""
+        was, now = self.previous in selects, self.updated in selects
         if not was and not now:
             return None
         kind = "MODIFIED" if was and now else "ADDED" if now else "DELETED"
-        found = copy.deepcopy(self.after if now else self.before)
-        found["metadata"]["resourceVersion"] = str(self.revision)
-        return event(kind, found)
+        target_object = copy.deepcopy(self.updated if now else self.previous)
+        target_object["metadata"]["resourceVersion"] = str(self.revision)
+        return event(kind, target_object)
 
 
 class Refused(Exception):
-    """Answered as a Status object."""
+    """An error that is sent as a Status object."""
 
     def __init__(self, status: int, message: str, reason: str = "", retry_after: str = "") -> None:
         super().__init__(message)
@@ -95,13 +95,13 @@ class Refused(Exception):
 
 
 class ObjectStore:
-    """Any kind of object, by path; `heard` is told each change as it is made."""
+    """Objects of any kind by path; `on_change` is called with each change."""
 
-    def __init__(self, revision: int, heard: Callable[[Change], None]) -> None:
+    def __init__(self, revision: int, on_change: Callable[[Change], None]) -> None:
         self.revision = revision
         self.oldest = revision
-        """From before this no watch can start."""
-        self._heard = heard
+        """Oldest version from which a watch can start."""
+        self._on_change = on_change
         self._objects: dict[tuple[str, str], dict[tuple[str, str], Json]] = {}
         self._history: list[Change] = []
 
@@ -110,9 +110,11 @@ class ObjectStore:
         self._history.clear()
 
     def backlog(self, target: Target, version: str, selects: Selection) -> Iterator[bytes]:
-        """What a watch from a version hears at once."""
+        """Return the events that a watch from a version receives immediately."""
         if version in ("", "0"):
-            yield from (event("ADDED", one) for one in self.all_of(target) if one in selects)
+            yield from (
+                event("ADDED", stored) for stored in self.list_objects(target) if stored in selects
+            )
             return
         for change in self._history:
             if change.revision > int(version) and change.kind == target.kind:
@@ -120,51 +122,54 @@ class ObjectStore:
                 if line is not None:
                     yield line
 
-    def all_of(self, target: Target) -> list[Json]:
+    def list_objects(self, target: Target) -> list[Json]:
         return list(self._objects.get(target.kind, {}).values())
 
     def find(self, target: Target) -> Json | None:
         return self._objects.get(target.kind, {}).get((target.namespace, target.name))
 
     def require(self, target: Target) -> Json:
-        found = self.find(target)
-        if found is None:
+        target_object = self.find(target)
+        if target_object is None:
             raise Refused(404, f'{target.plural} "{target.name}" not found')
-        return found
+        return target_object
 
-    def change(self, target: Target, before: Json, wanted: Json) -> Json:
-        """An update as a client may make it, which touches the status or all but the status."""
-        version = wanted["metadata"].get("resourceVersion")
-        if version not in (None, "", before["metadata"]["resourceVersion"]):
+    def change(self, target: Target, previous: Json, update: Json) -> Json:
+        """Store a client's update of the status, or of everything except the status."""
+        version = update["metadata"].get("resourceVersion")
+        if version not in (None, "", previous["metadata"]["resourceVersion"]):
             raise Refused(
                 409,
                 f'Operation cannot be fulfilled on {target.plural} "{target.name}": the object'
                 " has been modified; please apply your changes to the latest version",
             )
-        if wanted["metadata"].get("uid", before["metadata"]["uid"]) != before["metadata"]["uid"]:
+        if (
+            update["metadata"].get("uid", previous["metadata"]["uid"])
+            != previous["metadata"]["uid"]
+        ):
             raise Refused(409, "the uid of an object does not change")
-        source, kept = (before, wanted) if target.part == "status" else (wanted, before)
-        after = {**copy.deepcopy(source)}
-        after.pop("status", None)
+        source, kept = (previous, update) if target.part == "status" else (update, previous)
+        updated = {**copy.deepcopy(source)}
+        updated.pop("status", None)
         if "status" in kept:
-            after["status"] = copy.deepcopy(kept["status"])
-        is_doomed = before["metadata"].get("deletionTimestamp")
-        if is_doomed and not after["metadata"].get("finalizers"):
-            self.store(target, before, None)
-            return after
-        return self.store(target, before, after)
+            updated["status"] = copy.deepcopy(kept["status"])
+        is_doomed = previous["metadata"].get("deletionTimestamp")
+        if is_doomed and not updated["metadata"].get("finalizers"):
+            self.store(target, previous, None)
+            return updated
+        return self.store(target, previous, updated)
 
-    def store(self, target: Target, before: Json | None, after: Json | None) -> Json:
-        """Writes the object (None removes it) and tells the watches; answers a copy."""
+    def store(self, target: Target, previous: Json | None, updated: Json | None) -> Json:
+        """Store an object (None removes it), notify the watches and return a copy."""
         self.revision += 1
-        of_kind = self._objects.setdefault(target.kind, {})
-        if after is None:
-            of_kind.pop((target.namespace, target.name))
+        objects = self._objects.setdefault(target.kind, {})
+        if updated is None:
+            objects.pop((target.namespace, target.name))
         else:
-            after = copy.deepcopy(after)
-            old = before["metadata"] if before else {"uid": str(uuid.uuid4()), "generation": 0}
-            is_new_spec = before is None or before.get("spec") != after.get("spec")
-            metadata = after["metadata"]
+            updated = copy.deepcopy(updated)
+            old = previous["metadata"] if previous else {"uid": str(uuid.uuid4()), "generation": 0}
+            is_new_spec = previous is None or previous.get("spec") != updated.get("spec")
+            metadata = updated["metadata"]
             metadata["namespace"] = target.namespace
             metadata.setdefault("uid", old["uid"])
             metadata["creationTimestamp"] = old.get("creationTimestamp", now())
@@ -172,34 +177,34 @@ class ObjectStore:
             metadata["resourceVersion"] = str(self.revision)
             if "deletionTimestamp" in old:
                 metadata["deletionTimestamp"] = old["deletionTimestamp"]
-            of_kind[target.namespace, target.name] = after
-        change = Change(self.revision, target.kind, before, after)
+            objects[target.namespace, target.name] = updated
+        change = Change(self.revision, target.kind, previous, updated)
         self._history.append(change)
-        self._heard(change)
-        return copy.deepcopy(after) if after is not None else {}
+        self._on_change(change)
+        return copy.deepcopy(updated) if updated is not None else {}
 
 
-def _field(found: Any, path: str) -> Any:
+def _field(target_object: Any, path: str) -> Any:
     for part in path.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        target_object = target_object.get(part) if isinstance(target_object, dict) else None
+    return target_object
 
 
-def event(kind: str, found: Json) -> bytes:
-    """A line of a watch."""
-    return json.dumps({"type": kind, "object": found}).encode() + b"\n"
+def event(kind: str, target_object: Json) -> bytes:
+    """Build a line of a watch."""
+    return json.dumps({"type": kind, "object": target_object}).encode() + b"\n"
 
 
-def merged(found: Any, patch: Any) -> Any:
-    """A JSON merge patch (RFC 7386) applied."""
+def merge_patch(target_object: Any, patch: Any) -> Any:
+    """Apply a JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
-    result = copy.deepcopy(found) if isinstance(found, dict) else {}
+    result = copy.deepcopy(target_object) if isinstance(target_object, dict) else {}
     for key, value in patch.items():
         if value is None:
             result.pop(key, None)
         else:
-            result[key] = merged(result.get(key), value)
+            result[key] = merge_patch(result.get(key), value)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Agent-sandbox for tests: a warm pool in the fake cluster whose sandboxes are servers here."""
+"""A fake agent-sandbox whose warm pool consists of servers in this process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ADDRESSES = (f"127.0.{high}.{low}" for high in itertools.count(7) for low in ra
 
 
 def free_port() -> int:
-    """A port that nobody listens on, on any address of this machine."""
+    """Return a port that is free on all addresses of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 class FakeSandboxes:
-    """The controller of agent-sandbox: to be entered with `async with`.
+    """The controller of agent-sandbox, used with `async with`.
 
     Args:
         has_pool: False for a cluster without a warm pool.
@@ -39,31 +39,31 @@ class FakeSandboxes:
         self.cluster = cluster
         self.port = free_port()
         self.servers: dict[str, EnvServer] = {}
-        """By claim."""
+        """Servers by claim name."""
         self.is_empty = False
-        """Nothing is assigned while the pool has nothing."""
+        """If True, the pool has no sandbox and no claim is assigned."""
         if has_pool:
             pool = {"name": POOL, "namespace": NAMESPACE}
             cluster.put({"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "metadata": pool})
 
     @property
     def claims(self) -> list[str]:
-        """Names of the claims that there are."""
-        return [one["metadata"]["name"] for one in self.cluster.all(*CLAIMS)]
+        """Names of the existing claims."""
+        return [item["metadata"]["name"] for item in self.cluster.all(*CLAIMS)]
 
     @property
     def num_sessions(self) -> int:
-        return sum(one.core.load.num_sessions for one in self.servers.values())
+        return sum(item.core.load.num_sessions for item in self.servers.values())
 
     async def replace(self, claim: str) -> None:
-        """The claim's pod is deleted, and the controller makes another."""
-        before = self.servers.pop(claim)
-        found = self.cluster.get(*CLAIMS, NAMESPACE, claim)
-        assert found is not None
+        """Delete the claim's pod; the controller creates a new one."""
+        previous = self.servers.pop(claim)
+        claim_object = self.cluster.get(*CLAIMS, NAMESPACE, claim)
+        assert claim_object is not None
         pending = {"type": "Ready", "status": "False", "message": "Pod exists with phase: Pending"}
-        self.cluster.put(found | {"status": {"conditions": [pending]}})
+        self.cluster.put(claim_object | {"status": {"conditions": [pending]}})
         await self._assign(claim)
-        await before.stop()
+        await previous.stop()
 
     async def __aenter__(self) -> FakeSandboxes:
         self._task = asyncio.create_task(self._run())
@@ -77,10 +77,12 @@ class FakeSandboxes:
 
     async def _run(self) -> None:
         while True:
-            there = self.claims
-            for name in [one for one in there if one not in self.servers and not self.is_empty]:
+            existing = self.claims
+            for name in [
+                item for item in existing if item not in self.servers and not self.is_empty
+            ]:
                 await self._assign(name)
-            for name in [one for one in self.servers if one not in there]:
+            for name in [item for item in self.servers if item not in existing]:
                 await self.servers.pop(name).stop()
             await asyncio.sleep(0.005)
 
@@ -100,7 +102,7 @@ class FakeSandboxes:
 
 
 def write_kubeconfig(path: Path, cluster: FakeKubernetes) -> Path:
-    """A kubeconfig that leads to the fake cluster."""
+    """Write a kubeconfig of the fake cluster."""
     path.write_text(
         f"""
 apiVersion: v1
@@ -117,6 +119,9 @@ current-context: fake
 
 @asynccontextmanager
 async def sandboxes(*, has_pool: bool = True) -> AsyncIterator[FakeSandboxes]:
-    """A cluster with agent-sandbox in it."""
-    async with FakeKubernetes() as cluster, FakeSandboxes(cluster, has_pool=has_pool) as found:
-        yield found
+    """Run a cluster with agent-sandbox."""
+    async with (
+        FakeKubernetes() as cluster,
+        FakeSandboxes(cluster, has_pool=has_pool) as claim_object,
+    ):
+        yield claim_object

@@ -1,4 +1,4 @@
-"""Gateways and environment servers for tests, in this event loop or in processes of their own."""
+"""Gateways and environment servers for tests, in this event loop or in separate processes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
 os.environ[KEY_VARIABLE] = KEY
 NAME = "counting"
 FAST = {"poll_interval_s": 0.1, "unreachable_after_s": 60.0, "retry_within_s": 60.0}
-"""Polls often, and bears with a machine on which everything stands still for seconds."""
+"""Server options that poll often and tolerate pauses of seconds on a busy machine."""
 
 
 def env_server(factory: Callable[[], Any] = CountingEnv, **options: Any) -> EnvServer:
-    """A server that shares the tests' session key, to be entered with `async with`."""
+    """Build a server with the tests' session key, used with `async with`."""
     return EnvServer(factory, ServerOptions(**{"port": 0, "session_key": KEY, **options}))
 
 
-def config_of(*addresses: str, **fields: Any) -> GatewayConfig:
-    """A gateway on free ports over servers at fixed addresses."""
+def make_config(*addresses: str, **fields: Any) -> GatewayConfig:
+    """Return the configuration of a gateway on free ports with servers at fixed addresses."""
     raw = {
         "environments": {NAME: {"addresses": list(addresses), "kind": "static"}},
         "port": 0,
@@ -47,12 +47,12 @@ def config_of(*addresses: str, **fields: Any) -> GatewayConfig:
 
 
 def gateway_to(*servers: Any, **fields: Any) -> Gateway:
-    """A gateway to running servers, to be entered with `async with`."""
-    return Gateway(config_of(*(server.grpc_address for server in servers), **fields))
+    """Build a gateway to running servers, used with `async with`."""
+    return Gateway(make_config(*(server.grpc_address for server in servers), **fields))
 
 
 class ListedServers:
-    """A source that the test decides over."""
+    """A source whose list the test sets."""
 
     def __init__(self, *endpoints: ServerEndpoint) -> None:
         self._endpoints = list(endpoints)
@@ -64,7 +64,7 @@ class ListedServers:
         await asyncio.Event().wait()
 
     def list(self, *endpoints: ServerEndpoint) -> None:
-        """The list from now on."""
+        """Replace the list."""
         assert self._publish is not None, "it is not watched yet"
         self._publish(list(endpoints))
 
@@ -72,17 +72,16 @@ class ListedServers:
         pass
 
 
-def endpoint_of(server: Any, **fields: Any) -> ServerEndpoint:
-    """A running server as its source sees it."""
+def make_endpoint(server: Any, **fields: Any) -> ServerEndpoint:
+    """Return the endpoint of a running server."""
     return ServerEndpoint(server.grpc_address, server.grpc_address, server.http_address, **fields)
 
 
 @asynccontextmanager
-async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gateway, list]]:
-    """A gateway and its servers, all in this event loop.
+async def run_gateway(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gateway, list]]:
+    """Run a gateway and its servers in this event loop.
 
-    `server_options` go to the servers, `clock` to the gateway, everything else to its
-    configuration.
+    `server_options` go to the servers, `clock` to the gateway, other options to its configuration.
     """
     clock = fields.pop("clock", time.monotonic)
     server_options = fields.pop("server_options", {})
@@ -91,7 +90,7 @@ async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gat
     for server in servers:
         await server.start()
     try:
-        config = config_of(*(server.grpc_address for server in servers), **fields)
+        config = make_config(*(server.grpc_address for server in servers), **fields)
         async with Gateway(config, clock=clock) as gateway:
             yield gateway, servers
     finally:
@@ -100,26 +99,26 @@ async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gat
 
 
 @asynccontextmanager
-async def client_of(place: Gateway | str, **options: Any) -> AsyncIterator[AsyncEnvClient]:
-    """A client of a gateway's gRPC port, or of an address."""
-    address = place if isinstance(place, str) else place.grpc_address
+async def connect_client(target: Gateway | str, **options: Any) -> AsyncIterator[AsyncEnvClient]:
+    """Connect a client to a gateway's gRPC port or to an address."""
+    address = target if isinstance(target, str) else target.grpc_address
     async with await AsyncEnvClient.connect(address, ConnectOptions(**options)) as client:
         yield client
 
 
-def http_of(gateway: Gateway) -> httpx.AsyncClient:
-    """A client of a gateway's HTTP port, to be entered with `async with`."""
+def http_client(gateway: Gateway) -> httpx.AsyncClient:
+    """Build a client of a gateway's HTTP port, used with `async with`."""
     return httpx.AsyncClient(base_url=gateway.http_address, timeout=60)
 
 
-def sessions_of(gateway: Gateway) -> GatewaySessions:
-    """A gateway's sessions for the test itself, which from now on is anybody to them."""
+def get_sessions(gateway: Gateway) -> GatewaySessions:
+    """Return a gateway's sessions, and make the test an anonymous tenant."""
     set_current_tenant(ANONYMOUS)
     return gateway.environments[NAME]
 
 
 def num_sessions(servers: list[EnvServer]) -> int:
-    """Sessions that are open on the servers."""
+    """Return the number of open sessions on the servers."""
     return sum(server.core.load.num_sessions for server in servers)
 
 
@@ -130,14 +129,14 @@ __all__ = [
     "CountingEnv",
     "ListedServers",
     "ThreadedCountingEnv",
-    "client_of",
-    "config_of",
-    "endpoint_of",
+    "connect_client",
     "env_server",
     "gateway_to",
-    "http_of",
+    "get_sessions",
+    "http_client",
+    "make_config",
+    "make_endpoint",
     "num_sessions",
-    "served",
+    "run_gateway",
     "server_process",
-    "sessions_of",
 ]

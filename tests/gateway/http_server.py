@@ -14,7 +14,7 @@ from ludus.env.asgi.uvicorn_http import BoundedHttp
 
 @asynccontextmanager
 async def serving(app: ASGIApp, **config: object) -> AsyncIterator[int]:
-    """The port it listens on; the server is set up as Ludus sets up its own."""
+    """Serve an application with the settings of Ludus, and yield the port."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -1,4 +1,4 @@
-"""Who is let in, what they are told otherwise, and that no token reaches a log."""
+"""Admission by token, messages of refusals, and absence of tokens in logs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_tenant_may_have_two_tokens_while_one_replaces_the_other(access: Tenan
         f"Bearer {sha256(ALICE)}",
     ],
 )
-def test_anything_else_is_refused(access: TenantAccess, authorization: str) -> None:
+def test_malformed_authorization_is_refused(access: TenantAccess, authorization: str) -> None:
     with pytest.raises(AuthenticationError, match="Bearer <token>") as caught:
         access.authenticate(authorization)
     assert ALICE not in str(caught.value)
@@ -121,7 +121,7 @@ def test_no_header_and_two_headers_are_refused(access: TenantAccess) -> None:
         access.authenticate(f"Bearer {ALICE}", f"Bearer {BOB}")
 
 
-def test_a_tenant_without_the_scope_is_told_which_it_has(access: TenantAccess) -> None:
+def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess) -> None:
     seen: list[AuthFailure] = []
     access.on_failure = seen.append
     alice = access.authenticate(f"Bearer {ALICE}")
@@ -137,7 +137,7 @@ def test_a_tenant_without_the_scope_is_told_which_it_has(access: TenantAccess) -
 # -- without tenants, and with one token -----------------------------------------------
 
 
-def test_an_open_gateway_lets_everybody_in_but_listens_on_loopback_only() -> None:
+def test_gateway_without_tokens_listens_only_on_loopback() -> None:
     access = TenantAccess.open()
     assert access.authenticate() == access.authenticate("Bearer x") == Tenant("")
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
@@ -222,7 +222,7 @@ ENTRY = '[[tenants]]\nname = "a"\n'
         ("tenants = []", r"tenants: List should have at least 1 item"),
     ],
 )
-def test_a_bad_tenants_file_says_where_and_what_to_do_and_shows_no_token(
+def test_error_of_a_tenants_file_contains_location_and_remedy_but_no_token(
     tmp_path: Path, text: str, says: str
 ) -> None:
     path = tenants_file(tmp_path, text)
@@ -250,7 +250,7 @@ def test_a_changed_file_is_followed_within_the_interval(
     carol = "ca401-ca401-ca401-ca401"
     old = access.authenticate(f"Bearer {ALICE}")
     tenants_file(tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{sha256(carol)}"\n')
-    assert access.authenticate(f"Bearer {ALICE}") is old  # not looked at yet
+    assert access.authenticate(f"Bearer {ALICE}") is old  # not checked yet
     clock.now_s += 1.0
     assert access.authenticate(f"Bearer {carol}").name == "carol"
     with pytest.raises(AuthenticationError):
@@ -280,7 +280,7 @@ def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None
     assert access.authenticate(f"Bearer {BOB}").name == "alice"
 
 
-def test_a_bad_change_keeps_the_last_good_tenants_and_says_so_once(
+def test_invalid_change_keeps_the_previous_tenants_and_is_logged_once(
     access: TenantAccess, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tenants_file(tmp_path, f'[[tenants]]\nname = "alice"\ntoken = "{SECRET}"\n')

@@ -1,4 +1,4 @@
-"""Who waits for room, where the room and the end of the wait come in one turn of the event loop."""
+"""Waiting opens whose capacity and timeout arrive in the same turn of the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.env.sessions.admission_queue import AdmissionQueue
 
 
 class Room:
-    """Places, and how many are taken."""
+    """Capacity with a number of used places."""
 
     def __init__(self) -> None:
         self.num_places = self.num_taken = 0
@@ -27,7 +27,7 @@ class Room:
 
 
 async def waiting(room: Room) -> asyncio.Task[bool]:
-    """A caller in line, whose time is over before the event loop turns again."""
+    """Start a waiting caller whose timeout ends before the next turn of the event loop."""
     caller = asyncio.create_task(room.queue.take())
     while not room.queue:
         await asyncio.sleep(0)
@@ -35,7 +35,7 @@ async def waiting(room: Room) -> asyncio.Task[bool]:
     return caller
 
 
-async def test_who_is_admitted_as_the_wait_ends_has_a_place() -> None:
+async def test_open_admitted_at_its_timeout_keeps_its_place() -> None:
     room = Room()
     caller = await waiting(room)
     room.num_places = 1
@@ -44,7 +44,7 @@ async def test_who_is_admitted_as_the_wait_ends_has_a_place() -> None:
     assert room.num_taken == 1
 
 
-async def test_who_is_refused_as_the_wait_ends_hears_why() -> None:
+async def test_refusal_at_the_timeout_is_reported() -> None:
     room = Room()
     caller = await waiting(room)
     asyncio.get_running_loop().call_soon(room.queue.refuse_all, RuntimeError("it drains"))
@@ -52,7 +52,7 @@ async def test_who_is_refused_as_the_wait_ends_hears_why() -> None:
         await caller
 
 
-async def test_who_waits_in_vain_has_none() -> None:
+async def test_timed_out_open_has_no_place() -> None:
     room = Room()
     assert not await (await waiting(room))
     assert (len(room.queue), room.num_taken) == (0, 0)

@@ -1,4 +1,4 @@
-"""Tokens on real sockets: HTTP, WebSocket and gRPC, what is refused, and what logs show."""
+"""Tokens over HTTP, WebSocket and gRPC: refusals and logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.wires.http_app import build_gateway_app
-from tests.gateway.gateways import NAME, num_sessions, served
+from tests.gateway.gateways import NAME, num_sessions, run_gateway
 from tests.gateway.http_server import serving
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
@@ -56,12 +56,12 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def build_app() -> FastAPI:
-    """Environments below /envs, as a gateway mounts them."""
+    """An application that mounts environments below /envs, as a gateway does."""
     app = FastAPI()
     environment = FastAPI()
 
     @environment.get("/who")
-    async def who(request: Request) -> dict[str, Any]:
+    async def caller(request: Request) -> dict[str, Any]:
         return {
             "tenant": current_tenant().name,
             "path": request.scope["path"],
@@ -126,7 +126,7 @@ async def test_http_refuses_with_typed_json(client: httpx.AsyncClient) -> None:
         assert response.headers["www-authenticate"] == 'Bearer, Basic realm="ludus"'
 
 
-async def test_two_authorization_headers_are_nobodys(client: httpx.AsyncClient) -> None:
+async def test_two_authorization_headers_are_refused(client: httpx.AsyncClient) -> None:
     headers = [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ADMIN}")]
     assert (await client.get("/envs/cards/who", headers=headers)).status_code == 401
 
@@ -141,13 +141,13 @@ async def test_admin_paths_need_the_admin_scope(client: httpx.AsyncClient) -> No
         refused = await client.request(method, path, headers=bearer(ALICE))
         assert (refused.status_code, refused.json()["detail"]["code"]) == (403, "PERMISSION_DENIED")
         assert ALICE not in refused.text
-        served = await client.request(method, path, headers=bearer(ADMIN))
-        assert served.json() == "root"
+        run_gateway = await client.request(method, path, headers=bearer(ADMIN))
+        assert run_gateway.json() == "root"
     headers = bearer(ADMIN[::-1])
     assert (await client.get("/envs/cards/who", headers=headers)).status_code == 403
 
 
-async def test_wrong_tokens_lock_nobody_out(client: httpx.AsyncClient) -> None:
+async def test_wrong_tokens_do_not_lock_clients_out(client: httpx.AsyncClient) -> None:
     for _ in range(50):
         assert (await client.get("/envs/cards/who", headers=bearer("wrong"))).status_code == 401
     assert (await client.get("/envs/cards/who", headers=bearer(ALICE))).status_code == 200
@@ -167,7 +167,7 @@ async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int
     assert b"UNAUTHENTICATED" in (caught.value.response.body or b"")
 
 
-async def test_an_open_gateway_serves_everybody() -> None:
+async def test_gateway_without_tokens_serves_every_caller() -> None:
     app = Authenticate(build_app(), TenantAccess.open())
     async with (
         serving(app) as port,
@@ -178,7 +178,7 @@ async def test_an_open_gateway_serves_everybody() -> None:
 
 
 async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
-    async with served() as (gateway, servers):
+    async with run_gateway() as (gateway, servers):
         bare = build_gateway_app(
             gateway.environments,
             gateway.metrics,
@@ -196,24 +196,24 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
 
 
 async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: TenantAccess) -> None:
-    served: list[str] = []
+    run_gateway: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        served.append(scope["path"])
+        run_gateway.append(scope["path"])
 
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    async def nothing() -> Any:
+    async def no_tokens() -> Any:
         raise AssertionError("it is not read")
 
     headers = [(b"authorization", f"Bearer {ALICE}".encode())]
     for path in ("/proxy/health", "/proxy/drain", "/proxy/envs/cards"):
         scope = {"type": "http", "path": path, "root_path": "/proxy", "headers": headers}
-        await Authenticate(app, access)(scope, nothing, send)
-    assert served == ["/proxy/health", "/proxy/envs/cards"]
+        await Authenticate(app, access)(scope, no_tokens, send)
+    assert run_gateway == ["/proxy/health", "/proxy/envs/cards"]
     assert sent[0]["status"] == 403
 
 
@@ -230,7 +230,7 @@ async def write(requests: Any, context: grpc.aio.ServicerContext) -> None:
 
 
 class Service(grpc.GenericRpcHandler):
-    """Tells who calls."""
+    """A service that returns the caller."""
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         return {
@@ -262,7 +262,7 @@ def metadata(authorization: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", authorization),)
 
 
-async def who(
+async def caller(
     channel: grpc.aio.Channel, authorization: str | None, method: str = "/test/Who"
 ) -> bytes:
     sent = metadata(authorization) if authorization is not None else ()
@@ -270,9 +270,9 @@ async def who(
 
 
 async def test_grpc_knows_the_tenant_of_unary_calls_and_streams(channel: grpc.aio.Channel) -> None:
-    assert await who(channel, f"Bearer {ALICE}") == b"alice"
+    assert await caller(channel, f"Bearer {ALICE}") == b"alice"
     basic = base64.b64encode(f"x:{ADMIN}".encode()).decode()
-    assert await who(channel, f"Basic {basic}") == b"root"
+    assert await caller(channel, f"Basic {basic}") == b"root"
     stream = channel.stream_stream("/test/Write")(metadata=metadata(f"Bearer {ALICE}"))
     for word in (b"one ", b"two "):
         await stream.write(word)
@@ -284,7 +284,7 @@ async def test_grpc_knows_the_tenant_of_unary_calls_and_streams(channel: grpc.ai
 async def test_grpc_refuses_with_a_code(channel: grpc.aio.Channel) -> None:
     for authorization in (None, "Bearer wrong", "nonsense", ""):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await who(channel, authorization)
+            await caller(channel, authorization)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert dict(caught.value.trailing_metadata() or ())["ludus-code"] == "UNAUTHENTICATED"
     stream = channel.stream_stream("/test/Write")()
@@ -292,13 +292,13 @@ async def test_grpc_refuses_with_a_code(channel: grpc.aio.Channel) -> None:
         await stream.read()
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await who(channel, f"Bearer {ADMIN[::-1]}")
+        await caller(channel, f"Bearer {ADMIN[::-1]}")
     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_grpc_leaves_unknown_methods_alone(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await who(channel, None, "/test/Nothing")
+        await caller(channel, None, "/test/Nothing")
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -307,12 +307,12 @@ async def test_grpc_reports_every_refusal(channel: grpc.aio.Channel, access: Ten
     access.on_failure = seen.append
     for authorization in ("Bearer wrong", None, "nonsense", f"Bearer {ADMIN[::-1]}"):
         with pytest.raises(grpc.aio.AioRpcError):
-            await who(channel, authorization)
-    assert [str(one) for one in seen] == ["unknown", "missing", "malformed", "scope"]
+            await caller(channel, authorization)
+    assert [str(record) for record in seen] == ["unknown", "missing", "malformed", "scope"]
 
 
 async def test_calls_side_by_side_do_not_see_each_others_tenant(channel: grpc.aio.Channel) -> None:
-    calls = [who(channel, f"Bearer {token}") for token in (ALICE, ADMIN) * 20]
+    calls = [caller(channel, f"Bearer {token}") for token in (ALICE, ADMIN) * 20]
     assert await asyncio.gather(*calls) == [b"alice", b"root"] * 20
 
 
@@ -328,7 +328,7 @@ async def test_no_token_reaches_a_log_at_any_level(
     loggers = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets.server")
     for name in (*loggers, "websockets", "starlette", "fastapi", "grpc", "grpc._cython", "ludus"):
         caplog.set_level(logging.DEBUG, name)
-    # What the client itself logs is its own business: httpx and websockets.client stay apart.
+    # Logs of the clients httpx and websockets.client are not checked.
     app = Authenticate(build_app(), access)
     async with serving(app, log_level="trace") as port, grpc_channel(access) as channel:
         for token in (ALICE, wrong):
@@ -341,10 +341,10 @@ async def test_no_token_reaches_a_log_at_any_level(
             await raw_exchange(port, f"GET /envs/cards/ws HTTP/1.1\r\n{upgrade}\r\n{header}")
             await raw_exchange(port, f"GET / broken \x00\r\nauthorization: Bearer {token}")
             try:
-                await who(channel, f"Bearer {token}")
+                await caller(channel, f"Bearer {token}")
             except grpc.aio.AioRpcError as error:
                 assert wrong not in str(error)
-    assert "WebSocket /envs/cards/ws" in caplog.text  # the server did log connections
+    assert "WebSocket /envs/cards/ws" in caplog.text  # the server logged connections
     for secret in (ALICE, wrong, basic):
         assert secret not in caplog.text
 

@@ -1,4 +1,4 @@
-"""Request heads that never end, in size or in time."""
+"""Request heads without limit in size or time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gateway.http_server import serving
 
 
 class SmallHttp(BoundedHttp):
-    """Bounds that tests reach."""
+    """HTTP limits small enough for tests."""
 
     max_head_bytes = 10_000
     head_timeout_s = 60.0
@@ -57,17 +57,17 @@ async def port() -> AsyncIterator[int]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Has every head that begins from now on be late after a tenth of a second."""
+    """Set the timeout of later request heads to a tenth of a second."""
     return lambda: monkeypatch.setattr(SmallHttp, "head_timeout_s", 0.1)
 
 
 def is_timed(number: int) -> bool:
-    """Whether the time of a head runs on a connection."""
+    """Return whether a head timeout is running on a connection."""
     return SmallHttp.made[number]._head_timer is not None
 
 
 class Raw:
-    """A connection on which anything may be sent."""
+    """A connection that sends raw bytes."""
 
     @classmethod
     async def connect(cls, port: int) -> Raw:
@@ -121,9 +121,7 @@ async def test_endless_headers_are_cut_off(port: int) -> None:
     assert num_sent < 50_000
 
 
-async def test_a_head_that_drips_or_never_comes_is_given_up(
-    port: int, soon: Callable[[], None]
-) -> None:
+async def test_slow_or_missing_head_is_refused(port: int, soon: Callable[[], None]) -> None:
     soon()
     silent, dripping = await Raw.connect(port), await Raw.connect(port)
 

@@ -1,4 +1,4 @@
-"""The emptiest pods are the first to go, at few writes to the API server."""
+"""Deletion costs: pods with the fewest sessions go first, with few writes to the API server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ludus.services.gateway.kubernetes.deletion_cost import (
     choose_bucket,
 )
 from tests.env.polling import eventually
-from tests.gateway.cluster_objects import NAMESPACE, client_of
+from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 
 @dataclass
 class Bench:
-    """Pods with loads, a leader, and a clock that a test sets."""
+    """A writer with loads, leadership and a clock set by the test."""
 
     cluster: FakeKubernetes
     costs: DeletionCostWriter = field(init=False)
@@ -50,7 +50,7 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         bench = Bench(cluster)
         bench.costs = DeletionCostWriter(
             api,
@@ -85,7 +85,7 @@ def test_more_sessions_never_cost_less(num_sessions: int, capacity: int) -> None
     assert choose_bucket(num_sessions + 1, capacity) >= bucket
 
 
-async def test_pods_get_the_bucket_of_their_load_beside_their_other_annotations(
+async def test_pods_keep_other_annotations_when_costs_are_written(
     bench: Bench,
 ) -> None:
     bench.add(empty=(0, 100), some=(30, 100), full=(100, 100))
@@ -109,14 +109,14 @@ async def test_only_another_bucket_is_written_and_half_a_minute_later(bench: Ben
     assert bench.cost("a") == "100"
 
 
-async def test_who_does_not_lead_writes_nothing(bench: Bench) -> None:
+async def test_gateway_that_does_not_lead_writes_nothing(bench: Bench) -> None:
     bench.add(a=(10, 100))
     bench.is_leader = False
     assert await bench.costs.sweep() == 0
     assert bench.patched == []
 
 
-async def test_who_leads_again_writes_again_what_another_may_have_changed(bench: Bench) -> None:
+async def test_new_leader_writes_all_costs_again(bench: Bench) -> None:
     bench.add(a=(10, 100))
     await bench.costs.sweep()
     bench.is_leader = False
@@ -133,9 +133,7 @@ async def test_a_sweep_ends_when_leadership_does(bench: Bench) -> None:
     assert await sweep < 200
 
 
-async def test_a_pod_that_vanished_is_passed_over(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_missing_pod_is_skipped(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.add(a=(10, 100), b=(10, 100))
     bench.cluster.remove("v1", "pods", NAMESPACE, "a")
     await bench.costs.sweep()
@@ -145,7 +143,7 @@ async def test_a_pod_that_vanished_is_passed_over(
     assert await bench.costs.sweep() == 0, "it is not tried again"
 
 
-async def test_one_refused_pod_does_not_keep_the_others_from_their_cost(
+async def test_one_refused_write_does_not_block_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.add(a=(90, 100), b=(10, 100))
@@ -161,9 +159,7 @@ async def test_one_refused_pod_does_not_keep_the_others_from_their_cost(
 
 
 @pytest.mark.parametrize("status", [429, 500])
-async def test_a_troubled_api_server_is_left_alone_until_the_next_sweep(
-    bench: Bench, status: int
-) -> None:
+async def test_failing_api_server_gets_no_more_writes_in_a_sweep(bench: Bench, status: int) -> None:
     bench.add(**{f"pod{number}": (10, 100) for number in range(5)})
     bench.cluster.fail(status, verb="patch")
     assert await bench.costs.sweep() == 0
@@ -171,7 +167,7 @@ async def test_a_troubled_api_server_is_left_alone_until_the_next_sweep(
     assert await bench.costs.sweep() == 4
 
 
-async def test_an_outage_is_survived(bench: Bench) -> None:
+async def test_gateway_survives_an_api_server_outage(bench: Bench) -> None:
     bench.add(a=(10, 100))
     await bench.cluster.go_down()
     assert await bench.costs.sweep() == 0
@@ -180,14 +176,14 @@ async def test_an_outage_is_survived(bench: Bench) -> None:
     assert await bench.costs.sweep() == 1
 
 
-async def test_pods_with_the_most_to_lose_are_written_first(bench: Bench) -> None:
+async def test_pods_with_the_largest_cost_error_are_written_first(bench: Bench) -> None:
     bench.add(empty=(0, 100), some=(30, 100), full=(100, 100))
     await bench.costs.sweep()
     assert bench.patched == ["full", "some", "empty"]
 
 
 async def test_writes_are_spread_over_time() -> None:
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         loads = {f"pod{number}": (1, 2) for number in range(10)}
         options = CostOptions(max_patches_per_s=50.0, sweep_interval_s=0.01)
         costs = DeletionCostWriter(api, NAMESPACE, lambda: loads, lambda: True, options=options)

@@ -1,4 +1,4 @@
-"""The fake API server answers the official client as a real one would."""
+"""The fake API server is compatible with the official client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jobs(cluster: tuple[client.ApiClient, Call]) -> client.CustomObjectsApi:
     return client.CustomObjectsApi(cluster[0])
 
 
-def status_of(call: Any, *arguments: Any, **options: Any) -> int:
+def call_status(call: Any, *arguments: Any, **options: Any) -> int:
     with pytest.raises(client.ApiException) as caught:
         call(*arguments, **options)
     return caught.value.status
@@ -47,7 +47,7 @@ def test_an_object_is_created_read_listed_changed_and_deleted(
 ) -> None:
     made = jobs.create_namespaced_custom_object(*GROUP, ray_job("one", labels={"run": "a"}))
     assert made["metadata"]["generation"] == 1
-    assert status_of(jobs.create_namespaced_custom_object, *GROUP, ray_job("one")) == 409
+    assert call_status(jobs.create_namespaced_custom_object, *GROUP, ray_job("one")) == 409
     jobs.create_namespaced_custom_object(*GROUP, ray_job("two", labels={"run": "b"}))
     listed = jobs.list_namespaced_custom_object(*GROUP, label_selector="run=a")
     assert [item["metadata"]["name"] for item in listed["items"]] == ["one"]
@@ -55,18 +55,18 @@ def test_an_object_is_created_read_listed_changed_and_deleted(
     made["spec"]["suspend"] = True
     changed = jobs.replace_namespaced_custom_object(*GROUP, "one", made)
     assert changed["metadata"]["generation"] == 2
-    assert status_of(jobs.replace_namespaced_custom_object, *GROUP, "one", made) == 409
+    assert call_status(jobs.replace_namespaced_custom_object, *GROUP, "one", made) == 409
 
     jobs.delete_namespaced_custom_object(*GROUP, "one")
-    assert status_of(jobs.get_namespaced_custom_object, *GROUP, "one") == 404
+    assert call_status(jobs.get_namespaced_custom_object, *GROUP, "one") == 404
 
 
 def test_a_patch_removes_what_is_null_and_leaves_the_status_alone(
     cluster: tuple[client.ApiClient, Call], jobs: client.CustomObjectsApi
 ) -> None:
     _, call = cluster
-    found = ray_job("one", namespace="arena")
-    call(lambda cluster: cluster.put({**found, "status": {"jobStatus": "RUNNING"}}))
+    stored = ray_job("one", namespace="arena")
+    call(lambda cluster: cluster.put({**stored, "status": {"jobStatus": "RUNNING"}}))
     patch = {"spec": {"suspend": None}, "status": {"jobStatus": "FORGED"}}
     patched = jobs.patch_namespaced_custom_object(
         *GROUP, "one", patch, _content_type="application/merge-patch+json"
@@ -89,17 +89,17 @@ def test_an_object_with_a_finalizer_goes_when_it_is_removed(
     assert doomed["metadata"]["deletionTimestamp"]
     doomed["metadata"]["finalizers"] = []
     jobs.replace_namespaced_custom_object(*GROUP, "one", doomed)
-    assert status_of(jobs.get_namespaced_custom_object, *GROUP, "one") == 404
+    assert call_status(jobs.get_namespaced_custom_object, *GROUP, "one") == 404
 
 
-def test_a_watch_tells_of_what_begins_and_ceases_to_be_selected(
+def test_watch_reports_objects_that_enter_or_leave_the_selection(
     cluster: tuple[client.ApiClient, Call], jobs: client.CustomObjectsApi
 ) -> None:
     _, call = cluster
 
     def put(name: str, run: str) -> None:
-        found = ray_job(name, namespace="arena", labels={"run": run})
-        call(lambda cluster: cluster.put(found))
+        stored = ray_job(name, namespace="arena", labels={"run": run})
+        call(lambda cluster: cluster.put(stored))
 
     put("old", "a")
     heard: list[tuple[str, str]] = []
@@ -143,4 +143,6 @@ def test_typed_objects_of_the_official_client_are_understood(
     made = leases.create_namespaced_lease("arena", lease)
     assert made.spec.holder_identity == "me"
     assert made.metadata.resource_version
-    assert [one.metadata.name for one in leases.list_namespaced_lease("arena").items] == ["gateway"]
+    assert [item.metadata.name for item in leases.list_namespaced_lease("arena").items] == [
+        "gateway"
+    ]

@@ -1,4 +1,4 @@
-"""Who is admitted, who waits, who is refused, and that nothing is left behind."""
+"""Admission, waiting and refusal of opens, and release of everything they used."""
 
 import asyncio
 import dataclasses
@@ -28,13 +28,13 @@ from tests.gateway.gateways import (
     CountingEnv,
     ListedServers,
     ThreadedCountingEnv,
-    config_of,
-    endpoint_of,
     env_server,
     gateway_to,
+    get_sessions,
+    make_config,
+    make_endpoint,
     num_sessions,
-    served,
-    sessions_of,
+    run_gateway,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -44,13 +44,13 @@ SMALL = {"max_sessions": 2}
 
 
 def fleet_size(gateway: Gateway) -> int:
-    return sessions_of(gateway).environment_load.capacity
+    return get_sessions(gateway).environment_load.capacity
 
 
-async def test_a_full_fleet_refuses_at_once_and_says_when_to_come_back_without_a_queue():
+async def test_full_fleet_without_queue_refuses_with_a_retry_delay():
     limits = {"queue_timeout_s": 0.0}
-    async with served(2, server_options=SMALL, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(2, server_options=SMALL, sessions=limits) as (gateway, servers):
+        sessions = get_sessions(gateway)
         for _ in range(4):
             await sessions.open(SEEDED)
         with pytest.raises(CapacityError, match="4/4") as caught:
@@ -63,10 +63,10 @@ async def test_a_full_fleet_refuses_at_once_and_says_when_to_come_back_without_a
         assert num_sessions(servers) == 4
 
 
-async def test_who_waits_is_admitted_in_order_of_arrival():
-    async with served(server_options=SMALL) as (gateway, _):
-        sessions = sessions_of(gateway)
-        held = [await sessions.open(SEEDED) for _ in range(2)]
+async def test_waiting_opens_are_admitted_in_order_of_arrival():
+    async with run_gateway(server_options=SMALL) as (gateway, _):
+        sessions = get_sessions(gateway)
+        num_held = [await sessions.open(SEEDED) for _ in range(2)]
         admitted: list[int] = []
 
         async def wait(number: int) -> None:
@@ -78,15 +78,15 @@ async def test_who_waits_is_admitted_in_order_of_arrival():
         for number in range(8):
             waiting.append(asyncio.create_task(wait(number)))
             await eventually(lambda number=number: sessions.load.num_waiting == number + 1)
-        await sessions.close(held[0].session_id)
+        await sessions.close(num_held[0].session_id)
         await asyncio.gather(*waiting)
         assert admitted == list(range(8))
 
 
 async def test_the_queue_is_bounded_in_length():
     limits = {"queue_size": 2, "queue_timeout_s": 600}
-    async with served(server_options=SMALL, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(server_options=SMALL, sessions=limits) as (gateway, servers):
+        sessions = get_sessions(gateway)
         for _ in range(2):
             await sessions.open(SEEDED)
         waiting = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(2)]
@@ -102,8 +102,8 @@ async def test_the_queue_is_bounded_in_length():
 
 async def test_the_queue_is_bounded_in_time():
     limits = {"queue_timeout_s": 0.3}
-    async with served(server_options=SMALL, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(server_options=SMALL, sessions=limits) as (gateway, servers):
+        sessions = get_sessions(gateway)
         for _ in range(2):
             await sessions.open(SEEDED)
         loop = asyncio.get_running_loop()
@@ -116,9 +116,9 @@ async def test_the_queue_is_bounded_in_time():
 
 
 async def test_a_group_that_waits_counts_with_all_its_sessions():
-    """Else a fleet that follows the count would not grow to what the group needs."""
-    async with served(server_options=SMALL) as (gateway, _):
-        sessions = sessions_of(gateway)
+    """A group counts with all its sessions, so that autoscaling adds enough servers."""
+    async with run_gateway(server_options=SMALL) as (gateway, _):
+        sessions = get_sessions(gateway)
         waiting = asyncio.create_task(sessions.open_group(SEEDED, 5))
         await eventually(lambda: sessions.load.num_waiting == 5)
         waiting.cancel()
@@ -127,12 +127,12 @@ async def test_a_group_that_waits_counts_with_all_its_sessions():
 
 
 async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
-    async with served(server_options=SMALL) as (gateway, servers):
-        sessions = sessions_of(gateway)
-        held = [await sessions.open(SEEDED) for _ in range(2)]
+    async with run_gateway(server_options=SMALL) as (gateway, servers):
+        sessions = get_sessions(gateway)
+        num_held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
         await eventually(lambda: sessions.load.num_waiting == 1)
-        await servers[0].core.close(held[0].session_id)
+        await servers[0].core.close(num_held[0].session_id)
         await asyncio.wait_for(waiting, 60)
 
 
@@ -145,12 +145,15 @@ async def test_a_session_that_takes_long_to_begin_is_counted_once():
                 may_begin.wait()
             return super().reset(**fields)
 
-    async with served(factory=SlowEnv, server_options={"max_sessions": 5}) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(factory=SlowEnv, server_options={"max_sessions": 5}) as (
+        gateway,
+        servers,
+    ):
+        sessions = get_sessions(gateway)
         opening = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(4)]
         try:
             await eventually(lambda: num_sessions(servers) == 4)
-            # The gateway learns of one that it did not open from a poll alone.
+            # The gateway learns only from a poll about a session that it did not open.
             await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
             await eventually(lambda: sessions.environment_load.num_active != 4)
             assert sessions.environment_load.num_active == 5
@@ -162,9 +165,9 @@ async def test_a_session_that_takes_long_to_begin_is_counted_once():
         assert sessions.environment_load.num_active == 4
 
 
-async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
-    async with served(factory=ThreadedCountingEnv) as (gateway, servers):
-        sessions = sessions_of(gateway)
+async def test_cancelled_open_leaves_no_session():
+    async with run_gateway(factory=ThreadedCountingEnv) as (gateway, servers):
+        sessions = get_sessions(gateway)
         for _ in range(20):
             opening = asyncio.create_task(sessions.open(SEEDED))
             await asyncio.sleep(0)
@@ -178,21 +181,25 @@ async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
 
 
 @pytest.mark.slow
-async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
+async def test_two_gateways_do_not_overbook_shared_servers():
     options = {"max_sessions": 10}
     limits = {"queue_timeout_s": 1.0}
     async with (
-        served(2, server_options=options, sessions=limits) as (first, servers),
+        run_gateway(2, server_options=options, sessions=limits) as (first, servers),
         gateway_to(*servers, sessions=limits) as second,
     ):
         outcomes = await asyncio.gather(
-            *(sessions_of(one).open(SEEDED) for one in (first, second) * 15),
+            *(get_sessions(opened_session).open(SEEDED) for opened_session in (first, second) * 15),
             return_exceptions=True,
         )
-        refused = [one for one in outcomes if isinstance(one, BaseException)]
+        refused = [
+            opened_session
+            for opened_session in outcomes
+            if isinstance(opened_session, BaseException)
+        ]
         assert len(outcomes) - len(refused) == 20
-        assert all(isinstance(one, CapacityError) for one in refused)
-        assert [one.core.load.num_sessions for one in servers] == [10, 10]
+        assert all(isinstance(opened_session, CapacityError) for opened_session in refused)
+        assert [opened_session.core.load.num_sessions for opened_session in servers] == [10, 10]
 
 
 async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
@@ -200,24 +207,24 @@ async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
     limits = {"queue_timeout_s": 60.0}
     rarely_polled = FAST | {"poll_interval_s": 3600.0}
     async with (
-        served(10, server_options=options, sessions=limits, servers=rarely_polled) as (
+        run_gateway(10, server_options=options, sessions=limits, servers=rarely_polled) as (
             unaware,
             servers,
         ),
         gateway_to(*servers) as other,
     ):
-        opened = [await sessions_of(other).open(SEEDED) for _ in servers]
-        waiting = asyncio.create_task(sessions_of(unaware).open(SEEDED))
-        await eventually(lambda: waiting.done() or sessions_of(unaware).admission.num_waiting)
+        opened = [await get_sessions(other).open(SEEDED) for _ in servers]
+        waiting = asyncio.create_task(get_sessions(unaware).open(SEEDED))
+        await eventually(lambda: waiting.done() or get_sessions(unaware).admission.num_waiting)
         assert not waiting.done()
-        await sessions_of(other).close(opened[0].session_id)
+        await get_sessions(other).close(opened[0].session_id)
         assert (await waiting).first is not None
         assert num_sessions(servers) == 10
 
 
 async def test_sessions_are_spread_evenly():
-    async with served(4) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(4) as (gateway, servers):
+        sessions = get_sessions(gateway)
         await asyncio.gather(*(sessions.open(SEEDED) for _ in range(200)))
         loads = [server.core.load.num_sessions for server in servers]
         assert sum(loads) == 200
@@ -228,19 +235,19 @@ async def test_sessions_are_spread_evenly():
 
 
 @pytest.mark.slow
-async def test_a_group_that_fits_on_no_server_is_split_and_still_begins_alike():
-    async with served(3, server_options={"max_sessions": 4}) as (gateway, servers):
-        opened = await sessions_of(gateway).open_group(OpenArgs(), 10)
-        assert len({one.session_id for one in opened}) == 10
-        assert len({one.first.observation_json for one in opened}) == 1
+async def test_group_larger_than_any_server_is_split_with_one_seed():
+    async with run_gateway(3, server_options={"max_sessions": 4}) as (gateway, servers):
+        opened = await get_sessions(gateway).open_group(OpenArgs(), 10)
+        assert len({opened_session.session_id for opened_session in opened}) == 10
+        assert len({opened_session.first.observation_json for opened_session in opened}) == 1
         assert sorted(server.core.load.num_sessions for server in servers) == [2, 4, 4]
 
 
 async def test_a_group_gets_all_its_sessions_or_none():
     limits = {"queue_timeout_s": 0.3, "max_group_size": 100}
     options = {"max_sessions": 4}
-    async with served(2, server_options=options, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(2, server_options=options, sessions=limits) as (gateway, servers):
+        sessions = get_sessions(gateway)
         await sessions.open(SEEDED)
         with pytest.raises(CapacityError):
             await sessions.open_group(SEEDED, 8)
@@ -254,7 +261,7 @@ async def test_a_group_gets_all_its_sessions_or_none():
 
 
 class LuckyEnv(CountingEnv):
-    """Begins differently from others on the same seed."""
+    """An environment whose first observation differs for the same seed."""
 
     luck = 0
 
@@ -267,48 +274,48 @@ class LuckierEnv(LuckyEnv):
 
 
 async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed():
-    one = env_server(LuckyEnv, max_sessions=3)
+    opened_session = env_server(LuckyEnv, max_sessions=3)
     other = env_server(LuckierEnv, max_sessions=3)
-    async with one, other, gateway_to(one, other) as gateway:
+    async with opened_session, other, gateway_to(opened_session, other) as gateway:
         with pytest.raises(GroupMismatchError, match="2 servers"):
-            await sessions_of(gateway).open_group(SEEDED, 5)
-        await eventually(lambda: num_sessions([one, other]) == 0)
-        await eventually(lambda: sessions_of(gateway).load.num_sessions == 0)
+            await get_sessions(gateway).open_group(SEEDED, 5)
+        await eventually(lambda: num_sessions([opened_session, other]) == 0)
+        await eventually(lambda: get_sessions(gateway).load.num_sessions == 0)
 
 
 # -- draining ----------------------------------------------------------------------------
 
 
 async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhere():
-    async with served(2) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(2) as (gateway, servers):
+        sessions = get_sessions(gateway)
         old = [await sessions.open(SEEDED) for _ in range(10)]
-        before = servers[0].core.load.num_sessions
-        assert 0 < before < 10
+        previous = servers[0].core.load.num_sessions
+        assert 0 < previous < 10
         servers[0].core.drain()
         await eventually(lambda: fleet_size(gateway) == 256)
         for _ in range(10):
             await sessions.open(SEEDED)
-        assert servers[0].core.load.num_sessions == before
-        assert sessions.environment_load.num_draining == before
-        for one in old:
-            assert (await sessions.step(one.session_id, b'{"add": 1}', 1)).reward == 1.0
+        assert servers[0].core.load.num_sessions == previous
+        assert sessions.environment_load.num_draining == previous
+        for opened_session in old:
+            assert (await sessions.step(opened_session.session_id, b'{"add": 1}', 1)).reward == 1.0
 
 
 async def test_a_terminating_endpoint_keeps_its_sessions_and_gets_none():
-    async with env_server() as one, env_server() as other:
-        source = ListedServers(endpoint_of(one), endpoint_of(other))
-        async with Gateway(config_of(one.grpc_address), {NAME: source}) as gateway:
-            sessions = sessions_of(gateway)
+    async with env_server() as opened_session, env_server() as other:
+        source = ListedServers(make_endpoint(opened_session), make_endpoint(other))
+        async with Gateway(make_config(opened_session.grpc_address), {NAME: source}) as gateway:
+            sessions = get_sessions(gateway)
             old = [await sessions.open(SEEDED) for _ in range(8)]
-            before = one.core.load.num_sessions
-            source.list(endpoint_of(one, is_terminating=True), endpoint_of(other))
+            previous = opened_session.core.load.num_sessions
+            source.list(make_endpoint(opened_session, is_terminating=True), make_endpoint(other))
             for _ in range(8):
                 await sessions.open(SEEDED)
-            assert one.core.load.num_sessions == before
+            assert opened_session.core.load.num_sessions == previous
             for session in old:
                 await sessions.step(session.session_id, b'{"add": 1}', 1)
-            source.list(endpoint_of(other))
+            source.list(make_endpoint(other))
             lost = 0
             for session in old:
                 try:
@@ -317,13 +324,13 @@ async def test_a_terminating_endpoint_keeps_its_sessions_and_gets_none():
                     assert error.code == "SESSION_LOST"
                     assert "removed" in error.message
                     lost += 1
-            assert lost == before
+            assert lost == previous
 
 
-async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishes_sessions():
-    async with served(server_options=SMALL) as (gateway, _):
-        sessions = sessions_of(gateway)
-        held = [await sessions.open(SEEDED) for _ in range(2)]
+async def test_draining_gateway_refuses_waiting_opens_and_finishes_sessions():
+    async with run_gateway(server_options=SMALL) as (gateway, _):
+        sessions = get_sessions(gateway)
+        num_held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
         await eventually(lambda: sessions.load.num_waiting == 1)
         async with httpx.AsyncClient(timeout=60) as http:
@@ -336,48 +343,48 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
                 await opening
             assert caught.value.code == "DRAINING"
         assert gateway.num_sessions == 2
-        for one in held:
-            await sessions.step(one.session_id, b'{"add": 1}', 1)
-            await sessions.close(one.session_id)
+        for opened_session in num_held:
+            await sessions.step(opened_session.session_id, b'{"add": 1}', 1)
+            await sessions.close(opened_session.session_id)
         await eventually(lambda: gateway.num_sessions == 0)
 
 
 # -- leaving nothing behind --------------------------------------------------------------
 
 
-async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger():
-    async with served(2, sessions={"linger_s": 0.3}) as (gateway, servers):
-        sessions = sessions_of(gateway)
+async def test_sessions_of_a_lost_client_end_after_their_linger():
+    async with run_gateway(2, sessions={"linger_s": 0.3}) as (gateway, servers):
+        sessions = get_sessions(gateway)
         connection = Connection()
         opened = [await sessions.open(SEEDED, connection) for _ in range(10)]
         sessions.release(connection)
         await eventually(lambda: num_sessions(servers) == 0)
-        for one in opened:
-            tombstones = [server.core.find_tombstone(one.session_id) for server in servers]
+        for opened_session in opened:
+            tombstones = [server.core.find_tombstone(opened_session.session_id) for server in servers]
             (tombstone,) = filter(None, tombstones)
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"
 
 
-async def test_a_session_counts_as_idle_when_its_own_server_ends_it():
+async def test_session_is_removed_when_its_server_ends_it_as_idle():
     async with env_server(idle_timeout_s=3600) as patient, env_server(idle_timeout_s=60) as other:
-        source = ListedServers(endpoint_of(patient), endpoint_of(other))
-        config = config_of("grpc://unused:1", sessions={"linger_s": 0.3})
+        source = ListedServers(make_endpoint(patient), make_endpoint(other))
+        config = make_config("grpc://unused:1", sessions={"linger_s": 0.3})
         async with Gateway(config, {NAME: source}) as gateway:
-            sessions = sessions_of(gateway)
+            sessions = get_sessions(gateway)
             await eventually(lambda: sessions.environment_load.num_servers == 2)
             opened = [await sessions.open(SEEDED) for _ in range(10)]
             num_patient = patient.core.load.num_sessions
             assert 0 < num_patient < 10
-            for one in opened:
-                sessions.tracked.get(one.session_id).last_used_s -= 700
+            for opened_session in opened:
+                sessions.tracked.get(opened_session.session_id).last_used_s -= 700
             await eventually(lambda: gateway.num_sessions < 10)
             assert gateway.num_sessions == num_patient
 
 
-async def test_where_the_server_does_not_say_when_it_ends_idle_sessions_the_gateways_limit_holds():
+async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
     limits = {"linger_s": 0.3, "idle_timeout_s": 1000.0}
-    async with served(1, sessions=limits) as (gateway, _):
-        sessions = sessions_of(gateway)
+    async with run_gateway(1, sessions=limits) as (gateway, _):
+        sessions = get_sessions(gateway)
         kept, idle = [await sessions.open(SEEDED) for _ in range(2)]
         link = sessions.tracked.get(kept.session_id).link
         link.description = dataclasses.replace(link.description, idle_timeout_s=0.0)
@@ -391,12 +398,12 @@ async def test_where_the_server_does_not_say_when_it_ends_idle_sessions_the_gate
 async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
     gate = Gate(tmp_path)
     async with (
-        served(1, factory=gate.factory, sessions={"linger_s": 0.3}) as (gateway, _),
+        run_gateway(1, factory=gate.factory, sessions={"linger_s": 0.3}) as (gateway, _),
         await AsyncEnvClient.connect(
             gateway.grpc_address if wire != "http" else f"{gateway.http_address}/envs/{NAME}"
         ) as client,
     ):
-        sessions = sessions_of(gateway)
+        sessions = get_sessions(gateway)
         session, _ = await client.open(seed=1)
         if wire == "step_many":
             call = asyncio.ensure_future(client.step_many([(session, {"add": 98})]))
@@ -413,8 +420,8 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
 
 
 async def test_without_linger_sessions_end_with_their_connection():
-    async with served(2, sessions={"linger_s": 0.0}) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(2, sessions={"linger_s": 0.0}) as (gateway, servers):
+        sessions = get_sessions(gateway)
         connection = Connection()
         for _ in range(10):
             await sessions.open(SEEDED, connection)
@@ -424,8 +431,8 @@ async def test_without_linger_sessions_end_with_their_connection():
 
 
 @pytest.mark.slow
-async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
-    async with served(2, sessions={"linger_s": 3}) as (gateway, servers):
+async def test_thousand_lost_clients_leave_no_sessions():
+    async with run_gateway(2, sessions={"linger_s": 3}) as (gateway, servers):
         address = gateway.http_address.replace("http", "ws")
 
         async def rude_socket(number: int) -> None:
@@ -443,10 +450,10 @@ async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
                 await asyncio.gather(*opening)
             else:
                 await asyncio.wait(opening, timeout=0.01)
-            client._transport._surviving.clear()  # says good-bye to nobody
+            client._transport._surviving.clear()  # closes no session
             await client.close()
-            for one in opening:
-                one.cancel()
+            for opened_session in opening:
+                opened_session.cancel()
             await asyncio.gather(*opening, return_exceptions=True)
 
         for begin in range(0, 500, 50):
@@ -454,6 +461,6 @@ async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
         for begin in range(0, 50, 10):
             await asyncio.gather(*(rude_grpc(n) for n in range(begin, begin + 10)))
         await eventually(lambda: num_sessions(servers) == 0)
-        sessions = sessions_of(gateway)
+        sessions = get_sessions(gateway)
         await eventually(lambda: sessions.load.num_sessions == 0)
         await eventually(lambda: gateway.num_sessions == 0)

@@ -1,4 +1,4 @@
-"""A gateway over the pods of a (fake) cluster."""
+"""A gateway with the pods of a fake cluster."""
 
 import pytest
 
@@ -13,13 +13,13 @@ from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
-    client_of,
     endpoint_slice,
-    id_of,
+    make_api_client,
     member,
+    named_server_id,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.gateway.gateways import NAME, config_of, env_server, sessions_of
+from tests.gateway.gateways import NAME, env_server, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ SEEDED = OpenArgs(ResetArgs(seed=1))
 FLEET = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")
 
 
-def slice_of(pod: str, server, **conditions):
+def make_slice(pod: str, server, **conditions):
     ports = {
         "http": int(server.http_address.rpartition(":")[2]),
         "grpc": int(server.grpc_address.rpartition(":")[2]),
@@ -36,11 +36,14 @@ def slice_of(pod: str, server, **conditions):
 
 
 async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
-    one, other = env_server(server_id=id_of("a")), env_server(server_id=id_of("b"))
-    async with FakeKubernetes() as cluster, one, other:
+    pod_slice, other = (
+        env_server(server_id=named_server_id("a")),
+        env_server(server_id=named_server_id("b")),
+    )
+    async with FakeKubernetes() as cluster, pod_slice, other:
         pods = ("v1", "pods", NAMESPACE)
-        for pod, server in (("a", one), ("b", other)):
-            cluster.put(slice_of(pod, server))
+        for pod, server in (("a", pod_slice), ("b", other)):
+            cluster.put(make_slice(pod, server))
             cluster.put(
                 {
                     "apiVersion": "v1",
@@ -49,21 +52,21 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
                 }
             )
         loads: dict = {}
-        source = ClusterSource(client_of(cluster), FLEET, lambda: loads)
-        async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
-            sessions = sessions_of(gateway)
+        source = ClusterSource(make_api_client(cluster), FLEET, lambda: loads)
+        async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
+            sessions = get_sessions(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]
-            on_a = [s for s in opened if s.session_id.split("~")[1] == id_of("a")]
+            on_a = [s for s in opened if s.session_id.split("~")[1] == named_server_id("a")]
             assert 0 < len(on_a) < 8
             loads.update(sessions.fleet.pod_loads())
             assert set(loads) == {"a", "b"}
             await eventually(lambda: ANNOTATION in str(cluster.get(*pods, "a")))
 
-            cluster.put(slice_of("a", one, ready=False, terminating=True))
+            cluster.put(make_slice("a", pod_slice, ready=False, terminating=True))
             await eventually(lambda: sessions.environment_load.num_draining_servers == 1)
             for _ in range(4):
                 await sessions.open(SEEDED)
-            assert one.core.load.num_sessions == len(on_a)
+            assert pod_slice.core.load.num_sessions == len(on_a)
             await sessions.step(on_a[0].session_id, b'{"add": 1}', 1)
 
             cluster.remove(*SLICES, "slice-a")

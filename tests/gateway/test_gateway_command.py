@@ -1,4 +1,4 @@
-"""`ludus gateway` as a process: it says where it is, plays, and takes its servers along."""
+"""The process `ludus gateway`: addresses, episodes and its servers."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A gateway and its gRPC address."""
+    """Start a gateway; yield its process and its gRPC address."""
     process = subprocess.Popen(
         [LUDUS, "gateway", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
@@ -36,12 +36,12 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         env=environment(),
     )
     try:
-        said = ""
-        while "all environments" not in said:
+        output = ""
+        while "all environments" not in output:
             line = process.stdout.readline()
-            assert line, said
-            said += line
-        yield process, re.search(r"(grpc://[0-9.:]+)", said)[1]
+            assert line, output
+            output += line
+        yield process, re.search(r"(grpc://[0-9.:]+)", output)[1]
     finally:
         process.kill()
         process.wait()
@@ -49,14 +49,14 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def child_processes(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _parent_of(entry) == pid
+        if entry.name.isdigit() and _read_parent(entry) == pid
     ]
 
 
-def _parent_of(entry: Path) -> int:
+def _read_parent(entry: Path) -> int:
     try:
         return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -71,7 +71,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
+async def test_gateway_starts_and_stops_its_servers(end):
     with running(*BLACKJACK, "--servers", "2") as (process, address):
         await eventually(lambda: len(child_processes(process.pid)) == 2)
         children = child_processes(process.pid)
@@ -84,13 +84,13 @@ async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
         await eventually(lambda: not any(is_alive(pid) for pid in children))
 
 
-async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_again():
+async def test_second_signal_ends_the_wait_for_sessions():
     with running(*BLACKJACK) as (process, address):
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=3)
             process.send_signal(signal.SIGINT)
             with pytest.raises(Exception, match="draining"):
-                while True:  # until the signal has arrived
+                while True:  # wait until the signal has arrived
                     await client.open(seed=4)
             assert (await session.step(text="STAND")).done
             assert process.poll() is None
@@ -145,7 +145,7 @@ namespace = "arena"
     config = GatewayConfig.read(path, {"port": 9100})
     assert (config.port, config.bound_grpc_port) == (9100, 19_100)
     assert config.sessions.linger_s == 5.0
-    assert {one.kind for one in config.environments.values()} == {"static", "kubernetes"}
+    assert {child.kind for child in config.environments.values()} == {"static", "kubernetes"}
 
 
 @pytest.mark.parametrize(

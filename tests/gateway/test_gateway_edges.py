@@ -1,4 +1,4 @@
-"""What stands around a gateway's sessions: TLS, tenants and their scopes, ages, traces."""
+"""TLS, scopes of tenants, connection ages and traces of a gateway."""
 
 import asyncio
 from pathlib import Path
@@ -22,13 +22,13 @@ from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     FAST,
     NAME,
-    client_of,
-    config_of,
+    connect_client,
     env_server,
-    http_of,
+    get_sessions,
+    http_client,
+    make_config,
     num_sessions,
-    served,
-    sessions_of,
+    run_gateway,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -64,16 +64,16 @@ async def test_tls_on_both_ports(tmp_path):
     identity.private_key_pem.write_to_path(key)
     authority.cert_pem.write_to_path(ca)
     tls = {"cert": str(cert), "key": str(key)}
-    async with served(tls=tls) as (gateway, _):
+    async with run_gateway(tls=tls) as (gateway, _):
         assert gateway.grpc_address.startswith("grpcs://")
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
-            async with client_of(address, ca_file=str(ca)) as client:
+            async with connect_client(address, ca_file=str(ca)) as client:
                 session, _ = await client.open(seed=1)
                 assert (await session.step({"add": 2})).reward == 2.0
 
 
 async def test_only_admins_drain_and_only_others_play(tenants):
-    async with served(tenants_file=tenants) as (gateway, _), http_of(gateway) as http:
+    async with run_gateway(tenants_file=tenants) as (gateway, _), http_client(gateway) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.post("/drain", headers=bearer(RED))).status_code == 403
@@ -81,17 +81,17 @@ async def test_only_admins_drain_and_only_others_play(tenants):
         assert (await http.post(opening, json={}, headers=bearer(ROOT))).status_code == 403
         assert (await http.post(opening, json={}, headers=bearer(RED))).status_code == 200
         assert (await http.post("/drain", headers=bearer(ROOT))).status_code == 200
-        http.cookies.clear()  # else it plays on in its session
+        http.cookies.clear()  # otherwise it continues in its session
         refused = await http.post(opening, json={}, headers=bearer(RED))
         assert refused.json()["detail"]["code"] == "DRAINING"
 
 
 async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
-    one = {"max_sessions": 1}
+    entry = {"max_sessions": 1}
     async with (
-        served(tenants_file=tenants, server_options=one) as (gateway, servers),
-        http_of(gateway) as red,
-        http_of(gateway) as blue,
+        run_gateway(tenants_file=tenants, server_options=entry) as (gateway, servers),
+        http_client(gateway) as red,
+        http_client(gateway) as blue,
     ):
         reset = f"/envs/{NAME}/reset"
         for _ in range(2):
@@ -101,29 +101,32 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
                 assert num_sessions(servers) == 1
 
 
-async def test_an_unused_session_makes_room_where_the_gateway_did_not_know_that_there_is_none():
+async def test_unused_session_makes_room_after_an_unexpected_refusal():
     two = {"max_sessions": 2}
     async with (
-        served(server_options=two, servers={**FAST, "poll_interval_s": 3600}) as (
+        run_gateway(server_options=two, servers={**FAST, "poll_interval_s": 3600}) as (
             gateway,
             [server],
         ),
-        http_of(gateway) as one,
-        http_of(gateway) as another,
+        http_client(gateway) as entry,
+        http_client(gateway) as second,
     ):
         reset = f"/envs/{NAME}/reset"
-        assert (await one.post(reset, json={})).status_code == 200
-        async with client_of(server.grpc_address) as direct:
+        assert (await entry.post(reset, json={})).status_code == 200
+        async with connect_client(server.grpc_address) as direct:
             await direct.open()
             assert num_sessions([server]) == 2
-            answer = await another.post(reset, json={})
+            answer = await second.post(reset, json={})
             assert answer.status_code == 200, answer.text
             assert num_sessions([server]) == 2
 
 
-async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on(monkeypatch):
+async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
     monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 500)
-    async with served(max_connection_age_s=1.0) as (gateway, servers), client_of(gateway) as client:
+    async with (
+        run_gateway(max_connection_age_s=1.0) as (gateway, servers),
+        connect_client(gateway) as client,
+    ):
         session, _ = await client.open(seed=1)
         stream = client._transport._stream
         await eventually(lambda: stream.broken is not None)
@@ -136,12 +139,12 @@ async def test_request_ids_of_step_many_reach_the_server():
 
     class Spy(EnvServicer):
         async def Connect(self, request_iterator, context):
-            async def noted():
+            async def recorded():
                 async for batch in request_iterator:
                     seen.extend(call.trace for call in batch.calls if call.HasField("step_many"))
                     yield batch
 
-            await super().Connect(noted(), context)
+            await super().Connect(recorded(), context)
 
     server = grpc.aio.server()
     async with env_server() as real:
@@ -149,7 +152,7 @@ async def test_request_ids_of_step_many_reach_the_server():
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with (
-            Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway,
+            Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway,
             RawStream(gateway.grpc_address) as raw,
         ):
             session_id = await raw.open(reset=pb.ResetArgs(seed=1))
@@ -159,30 +162,30 @@ async def test_request_ids_of_step_many_reach_the_server():
             reply = await raw.ask(pb.Call(step_many=steps, trace=trace))
             assert reply.step_many.replies[0].result.reward == 1.0
         await server.stop(None)
-    assert [one.request_id for one in seen] == ["r-1"]
+    assert [entry.request_id for entry in seen] == ["r-1"]
     assert seen[0].traceparent.startswith("00-aaa")
 
 
 async def test_beyond_this_machine_a_token_is_required():
     with pytest.raises(ConfigError, match="tenants or a token"):
-        Gateway(config_of("grpc://127.0.0.1:1", host="0.0.0.0"))
+        Gateway(make_config("grpc://127.0.0.1:1", host="0.0.0.0"))
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])
 async def test_a_port_in_use_is_named_and_nothing_is_started(name):
-    async with served() as (gateway, _):
+    async with run_gateway() as (gateway, _):
         address = gateway.http_address if name == "port" else gateway.grpc_address
         ports = {"port": 0, "grpc_port": 0, name: int(address.rpartition(":")[2])}
         with pytest.raises(PortInUseError, match=f"{name} .* is in use"):
-            await Gateway(config_of("grpc://127.0.0.1:1", **ports)).start()
+            await Gateway(make_config("grpc://127.0.0.1:1", **ports)).start()
 
 
-async def test_without_servers_opens_wait_for_one_and_say_what_is_missing(monkeypatch):
+async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch):
     monkeypatch.setattr(admission, "MIN_DESCRIBE_S", 0.3)
     sessions = {"queue_timeout_s": 0.3}
-    async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
+    async with Gateway(make_config("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
         with pytest.raises(CapacityError, match="accepts sessions"):
-            await sessions_of(gateway).open(OpenArgs(ResetArgs()))
+            await get_sessions(gateway).open(OpenArgs(ResetArgs()))
         async with httpx.AsyncClient(timeout=60) as http:
             answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
             assert answer.status_code == 503
@@ -192,9 +195,9 @@ async def test_without_servers_opens_wait_for_one_and_say_what_is_missing(monkey
 async def test_a_client_that_comes_before_the_first_server_is_served_when_it_starts():
     late = env_server()
     port = _free_port()
-    async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
+    async with Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway:
         connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
-        await eventually(lambda: sessions_of(gateway).load.num_waiting == 1)
+        await eventually(lambda: get_sessions(gateway).load.num_waiting == 1)
         late = env_server(grpc_port=port)
         async with late, await connecting as client:
             session, _ = await client.open(seed=1)

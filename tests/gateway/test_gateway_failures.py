@@ -1,4 +1,4 @@
-"""Servers that die, restart, break their connections, or do not share the key."""
+"""Servers that die, restart, break connections or have another key."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from tests.gateway.gateways import (
     KEY,
     NAME,
     ListedServers,
-    config_of,
-    endpoint_of,
     env_server,
     gateway_to,
+    get_sessions,
+    make_config,
+    make_endpoint,
     server_process,
-    sessions_of,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -34,7 +34,7 @@ ADD_1 = b'{"add": 1}'
 
 
 class Cable:
-    """A TCP proxy that can be cut, and that can swallow what a server answers."""
+    """A TCP proxy that can cut connections and drop responses."""
 
     def __init__(self, address: str) -> None:
         self._port = int(address.rpartition(":")[2])
@@ -78,21 +78,21 @@ class Cable:
             await writer.drain()
 
 
-def code_of(caught) -> str:
+def error_code(caught) -> str:
     return str(caught.value.code)
 
 
 @pytest.mark.slow
 async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
-    with server_process(tmp_path, env=env) as one, server_process(tmp_path, env=env) as other:
-        async with gateway_to(one, other, servers=FAST | {"retry_within_s": 1.0}) as gateway:
-            sessions = sessions_of(gateway)
+    with server_process(tmp_path, env=env) as line, server_process(tmp_path, env=env) as other:
+        async with gateway_to(line, other, servers=FAST | {"retry_within_s": 1.0}) as gateway:
+            sessions = get_sessions(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(20)]
-            by_id = {one.session_id.split("~")[1] for one in opened}
+            by_id = {line.session_id.split("~")[1] for line in opened}
             assert len(by_id) == 2
-            one.process.send_signal(signal.SIGKILL)
-            one.process.wait()
+            line.process.send_signal(signal.SIGKILL)
+            line.process.wait()
             outcomes = await asyncio.gather(
                 *(sessions.step(o.session_id, ADD_1, 1) for o in opened), return_exceptions=True
             )
@@ -104,12 +104,12 @@ async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
                 await sessions.open(SEEDED)
 
 
-async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are_lost():
+async def test_sessions_of_a_restarted_server_are_lost():
     first = env_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
     async with gateway_to(first) as gateway:
-        sessions = sessions_of(gateway)
+        sessions = get_sessions(gateway)
         opened = await sessions.open(SEEDED)
         await first.stop()
         second = env_server(grpc_port=port)
@@ -121,12 +121,12 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
             assert second.core.load.num_sessions == 1
 
 
-async def test_a_session_on_a_restarted_server_waits_for_a_gateway_that_found_it_later(monkeypatch):
+async def test_session_on_a_restarted_server_waits_for_a_late_gateway(monkeypatch):
     first = env_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
     async with gateway_to(first) as quick, gateway_to(first) as slow:
-        (link,) = sessions_of(slow).fleet.links
+        (link,) = get_sessions(slow).fleet.links
         connect, may_connect = link.connect, asyncio.Event()
 
         async def connect_later() -> None:
@@ -136,8 +136,8 @@ async def test_a_session_on_a_restarted_server_waits_for_a_gateway_that_found_it
         monkeypatch.setattr(link, "connect", connect_later)
         await first.stop()
         async with env_server(grpc_port=port):
-            opened = await sessions_of(quick).open(SEEDED)
-            step = asyncio.create_task(sessions_of(slow).step(opened.session_id, ADD_1, 1))
+            opened = await get_sessions(quick).open(SEEDED)
+            step = asyncio.create_task(get_sessions(slow).step(opened.session_id, ADD_1, 1))
             await turns_of_the_loop()
             may_connect.set()
             assert (await step).step_index == 1
@@ -145,18 +145,20 @@ async def test_a_session_on_a_restarted_server_waits_for_a_gateway_that_found_it
 
 async def num_lost(gateway) -> float:
     text = (await gateway.metrics.render())[0].decode()
-    (line,) = [one for one in text.splitlines() if one.startswith("ludus_gateway_sessions_lost_t")]
+    (line,) = [
+        line for line in text.splitlines() if line.startswith("ludus_gateway_sessions_lost_t")
+    ]
     return float(line.rpartition(" ")[2])
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-async def test_sessions_that_nobody_calls_are_counted_when_their_server_is_lost(comes_back, caplog):
+async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_back, caplog):
     first, kept = env_server(), env_server()
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
     limits = {"linger_s": 3600.0 if comes_back else 0.3}
     async with kept, gateway_to(first, kept, sessions=limits) as gateway:
-        sessions = sessions_of(gateway)
+        sessions = get_sessions(gateway)
         opened = [await sessions.open(SEEDED) for _ in range(10)]
         num_kept = kept.core.load.num_sessions
         assert 0 < num_kept < 10
@@ -173,24 +175,24 @@ async def test_a_session_that_is_closed_after_its_server_died_was_lost():
     server = env_server()
     await server.start()
     async with gateway_to(server, servers=FAST | {"retry_within_s": 0.1}) as gateway:
-        sessions = sessions_of(gateway)
-        one, other = [await sessions.open(SEEDED) for _ in range(2)]
+        sessions = get_sessions(gateway)
+        line, other = [await sessions.open(SEEDED) for _ in range(2)]
         await sessions.close(other.session_id)
         assert await num_lost(gateway) == 0
         await server.stop()
-        await sessions.close(one.session_id)
+        await sessions.close(line.session_id)
         assert (gateway.num_sessions, await num_lost(gateway)) == (0, 1)
 
 
 async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
-            sessions = sessions_of(gateway)
+        async with cable.plugged_in() as address, Gateway(make_config(address)) as gateway:
+            sessions = get_sessions(gateway)
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
-            await eventually(lambda: b'"total":1' in state_of(server, opened.session_id))
+            await eventually(lambda: b'"total":1' in read_state(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             result = await asyncio.wait_for(stepping, 60)
@@ -201,17 +203,17 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
 async def test_an_unnumbered_step_is_never_sent_twice():
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
-            sessions = sessions_of(gateway)
+        async with cable.plugged_in() as address, Gateway(make_config(address)) as gateway:
+            sessions = get_sessions(gateway)
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
-            await eventually(lambda: b'"total":1' in state_of(server, opened.session_id))
+            await eventually(lambda: b'"total":1' in read_state(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             with pytest.raises(SessionLostError):
                 await asyncio.wait_for(stepping, 60)
-            assert b'"total":1' in state_of(server, opened.session_id)
+            assert b'"total":1' in read_state(server, opened.session_id)
 
 
 @pytest.mark.slow
@@ -221,9 +223,9 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
         monkeypatch.setattr(tracked, "MAX_SWEEP_INTERVAL_S", 0.1)
         async with (
             cable.plugged_in() as address,
-            Gateway(config_of(address)) as gateway,
+            Gateway(make_config(address)) as gateway,
         ):
-            sessions = sessions_of(gateway)
+            sessions = get_sessions(gateway)
             connection = Connection()
             thinking = await sessions.open(SEEDED, connection)
             lingers_since_s: list[float] = []
@@ -236,7 +238,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
 
             monkeypatch.setattr(server.core, "detach", note)
             cable.cut()
-            # It lingers for the server; the gateway lets the linger begin again and again.
+            # The session lingers on the server; the gateway restarts the linger time repeatedly.
             await eventually(lambda: len(lingers_since_s) >= 4)
             assert sorted(set(lingers_since_s)) == lingers_since_s
             assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
@@ -246,30 +248,30 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
 
 
 @pytest.mark.slow
-async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_time():
-    async with env_server() as one, env_server() as other:
-        cable = Cable(one.grpc_address)
+async def test_absent_server_gets_no_sessions_and_is_unavailable_in_time():
+    async with env_server() as line, env_server() as other:
+        cable = Cable(line.grpc_address)
         async with cable.plugged_in() as address:
             servers = {"poll_interval_s": 0.1, "retry_within_s": 0.5, "unreachable_after_s": 1.0}
-            config = config_of(address, other.grpc_address, servers=servers)
+            config = make_config(address, other.grpc_address, servers=servers)
             async with Gateway(config) as gateway:
-                sessions = sessions_of(gateway)
+                sessions = get_sessions(gateway)
                 opened = [await sessions.open(SEEDED) for _ in range(10)]
                 cable.is_connected = False
                 cable.cut()
-                away = [o for o in opened if o.session_id.split("~")[1] == id_of(one)]
-                assert away
+                absent = [o for o in opened if o.session_id.split("~")[1] == read_server_id(line)]
+                assert absent
                 with pytest.raises(UnavailableError) as caught:
-                    await sessions.step(away[0].session_id, ADD_1, 1)
-                assert code_of(caught) == "UNAVAILABLE"
-                before = other.core.load.num_sessions
+                    await sessions.step(absent[0].session_id, ADD_1, 1)
+                assert error_code(caught) == "UNAVAILABLE"
+                previous = other.core.load.num_sessions
                 for _ in range(5):
                     await sessions.open(SEEDED)
-                assert other.core.load.num_sessions == before + 5
+                assert other.core.load.num_sessions == previous + 5
                 assert sessions.environment_load.num_unreachable_servers == 1
                 cable.is_connected = True
                 await eventually(lambda: sessions.environment_load.num_servers == 2)
-                assert (await sessions.step(away[0].session_id, ADD_1, 1)).reward == 1.0
+                assert (await sessions.step(absent[0].session_id, ADD_1, 1)).reward == 1.0
 
 
 @pytest.mark.slow
@@ -278,7 +280,7 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
     with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen:
         other = env_server()
         async with other, gateway_to(frozen, other, servers=servers) as gateway:
-            sessions = sessions_of(gateway)
+            sessions = get_sessions(gateway)
             link = sessions.fleet.find_link_by_key(frozen.grpc_address)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
@@ -290,49 +292,49 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
             await eventually(lambda: sessions.environment_load.num_servers == 2)
 
 
-async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used(monkeypatch):
+async def test_servers_with_another_session_key_are_reported_and_skipped(monkeypatch):
     wrong, keyless = env_server(session_key="another-key-0123456789"), env_server(session_key=None)
     async with wrong, keyless, env_server() as right:
         async with gateway_to(wrong, keyless) as gateway:
-            fleet = sessions_of(gateway).fleet
+            fleet = get_sessions(gateway).fleet
 
-            async def poll(size: int) -> None:  # as happens to come between two attempts
+            async def poll(size: int) -> None:  # a poll between two attempts
                 for link in fleet.links:
                     await link.poll()
 
-            monkeypatch.setattr(sessions_of(gateway).opener, "make_room", poll)
+            monkeypatch.setattr(get_sessions(gateway).opener, "make_room", poll)
             with pytest.raises(UnavailableError, match="session key"):
-                await sessions_of(gateway).open(SEEDED)
+                await get_sessions(gateway).open(SEEDED)
         async with gateway_to(wrong, keyless, right) as gateway:
             for _ in range(6):
-                await sessions_of(gateway).open(SEEDED)
+                await get_sessions(gateway).open(SEEDED)
             assert right.core.load.num_sessions == 6
 
 
-async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again():
-    async with env_server() as one, env_server() as other:
-        source = ListedServers(endpoint_of(one), endpoint_of(other))
-        async with Gateway(config_of(one.grpc_address), {NAME: source}) as gateway:
-            sessions = sessions_of(gateway)
+async def test_removed_server_is_used_again_when_it_is_listed_again():
+    async with env_server() as line, env_server() as other:
+        source = ListedServers(make_endpoint(line), make_endpoint(other))
+        async with Gateway(make_config(line.grpc_address), {NAME: source}) as gateway:
+            sessions = get_sessions(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]
-            source.list(endpoint_of(other))
-            source.list(endpoint_of(one), endpoint_of(other))
+            source.list(make_endpoint(other))
+            source.list(make_endpoint(line), make_endpoint(other))
             await eventually(lambda: sessions.environment_load.num_servers == 2)
             for one_opened in opened:
                 assert (await sessions.step(one_opened.session_id, ADD_1, 1)).reward == 1.0
 
 
-async def test_an_address_where_nothing_listens_does_not_keep_a_gateway_from_starting():
+async def test_unreachable_address_does_not_block_the_start():
     async with env_server() as server:
-        nothing = ServerEndpoint("nothing", "grpc://127.0.0.1:1", "")
-        source = ListedServers(nothing, endpoint_of(server))
-        async with Gateway(config_of("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
-            assert await sessions_of(gateway).open(SEEDED)
+        silent = ServerEndpoint("nothing", "grpc://127.0.0.1:1", "")
+        source = ListedServers(silent, make_endpoint(server))
+        async with Gateway(make_config("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
+            assert await get_sessions(gateway).open(SEEDED)
 
 
-def state_of(server, session_id: str) -> bytes:
+def read_state(server, session_id: str) -> bytes:
     return server.core.open_sessions[session_id].session.state_json()
 
 
-def id_of(server) -> str:
+def read_server_id(server) -> str:
     return server.core.options.server_id

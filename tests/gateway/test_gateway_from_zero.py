@@ -1,4 +1,4 @@
-"""`ludus env check --wait`: environments whose servers start when somebody wants a session."""
+"""`ludus env check --wait` with environments that scale from zero."""
 
 import asyncio
 
@@ -11,32 +11,32 @@ from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
     ListedServers,
-    config_of,
-    endpoint_of,
     env_server,
+    get_sessions,
+    make_config,
+    make_endpoint,
     num_sessions,
-    sessions_of,
 )
 
 
 @pytest.mark.parametrize("was_there", [False, True])
-async def test_who_waits_is_counted_as_demand_and_plays_when_a_server_has_started(was_there):
+async def test_waiting_opens_count_as_demand_and_play_after_a_server_started(was_there):
     async with env_server() as server:
-        source = ListedServers(*[endpoint_of(server)] * was_there)
-        async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
-            admission = sessions_of(gateway).admission
+        source = ListedServers(*[make_endpoint(server)] * was_there)
+        async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
+            admission = get_sessions(gateway).admission
             await eventually(lambda: bool(admission.fleet.description) == was_there)
             source.list()
             waiting = asyncio.create_task(describe(gateway.grpc_address, wait_s=60))
             await eventually(lambda: admission.num_waiting == 1)
-            source.list(endpoint_of(server))
+            source.list(make_endpoint(server))
             assert (await waiting).server_id == "gateway"
             assert num_sessions([server]) == 0
 
 
-async def test_who_waits_in_vain_is_told_for_how_long():
+async def test_timed_out_open_reports_its_waiting_time():
     source = ListedServers()
-    async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
+    async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
         with pytest.raises(NotFoundError, match=r"did not open a session within 0\.1 s"):
             await describe(gateway.grpc_address, wait_s=0.1)
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a gateway."""
+"""Prometheus metrics of a gateway."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
 LABELS = ("env", "state", "call", "outcome", "reason", "kind", "code", "le")
 
 
-def rendered(metrics: GatewayMetrics, accept: str = "") -> tuple[bytes, str]:
-    """The body of a scrape and its content type, where no event loop runs."""
+def render(metrics: GatewayMetrics, accept: str = "") -> tuple[bytes, str]:
+    """Return the body and content type of a scrape, outside an event loop."""
     return asyncio.run(metrics.render(accept))
 
 
-def samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
-    """The exposition: (name, label values...) -> value."""
-    body, _ = rendered(metrics)
+def read_samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
+    """Parse an exposition into values by (name, label values...)."""
+    body, _ = render(metrics)
     return {
         (sample.name, *(sample.labels[key] for key in LABELS if key in sample.labels)): sample.value
         for family in text_string_to_metric_families(body.decode())
@@ -70,8 +70,8 @@ def busy() -> GatewayMetrics:
     return metrics
 
 
-def test_what_happened_is_counted_where_it_belongs() -> None:
-    found = samples(busy())
+def test_events_are_counted_in_their_series() -> None:
+    values = read_samples(busy())
     expected = {
         ("ludus_gateway_sessions", "blackjack", "pending"): 3,
         ("ludus_gateway_sessions", "blackjack", "active"): 40,
@@ -99,36 +99,36 @@ def test_what_happened_is_counted_where_it_belongs() -> None:
         ("ludus_gateway_rate_limited_total", "blackjack"): 17,
         ("ludus_gateway_auth_failures_total", "unknown"): 1,
     }
-    assert {key: found[key] for key in expected} == expected
-    assert found["ludus_gateway_call_seconds_sum", "blackjack", "step"] == pytest.approx(0.7706)
-    assert not [key for key in found if "not-configured" in key]
+    assert {key: values[key] for key in expected} == expected
+    assert values["ludus_gateway_call_seconds_sum", "blackjack", "step"] == pytest.approx(0.7706)
+    assert not [key for key in values if "not-configured" in key]
 
 
-def test_every_series_is_there_from_the_start_and_no_other_appears() -> None:
+def test_every_series_exists_from_the_start() -> None:
     fresh, used = GatewayMetrics(["blackjack", "chess"]), busy()
-    before = samples(fresh)
-    assert before.keys() == samples(used).keys()
-    assert {value for (name, *_), value in before.items() if not name.endswith("_info")} == {0.0}
-    opens = {key[2] for key in before if key[0] == "ludus_gateway_opens_total"}
+    initial = read_samples(fresh)
+    assert initial.keys() == read_samples(used).keys()
+    assert {value for (name, *_), value in initial.items() if not name.endswith("_info")} == {0.0}
+    opens = {key[2] for key in initial if key[0] == "ludus_gateway_opens_total"}
     assert opens == set(OpenOutcome)
-    assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in before
+    assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in initial
 
 
 def test_every_declared_name_is_exported() -> None:
     exported = {
         family.name.removesuffix("_info")
-        for family in text_string_to_metric_families(rendered(busy())[0].decode())
+        for family in text_string_to_metric_families(render(busy())[0].decode())
     }
     assert exported == set(GatewayMetric)
 
 
 def test_the_exposition_is_read_by_both_parsers() -> None:
     metrics = busy()
-    body, content_type = rendered(metrics, "application/openmetrics-text; version=1.0.0")
+    body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     names = {family.name for family in openmetrics_families(body.decode())}
     assert names == set(GatewayMetric)
-    plain, content_type = rendered(metrics, "text/plain")
+    plain, content_type = render(metrics, "text/plain")
     assert content_type.startswith("text/plain")
     assert list(text_string_to_metric_families(plain.decode()))
 
@@ -159,12 +159,12 @@ def test_refused_calls_reach_the_metrics() -> None:
     for authorization in ([], ["Bearer wrong"], ["nonsense"]):
         with pytest.raises(Exception, match="expected a token"):
             access.authenticate(*authorization)
-    found = samples(metrics)
+    values = read_samples(metrics)
     for kind in ("missing", "unknown", "malformed"):
-        assert found["ludus_gateway_auth_failures_total", kind] == 1
+        assert values["ludus_gateway_auth_failures_total", kind] == 1
 
 
-def test_counting_steps_takes_a_few_calls_however_many_they_are() -> None:
+def test_counting_many_steps_takes_few_calls() -> None:
     metrics = GatewayMetrics(["chess"])
 
     def num_calls(num_steps: int) -> int:
@@ -181,7 +181,7 @@ def test_counting_steps_takes_a_few_calls_however_many_they_are() -> None:
 
 @pytest.mark.skipif(not PROMTOOL, reason="no promtool; set PROMTOOL_BINARY to one")
 def test_promtool_finds_nothing_to_improve() -> None:
-    body, _ = rendered(busy(), "text/plain")
+    body, _ = render(busy(), "text/plain")
     done = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -193,7 +193,7 @@ def test_promtool_finds_nothing_to_improve() -> None:
 def exporting(metrics: GatewayMetrics) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body, content_type = rendered(metrics, self.headers.get("accept", ""))
+            body, content_type = render(metrics, self.headers.get("accept", ""))
             self.send_response(200)
             self.send_header("content-type", content_type)
             self.end_headers()
@@ -215,7 +215,7 @@ def exporting(metrics: GatewayMetrics) -> Iterator[int]:
 
 @contextmanager
 def prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
-    """A Prometheus that scrapes the targets; its address."""
+    """Run Prometheus for the targets, and yield its address."""
     addresses = ", ".join(f"'127.0.0.1:{port}'" for port in targets)
     (folder / "prometheus.yml").write_text(
         "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
@@ -234,14 +234,14 @@ def prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
             stderr=output,
         )
     try:
-        yield f"http://127.0.0.1:{port_of(process.pid, log)}"
+        yield f"http://127.0.0.1:{find_port(process.pid, log)}"
     finally:
         process.terminate()
         process.wait(60)
 
 
-def port_of(pid: int, log: Path) -> int:
-    """Where the process listens; asked of the kernel, since it logs the port it was given."""
+def find_port(pid: int, log: Path) -> int:
+    """Return the port of the process from the kernel, because its log contains only port 0."""
     deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:
         sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
@@ -255,22 +255,22 @@ def port_of(pid: int, log: Path) -> int:
 
 
 def ask(address: str, query: str) -> dict[str, float]:
-    """The value by environment."""
+    """Query Prometheus; return values by environment."""
     encoded = urllib.parse.quote(query)
     try:
         with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
-            found = json.load(answer)["data"]["result"]
+            samples = json.load(answer)["data"]["result"]
     except urllib.error.HTTPError as error:
-        assert error.code == 503, error  # it listens before it can answer
+        assert error.code == 503, error  # it listens before it responds
         return {}
-    return {one["metric"].get("env", ""): float(one["value"][1]) for one in found}
+    return {target["metric"].get("env", ""): float(target["value"][1]) for target in samples}
 
 
 def wait_for(address: str, query: str, expected: dict[str, float]) -> None:
-    """Until that is the answer."""
+    """Wait until a query has the expected result."""
     deadline_s = time.monotonic() + 120.0
-    while (found := ask(address, query)) != expected:
-        assert time.monotonic() < deadline_s, (query, found)
+    while (samples := ask(address, query)) != expected:
+        assert time.monotonic() < deadline_s, (query, samples)
         time.sleep(0.1)
 
 
@@ -289,7 +289,7 @@ def test_prometheus_scrapes_two_gateways_and_the_documented_queries_hold(tmp_pat
             'max by (env) (ludus_gateway_sessions{state="active"})'
             ' + sum by (env) (ludus_gateway_sessions{state="pending"})'
         )
-        # A scrape that comes too late leaves a gap: each answer may take until the next one.
+        # A late scrape leaves a gap, so a result may need another scrape.
         wait_for(address, provide_for, {"blackjack": 46.0, "chess": 0.0})
         saturation = (
             'max by (env) (ludus_gateway_sessions{state="active"})'

@@ -1,4 +1,4 @@
-"""Playing through a gateway is playing on the servers themselves, over every wire."""
+"""Episodes through a gateway equal those on the servers, over every wire."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from tests.env.goal_env import MET, MISSED, GoalEnv
 from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
-    client_of,
-    config_of,
+    connect_client,
     env_server,
-    http_of,
+    http_client,
+    make_config,
     num_sessions,
-    served,
+    run_gateway,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -29,7 +29,7 @@ TOKEN = "token-of-the-whole-gateway"
 ACTIONS = [{"add": 1}, {"add": 8}, {"add": 2}, {"add": 3}, {"add": 1}]
 
 
-async def episode_of(address: str) -> list:
+async def play_episode(address: str) -> list:
     async with await AsyncEnvClient.connect(address) as client:
         session, first = await client.open(seed=7)
         results = [first]
@@ -44,30 +44,30 @@ async def episode_of(address: str) -> list:
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire):
-    async with served(2) as (gateway, servers):
+    async with run_gateway(2) as (gateway, servers):
         by_gateway = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
         by_server = {"grpc": servers[0].grpc_address, "http": servers[0].http_address}
-        through = await episode_of(by_gateway[wire])
-        direct = await episode_of(by_server[wire])
+        through = await play_episode(by_gateway[wire])
+        direct = await play_episode(by_server[wire])
         assert str(through) == str(direct)
         await eventually(lambda: num_sessions(servers) == 0)
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
-    async with served(factory=GoalEnv) as (gateway, _):
+    async with run_gateway(factory=GoalEnv) as (gateway, _):
         address = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
         async with await AsyncEnvClient.connect(address[wire]) as client:
             for actions, success in ((MET, True), (MISSED, False)):
                 session, first = await client.open(seed=7)
                 results = [first, *[await session.step(action) for action in actions]]
-                assert [one.success for one in results] == [*[None] * 5, success]
+                assert [item.success for item in results] == [*[None] * 5, success]
                 [reset] = await client.step_many([(session, Reset(seed=8))])
                 assert reset.success is None
 
 
 async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
-    async with served(2) as (gateway, servers):
+    async with run_gateway(2) as (gateway, servers):
         address = gateway.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/envs/{NAME}/ws") as socket:
 
@@ -87,7 +87,7 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
 
 async def test_a_token_in_the_address_is_enough(monkeypatch):
     monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", TOKEN)
-    async with served() as (gateway, _):
+    async with run_gateway() as (gateway, _):
         base = f"{gateway.http_address}/envs/{NAME}".replace("://", f"://me:{TOKEN}@")
         async with await AsyncEnvClient.connect(base) as client:
             session, _ = await client.open(seed=1)
@@ -103,13 +103,13 @@ async def test_a_token_in_the_address_is_enough(monkeypatch):
 
 
 async def test_step_many_over_two_servers_answers_in_order():
-    async with served(2) as (gateway, servers), client_of(gateway) as client:
+    async with run_gateway(2) as (gateway, servers), connect_client(gateway) as client:
         sessions = [(await client.open(seed=n))[0] for n in range(24)]
         assert all(server.core.load.num_sessions > 0 for server in servers)
         gone = sessions[5]
         for server in servers:
             await server.core.close(gone.id)
-        steps = [(one, {"add": 1 + n % 3}) for n, one in enumerate(sessions)]
+        steps = [(item, {"add": 1 + n % 3}) for n, item in enumerate(sessions)]
         results = await client.step_many(steps)
         for n, result in enumerate(results):
             if sessions[n] is gone:
@@ -119,20 +119,20 @@ async def test_step_many_over_two_servers_answers_in_order():
 
 
 async def test_step_many_on_one_server_mixes_steps_and_resets():
-    async with served(1) as (gateway, _), client_of(gateway) as client:
-        one, two, three = [(await client.open(seed=n))[0] for n in range(3)]
-        results = await client.step_many([(one, {"add": 2}), (two, "ADD 2"), (three, Reset(9))])
+    async with run_gateway(1) as (gateway, _), connect_client(gateway) as client:
+        item, two, three = [(await client.open(seed=n))[0] for n in range(3)]
+        results = await client.step_many([(item, {"add": 2}), (two, "ADD 2"), (three, Reset(9))])
         assert [result.reward for result in results] == [2.0, 2.0, None]
         assert [result.step_index for result in results] == [1, 1, 0]
-        async with http_of(gateway) as http:
-            told = (await http.get("/metrics")).text
+        async with http_client(gateway) as http:
+            listed = (await http.get("/metrics")).text
         for call, num in (("step", 2), ("reset", 1)):
             labels = f'call="{call}",code="OK",env="{NAME}"'
-            assert f"ludus_gateway_calls_total{{{labels}}} {num}.0" in told
+            assert f"ludus_gateway_calls_total{{{labels}}} {num}.0" in listed
 
 
-async def test_sessions_that_end_with_their_episode_are_forgotten_after_a_step_many():
-    async with served(1) as (gateway, servers), client_of(gateway) as client:
+async def test_sessions_that_end_with_their_episode_are_removed_after_step_many():
+    async with run_gateway(1) as (gateway, servers), connect_client(gateway) as client:
         session, _ = await client.open(seed=1, close_when_done=True)
         while not (await client.step_many([(session, {"add": 1})]))[0].done:
             assert gateway.num_sessions == 1
@@ -140,7 +140,7 @@ async def test_sessions_that_end_with_their_episode_are_forgotten_after_a_step_m
 
 
 async def test_a_group_is_together_on_one_server_and_begins_alike():
-    async with served(2) as (gateway, servers), client_of(gateway) as client:
+    async with run_gateway(2) as (gateway, servers), connect_client(gateway) as client:
         group = await client.open_group(6)
         firsts = {str(first.observation) for _, first in group}
         assert len(firsts) == 1
@@ -148,13 +148,16 @@ async def test_a_group_is_together_on_one_server_and_begins_alike():
         assert loads == [0, 6]
 
 
-async def test_two_environments_share_the_ports_and_are_told_apart():
-    one, other = env_server(), env_server()
-    async with one, other, Gateway(two_environments(one, other)) as gateway:
+async def test_two_environments_share_the_ports():
+    item, other = env_server(), env_server()
+    async with item, other, Gateway(two_environments(item, other)) as gateway:
         address = gateway.grpc_address
-        async with client_of(f"{address}/other") as client, client_of(f"{address}/one") as wrong:
+        async with (
+            connect_client(f"{address}/other") as client,
+            connect_client(f"{address}/one") as wrong,
+        ):
             session, _ = await client.open(seed=1)
-            assert (one.core.load.num_sessions, other.core.load.num_sessions) == (0, 1)
+            assert (item.core.load.num_sessions, other.core.load.num_sessions) == (0, 1)
             stranger = await wrong.open_session()
             stranger._wire.session_id = session.id
             with pytest.raises(InvalidCallError, match="not to 'one'"):
@@ -163,26 +166,26 @@ async def test_two_environments_share_the_ports_and_are_told_apart():
             await AsyncEnvClient.connect(f"{address}/third", ConnectOptions(connect_timeout_s=60))
 
 
-def two_environments(one, other):
-    return config_of(
+def two_environments(item, other):
+    return make_config(
         environments={
-            "one": {"kind": "static", "addresses": [one.grpc_address]},
+            "one": {"kind": "static", "addresses": [item.grpc_address]},
             "other": {"kind": "static", "addresses": [other.grpc_address]},
         }
     )
 
 
-async def test_what_environments_there_are_is_told_over_http():
-    async with served(2) as (gateway, _), http_of(gateway) as http:
+async def test_environments_are_listed_over_http():
+    async with run_gateway(2) as (gateway, _), http_client(gateway) as http:
         listed = (await http.get("/v1/envs")).json()["environments"]
-        assert [(one["name"], one["num_servers"]) for one in listed] == [(NAME, 2)]
+        assert [(item["name"], item["num_servers"]) for item in listed] == [(NAME, 2)]
         shown = (await http.get(f"/v1/envs/{NAME}")).json()
         assert shown["environment"] == NAME and shown["action_schema"]["type"] == "object"
 
 
 @pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope"])
 async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(path):
-    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
+    async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         method = "GET" if path.endswith("nope") else "POST"
         answer = await http.request(method, gateway.http_address + path, json={})
         assert answer.status_code == 404
@@ -190,16 +193,16 @@ async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(p
 
 
 async def test_no_request_is_answered_with_a_redirect():
-    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
+    async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
             answer = await http.get(gateway.http_address + path)
             assert answer.status_code in (200, 404), path
 
 
 async def test_metrics_exist_from_the_start_and_count_what_is_played():
-    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
-        before = (await http.get(f"{gateway.http_address}/metrics")).text
-        assert f'ludus_gateway_sessions{{env="{NAME}",state="pending"}} 0.0' in before
+    async with run_gateway() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
+        previous = (await http.get(f"{gateway.http_address}/metrics")).text
+        assert f'ludus_gateway_sessions{{env="{NAME}",state="pending"}} 0.0' in previous
         async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
             session, _ = await client.open(seed=1)
             await session.step({"add": 1})
@@ -210,8 +213,8 @@ async def test_metrics_exist_from_the_start_and_count_what_is_played():
 
 
 async def test_calls_in_flight_on_many_sessions_do_not_wait_for_each_other():
-    async with served(2) as (gateway, _), client_of(gateway) as client:
+    async with run_gateway(2) as (gateway, _), connect_client(gateway) as client:
         sessions = [(await client.open(seed=n))[0] for n in range(64)]
         for _ in range(3):
-            results = await asyncio.gather(*(one.step({"add": 2}) for one in sessions))
+            results = await asyncio.gather(*(item.step({"add": 2}) for item in sessions))
             assert {result.reward for result in results} == {2.0}

@@ -1,4 +1,4 @@
-"""Session ids route themselves: through any gateway, after restarts, and for nobody else."""
+"""Routing by session id: through any gateway, after restarts, and only for the tenant."""
 
 import asyncio
 import gc
@@ -20,18 +20,18 @@ from tests.gateway.gateways import (
     KEY,
     NAME,
     ListedServers,
-    config_of,
-    endpoint_of,
     env_server,
     gateway_to,
+    get_sessions,
+    make_config,
+    make_endpoint,
     num_sessions,
-    served,
-    sessions_of,
+    run_gateway,
 )
 
 
 class Raw(RawStream):
-    """Calls to a gateway, with any session id."""
+    """Raw calls to a gateway with any session id."""
 
     def __init__(self, gateway: Gateway, token: str = "") -> None:
         super().__init__(gateway.grpc_address, token)
@@ -44,8 +44,8 @@ class Raw(RawStream):
         assert not reply.HasField("error"), reply.error
         return reply.result.reward
 
-    async def code_of_step(self, session_id: str) -> str:
-        """The wire code of a step that must fail, the same alone and among others."""
+    async def failing_step_code(self, session_id: str) -> str:
+        """Return the error code of a failing step, in a single call and in step_many."""
         step = _step(session_id)
         alone = await self.ask(pb.Call(step=step))
         many = await self.ask(pb.Call(step_many=pb.StepManyRequest(steps=[step])))
@@ -60,48 +60,50 @@ def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
 
 async def test_a_session_opened_through_one_gateway_is_played_through_another():
     async with (
-        served(3) as (first, servers),
+        run_gateway(3) as (first, servers),
         gateway_to(*servers) as second,
-        Raw(first) as one,
+        Raw(first) as item,
         Raw(second) as other,
     ):
-        ids = [await one.open() for _ in range(6)]
-        for step_index, raw in ((1, other), (2, one), (3, other)):
+        ids = [await item.open() for _ in range(6)]
+        for step_index, raw in ((1, other), (2, item), (3, other)):
             for session_id in ids:
                 assert await raw.step(session_id, step_index) == 2.0
 
 
-async def test_a_session_whose_server_was_not_reached_yet_may_be_asked_for_again():
+async def test_call_for_an_unreached_server_can_be_retried():
     unreached = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
     source = ListedServers(unreached)
     async with (
-        Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway,
+        Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway,
         Raw(gateway) as raw,
     ):
         session_id = SessionKey(KEY.encode()).sign(NAME, "some-server")
-        assert await raw.code_of_step(session_id) == "UNAVAILABLE"
+        assert await raw.failing_step_code(session_id) == "UNAVAILABLE"
         source.list()
-        assert await raw.code_of_step(session_id) == "SESSION_LOST"
+        assert await raw.failing_step_code(session_id) == "SESSION_LOST"
 
 
 async def test_forged_ids_are_refused():
-    async with served() as (gateway, _), Raw(gateway) as raw:
+    async with run_gateway() as (gateway, _), Raw(gateway) as raw:
         session_id = await raw.open()
         other_key = SessionKey(b"another-key-that-is-long-enough")
         forged = other_key.sign(NAME, session_id.split("~")[1])
         for bad in (forged, session_id[:-1] + "!", "", "nonsense", "a~b~c~d~e~f~g", "~" * 500):
-            assert await raw.code_of_step(bad) == "UNAUTHENTICATED"
+            assert await raw.failing_step_code(bad) == "UNAUTHENTICATED"
 
 
 async def test_an_expired_id_is_lost_and_says_so():
     key = SessionKey(KEY.encode())
-    async with served() as (gateway, servers), Raw(gateway) as raw:
+    async with run_gateway() as (gateway, servers), Raw(gateway) as raw:
         server_id = servers[0].core.options.server_id
-        assert await raw.code_of_step(key.sign(NAME, server_id, lifetime_s=-2)) == "SESSION_LOST"
+        assert (
+            await raw.failing_step_code(key.sign(NAME, server_id, lifetime_s=-2)) == "SESSION_LOST"
+        )
 
 
 class CountedKey(SessionKey):
-    """Notes which ids it has verified."""
+    """A session key that records the verified ids."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
@@ -125,30 +127,30 @@ def test_an_id_that_was_good_expires():
             routes.find(session_id, "red")
 
 
-def test_a_route_is_remembered_while_it_is_called_and_no_longer():
+def test_route_is_cached_only_while_it_is_called():
     now_s = time.time()
     key = CountedKey(KEY.encode())
     routes = RouteCache(key, clock=lambda: now_s)
-    used, left = (key.sign(NAME, "a-server", tenant="red", lifetime_s=3600) for _ in range(2))
-    routes.find(left, "red")
+    used, unused = (key.sign(NAME, "a-server", tenant="red", lifetime_s=3600) for _ in range(2))
+    routes.find(unused, "red")
     for _ in range(20):
         assert routes.find(used, "red").session_id == used
         now_s += 30
-    assert key.read_ids == [left, used]
-    # Not `isinstance`, which asks weak proxies for what they stand for.
-    remembered = [one for one in gc.get_objects() if type(one) is Route]
-    assert [one.session_id for one in remembered if one.session_id in (used, left)] == [used]
-    assert routes.find(left, "red").session_id == left
+    assert key.read_ids == [unused, used]
+    # Not `isinstance`, which would resolve weak proxies.
+    remembered = [item for item in gc.get_objects() if type(item) is Route]
+    assert [item.session_id for item in remembered if item.session_id in (used, unused)] == [used]
+    assert routes.find(unused, "red").session_id == unused
 
 
-async def test_an_id_of_another_environment_is_refused_where_one_is_named():
-    async with served() as (gateway, servers), Raw(gateway) as raw:
+async def test_id_of_another_environment_is_refused():
+    async with run_gateway() as (gateway, servers), Raw(gateway) as raw:
         signed = SessionKey(KEY.encode()).sign("cards", servers[0].core.options.server_id)
-        assert await raw.code_of_step(signed) == "VALIDATION_ERROR"
+        assert await raw.failing_step_code(signed) == "VALIDATION_ERROR"
 
 
 async def test_an_id_cannot_be_opened_twice():
-    async with served() as (gateway, servers):
+    async with run_gateway() as (gateway, servers):
         signed = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
         async with RawStream(servers[0].grpc_address) as raw:
             assert await raw.open(session_id=signed) == signed
@@ -185,16 +187,16 @@ def tenants(tmp_path: Path, monkeypatch) -> str:
 
 
 async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
-    async with served(tenants_file=tenants) as (gateway, _), Raw(gateway, RED) as red:
+    async with run_gateway(tenants_file=tenants) as (gateway, _), Raw(gateway, RED) as red:
         session_id = await red.open()
         assert session_id.split("~")[2] == "red"
         async with Raw(gateway, BLUE) as blue:
-            assert await blue.code_of_step(session_id) == "PERMISSION_DENIED"
+            assert await blue.failing_step_code(session_id) == "PERMISSION_DENIED"
         assert await red.step(session_id) == 2.0
 
 
-async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(tenants):
-    async with served(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
+async def test_every_end_of_a_session_releases_quota(tenants):
+    async with run_gateway(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
         address = gateway.grpc_address
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED))
         await client.open(seed=1)
@@ -232,10 +234,10 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
             await gateway.stop()
         else:
             await gateway.grpc_server.stop(grace=0)
-            await sessions_of(gateway).fleet.close("it was killed")
+            await get_sessions(gateway).fleet.close("it was killed")
         await eventually(lambda: server.core.load.num_sessions == 1)
         playing = asyncio.create_task(session.step({"add": 2}))
-        again = Gateway(config_of(server.grpc_address, grpc_port=port))
+        again = Gateway(make_config(server.grpc_address, grpc_port=port))
         await again.start()
         try:
             result = await asyncio.wait_for(playing, 60)
@@ -250,7 +252,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
                 await gateway.stop()
 
 
-async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_linger():
+async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
     async with env_server() as server:
         async with (
             gateway_to(server, sessions={"linger_s": 0.3}) as gateway,
@@ -258,19 +260,19 @@ async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_lin
         ):
             ids = [await raw.open() for _ in range(2)]
         await eventually(lambda: server.core.load.num_sessions == 0)
-        for one in ids:
-            ended = server.core.find_tombstone(one)
+        for item in ids:
+            ended = server.core.find_tombstone(item)
             assert ended.reason == "the connection that opened it ended 0.3 s ago"
 
 
-async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers(monkeypatch):
+async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypatch):
     monkeypatch.setattr("ludus.services.gateway.sessions.sessions.FIND_TIMEOUT_S", 60.0)
     is_known = asyncio.Event()
 
     class LateSource:
         async def watch(self, publish):
             await is_known.wait()
-            publish([endpoint_of(server)])
+            publish([make_endpoint(server)])
             await asyncio.Event().wait()
 
         async def close(self):
@@ -278,7 +280,7 @@ async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers(mo
 
     async with env_server() as server, gateway_to(server) as first, Raw(first) as raw:
         session_id = await raw.open()
-        late = Gateway(config_of(server.grpc_address), {NAME: LateSource()})
+        late = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())
         await eventually(lambda: late.grpc_address)
         assert not late.is_ready

@@ -1,4 +1,4 @@
-"""A whole gateway with tenants and TLS: every wire, revocation, and the metrics that show it."""
+"""A gateway with tenants and TLS: wires, revocation and metrics."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ludus.env.security.tls import client_ssl_context
 from ludus.proto.errors import AuthenticationError, PortInUseError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
 from tests.gateway.clock import Clock
-from tests.gateway.gateways import FAST, NAME, client_of, config_of, served
+from tests.gateway.gateways import FAST, NAME, connect_client, make_config, run_gateway
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
 def write_tenants(path: Path, **limits: str) -> None:
-    """One tenant for each keyword: its name, and the rest of its table."""
+    """Write one tenant per keyword: its name and its table."""
     tokens = {"alice": ALICE, "bob": BOB}
     path.write_text(
         "".join(
@@ -50,11 +50,11 @@ async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[
     write_tenants(tmp_path / "tenants.toml", alice="", bob="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
     tenants = str(tmp_path / "tenants.toml")
-    async with served(tenants_file=tenants, tls=tls, clock=clock) as (gateway, _):
+    async with run_gateway(tenants_file=tenants, tls=tls, clock=clock) as (gateway, _):
         yield gateway
 
 
-def http_of(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
+def http_client(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
     context = client_ssl_context(ca_file)
     return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
@@ -62,7 +62,7 @@ def http_of(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
 async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
     gateway: Gateway, ca_file: Path
 ) -> None:
-    async with http_of(gateway, ca_file) as http:
+    async with http_client(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
         assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
     url = f"{gateway.http_address}/envs/{NAME}/ws".replace("https", "wss")
@@ -88,15 +88,15 @@ async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
     tls = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
     reached = {**FAST, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
     async with (
-        served(2, server_options=tls, servers=reached) as (gateway, servers),
-        client_of(gateway) as client,
+        run_gateway(2, server_options=tls, servers=reached) as (gateway, servers),
+        connect_client(gateway) as client,
     ):
         assert servers[0].grpc_address.startswith("grpcs://")
         opened = [await client.open(seed=1) for _ in range(2)]
         assert [(await session.step({"add": 1})).reward for session, _ in opened] == [1.0, 1.0]
 
 
-async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
+async def test_changed_tenants_file_applies_to_open_streams(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
     alice, bob = [
@@ -121,13 +121,13 @@ async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
     await bob.close()
 
 
-async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
+async def test_refused_steps_are_counted_on_every_wire_without_secrets(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
     write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
     clock.now_s += 1.0
     async with (
-        http_of(gateway, ca_file) as http,
+        http_client(gateway, ca_file) as http,
         await AsyncEnvClient.connect(
             gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
         ) as client,
@@ -165,7 +165,7 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
     write_tenants(tmp_path / "tenants.toml", alice="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
     fields = {"tenants_file": str(tmp_path / "tenants.toml"), "tls": tls, "admin_port": 0}
-    async with served(**fields) as (gateway, _), httpx.AsyncClient(timeout=60) as http:
+    async with run_gateway(**fields) as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         assert gateway.admin_address.startswith("http://")
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await http.get(gateway.admin_address + path)).status_code == 200
@@ -174,12 +174,12 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
         assert not gateway.is_draining
         assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
         assert gateway.is_draining
-        async with http_of(gateway, ca_file) as secure:
+        async with http_client(gateway, ca_file) as secure:
             assert (await secure.get("/metrics")).status_code == 401
 
 
 async def test_an_admin_port_in_use_starts_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = config_of("grpc://127.0.0.1:1", admin_port=taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as counts:
+        config = make_config("grpc://127.0.0.1:1", admin_port=counts.getsockname()[1])
         with pytest.raises(PortInUseError, match="admin_port"):
             await Gateway(config).start()

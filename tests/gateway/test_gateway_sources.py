@@ -1,4 +1,4 @@
-"""Servers that a gateway runs itself: started, replaced, scaled, and gone with the gateway."""
+"""Servers that a gateway starts, replaces, scales and stops."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ from ludus.proto.errors import InfrastructureError, UserError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
-from tests.gateway.gateways import NAME, sessions_of
+from tests.gateway.gateways import NAME, get_sessions
 
 pytestmark = pytest.mark.slow
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
 
 
-def config_of(**fields) -> GatewayConfig:
+def make_config(**fields) -> GatewayConfig:
     environment = {
         "kind": "subprocess",
         "target": "openspiel_env",
@@ -39,18 +39,18 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway():
-    async with Gateway(config_of(num_servers=2, max_sessions=4)) as gateway:
-        sessions, source = sessions_of(gateway), gateway.sources[NAME]
+async def test_dead_servers_are_replaced_and_stop_with_the_gateway():
+    async with Gateway(make_config(num_servers=2, max_sessions=4)) as gateway:
+        sessions, source = get_sessions(gateway), gateway.sources[NAME]
         await eventually(lambda: sessions.environment_load.capacity == 8)
         opened = [await sessions.open(SEEDED) for _ in range(8)]
         pids = source.pids
         victim = sorted(pids)[0]
         os.kill(pids[victim], signal.SIGKILL)
         num_lost = 0
-        for one in opened:
+        for server in opened:
             try:
-                assert await sessions.state(one.session_id)
+                assert await sessions.state(server.session_id)
             except InfrastructureError as error:
                 assert error.code == "SESSION_LOST"
                 num_lost += 1
@@ -63,8 +63,8 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
 
 
 async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
-    async with Gateway(config_of(num_servers=1, max_sessions=4)) as gateway:
-        sessions, source = sessions_of(gateway), gateway.sources[NAME]
+    async with Gateway(make_config(num_servers=1, max_sessions=4)) as gateway:
+        sessions, source = get_sessions(gateway), gateway.sources[NAME]
         await eventually(lambda: sessions.environment_load.capacity == 4)
         first = [await sessions.open(SEEDED) for _ in range(4)]
         source.scale(2)
@@ -72,8 +72,8 @@ async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
         source.scale(1)
         await eventually(lambda: sessions.environment_load.num_draining_servers == 1)
         assert len(source.pids) == 2
-        for one in (*first, late):
-            assert await sessions.state(one.session_id)
+        for server in (*first, late):
+            assert await sessions.state(server.session_id)
         assert sessions.environment_load.num_draining == 1
         await sessions.close(late.session_id)
         await eventually(lambda: len(source.pids) == 1)
@@ -83,29 +83,29 @@ async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
 async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message(monkeypatch):
     monkeypatch.setattr("ludus.services.gateway.gateway.SETTLE_TIMEOUT_S", 120.0)
     with pytest.raises(UserError, match="nogame"):
-        await Gateway(config_of(options={"game": "nogame"})).start()
+        await Gateway(make_config(options={"game": "nogame"})).start()
 
 
 async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
-    held = {
+    variables = {
         "LUDUS_GATEWAY_TOKEN": "a-token-of-the-gateway-" + "g" * 32,
         "FLEET_TOKEN": "a-token-of-the-servers-" + "s" * 32,
         "LUDUS_SESSION_KEY": "a-key-of-the-gateway-" + "k" * 32,
         "TEAM_A_TOKEN": "a-token-of-a-tenant-" + "a" * 32,
         "FORGOTTEN_COPY": "a-token-of-a-tenant-" + "a" * 32,
     }
-    for name, text in {**held, "HARMLESS": "1"}.items():
+    for name, text in {**variables, "HARMLESS": "1"}.items():
         monkeypatch.setenv(name, text)
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
-    raw = config_of(target="tests.env.code_env:CodeEnv", options={}).model_dump()
+    raw = make_config(target="tests.env.code_env:CodeEnv", options={}).model_dump()
     raw["servers"]["token_env"] = "FLEET_TOKEN"
     async with Gateway(GatewayConfig.parse({**raw, "tenants_file": tenants})) as gateway:
-        address, token = gateway.grpc_address, held["TEAM_A_TOKEN"]
+        address, token = gateway.grpc_address, variables["TEAM_A_TOKEN"]
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
         session, _ = await client.open()
-        told = (await session.step({"code": "import os; result = dict(os.environ)"})).info
+        message = (await session.step({"code": "import os; result = dict(os.environ)"})).info
         await client.close()
-        assert told["result"]["HARMLESS"] == "1"
-        # The key that session ids are signed with is the one that its servers must have.
-        assert set(held) & set(told["result"]) == {"LUDUS_SESSION_KEY"}
+        assert message["result"]["HARMLESS"] == "1"
+        # The servers must have the key that signs session ids.
+        assert set(variables) & set(message["result"]) == {"LUDUS_SESSION_KEY"}

@@ -1,4 +1,4 @@
-"""The API server is reached with the right certificate and token, and neither gets out."""
+"""Certificates and tokens of requests to the API server, which must not leak."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ludus.services.kubernetes.access import (
 )
 from ludus.services.kubernetes.api import EventType, KubernetesApi, resource_path
 from tests.env.polling import eventually
-from tests.gateway.cluster_objects import NAMESPACE, client_of, endpoint_slice, member
+from tests.gateway.cluster_objects import NAMESPACE, endpoint_slice, make_api_client, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 PODS = resource_path("v1", NAMESPACE, "pods")
@@ -42,7 +42,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 async def cluster(authority: trustme.CA) -> AsyncIterator[FakeKubernetes]:
-    """A server with TLS that accepts one token."""
+    """Run a TLS server that accepts one token."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1", "kubernetes.default.svc").configure_cert(tls)
     async with FakeKubernetes(tls=tls) as cluster:
@@ -52,24 +52,22 @@ async def cluster(authority: trustme.CA) -> AsyncIterator[FakeKubernetes]:
 
 @pytest.fixture
 def account(tmp_path: Path, authority: trustme.CA) -> Path:
-    """A pod's service account folder."""
+    """Create a pod's service account folder."""
     (tmp_path / "token").write_text(f"{SECRET}\n")
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     return tmp_path
 
 
-def environment_of(cluster: FakeKubernetes) -> dict[str, str]:
+def pod_environment(cluster: FakeKubernetes) -> dict[str, str]:
     port = cluster.url.rpartition(":")[2]
     return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
 
 
 def in_pod(cluster: FakeKubernetes, account: Path) -> KubernetesApi:
-    return KubernetesApi(lambda: load_pod_access(account, environment_of(cluster)))
+    return KubernetesApi(lambda: load_pod_access(account, pod_environment(cluster)))
 
 
-async def test_a_pod_is_let_in_with_its_service_account(
-    cluster: FakeKubernetes, account: Path
-) -> None:
+async def test_service_account_of_a_pod_is_accepted(cluster: FakeKubernetes, account: Path) -> None:
     async with in_pod(cluster, account) as api:
         assert (await api.read(PODS))["items"] == []
 
@@ -83,7 +81,7 @@ async def test_a_token_that_rotates_is_read_again(cluster: FakeKubernetes, accou
     assert [request.token for request in cluster.requests] == [SECRET, "the.next.token"]
 
 
-async def test_a_service_account_that_is_missing_for_a_while_is_trouble_that_passes(
+async def test_temporarily_missing_service_account_is_a_temporary_failure(
     cluster: FakeKubernetes, account: Path
 ) -> None:
     async with in_pod(cluster, account) as api:
@@ -119,19 +117,19 @@ async def test_credentials_appear_in_no_error_log_or_repr(
     cluster: FakeKubernetes, account: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    access = load_pod_access(account, environment_of(cluster))
-    said = [repr(access)]
+    access = load_pod_access(account, pod_environment(cluster))
+    message = [repr(access)]
     cluster.tokens = {"another"}
     async with in_pod(cluster, account) as api:
         for troubled in (api.read(PODS), api.merge(f"{PODS}/a", {})):
             with pytest.raises(ClusterError, match="check the service account's token") as caught:
                 await troubled
-            said += [str(caught.value), repr(caught.value)]
+            message += [str(caught.value), repr(caught.value)]
         await cluster.go_down()
         with pytest.raises(ClusterError) as caught:
             await api.read(PODS)
-        said += [str(caught.value), repr(caught.value)]
-    assert SECRET not in "".join(said) + caplog.text
+        message += [str(caught.value), repr(caught.value)]
+    assert SECRET not in "".join(message) + caplog.text
 
 
 async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
@@ -170,7 +168,7 @@ def write_kubeconfig(path: Path, cluster: FakeKubernetes, ca_file: Path, user: o
     return path
 
 
-async def test_a_kubeconfig_lets_in_from_outside(cluster: FakeKubernetes, account: Path) -> None:
+async def test_kubeconfig_works_outside_a_pod(cluster: FakeKubernetes, account: Path) -> None:
     ca_file = account / "ca.crt"
     config = write_kubeconfig(account / "config", cluster, ca_file, {"token": SECRET})
     async with KubernetesApi(lambda: load_access(config)) as api:
@@ -178,7 +176,7 @@ async def test_a_kubeconfig_lets_in_from_outside(cluster: FakeKubernetes, accoun
     assert SECRET not in repr(load_kubeconfig_access(config))
 
 
-async def test_a_kubeconfigs_plugin_is_asked_again_when_its_token_is_refused(
+async def test_kubeconfig_plugin_runs_again_after_a_refused_token(
     cluster: FakeKubernetes, account: Path
 ) -> None:
     answer = account / "answer.json"
@@ -211,7 +209,7 @@ def test_a_pod_without_a_service_account_says_what_to_set(account: Path, missing
         load_pod_access(account, environ)
 
 
-def test_a_kubeconfig_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_missing_kubeconfig_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kubectl config get-contexts"):
         load_kubeconfig_access(tmp_path / "none")
     (tmp_path / "broken").write_text("{{{ token: sec.ret.token")
@@ -225,13 +223,13 @@ def test_an_ipv6_api_server_is_bracketed(account: Path) -> None:
     assert load_pod_access(account, environ).url == "https://[fd00::1]:443"
 
 
-def test_names_cannot_leave_their_place_in_a_path() -> None:
+def test_names_are_escaped_in_paths() -> None:
     assert resource_path("v1", "a/b", "pods", "../x") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx"
     assert resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
 
 
 async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.fail(403)
         with pytest.raises(ClusterError, match=r"cannot list pods.*grant it in the gateway's Role"):
             await api.read(PODS)
@@ -241,13 +239,13 @@ async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
         assert (caught.value.status, caught.value.retry_after_s) == (429, 7.0)
 
 
-async def test_an_answer_or_event_beyond_all_bounds_is_refused(
+async def test_too_large_response_or_event_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "MAX_RESPONSE_BYTES", 2_000)
     monkeypatch.setattr(kubernetes_api, "MAX_EVENT_BYTES", 2_000)
     path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         version = (await api.read(path))["metadata"]["resourceVersion"]
         cluster.put(endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
         with pytest.raises(ClusterError, match="larger than 2000 bytes"):
@@ -259,7 +257,7 @@ async def test_an_answer_or_event_beyond_all_bounds_is_refused(
 
 async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
     path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.put(endpoint_slice("s1"))
         async with aclosing(api.watch(path, version="0", timeout_s=60)) as events:
             event = await anext(events)
@@ -269,13 +267,13 @@ async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
 
 
 async def test_a_watch_ends_with_a_bookmark_when_its_time_is_over() -> None:
-    async with FakeKubernetes(revision=500) as cluster, client_of(cluster) as api:
+    async with FakeKubernetes(revision=500) as cluster, make_api_client(cluster) as api:
         seen = [event async for event in api.watch(PODS, version="500", timeout_s=1)]
     assert [event.type for event in seen] == [EventType.BOOKMARK]
     assert seen[0].object["metadata"]["resourceVersion"] == "500"
 
 
-async def test_a_server_that_says_nothing_is_given_up() -> None:
+async def test_unresponsive_server_is_abandoned() -> None:
     async with FakeKubernetes() as cluster:
         cluster.delay_s = 60.0
         access = ApiAccess(cluster.url, lambda: "")

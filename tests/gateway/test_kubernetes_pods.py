@@ -10,7 +10,7 @@ import pytest
 from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import KubernetesApi, resource_path
 from ludus.services.kubernetes.exec import stream_command_output
-from tests.gateway.cluster_objects import NAMESPACE, client_of
+from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import Ran
 
@@ -25,11 +25,11 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 
 @pytest.fixture
 async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         yield api
 
 
-async def ran(api: KubernetesApi) -> bytes:
+async def run_command(api: KubernetesApi) -> bytes:
     async with aclosing(stream_command_output(api, NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
         return b"".join([part async for part in parts])
 
@@ -52,42 +52,40 @@ async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: Kuber
     assert seen == ["one", "two"]
 
 
-async def test_a_log_that_is_not_there_says_why(api: KubernetesApi) -> None:
+async def test_missing_log_is_reported(api: KubernetesApi) -> None:
     with pytest.raises(ClusterError, match="waiting to start") as caught:
         _ = [line async for line in api.lines(LOG, {})]
     assert caught.value.status == 400
 
 
-async def test_what_a_command_writes_comes_whole(
-    cluster: FakeKubernetes, api: KubernetesApi
-) -> None:
-    asked = []
+async def test_output_of_a_command_is_complete(cluster: FakeKubernetes, api: KubernetesApi) -> None:
+    commands = []
 
     def run(pod: str, command: list[str]) -> Ran:
-        asked.append((pod, command))
+        commands.append((pod, command))
         return Ran(out=bytes(range(256)) * 40, err="by the way\n")
 
     cluster.pods.run = run
-    assert await ran(api) == bytes(range(256)) * 40
-    assert asked == [("head", ["ls", "/"])]
+    assert await run_command(api) == bytes(range(256)) * 40
+    assert commands == [("head", ["ls", "/"])]
 
 
-async def test_a_command_that_fails_says_what_it_said(
+async def test_failed_command_is_reported_with_its_stderr(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     cluster.pods.run = lambda pod, command: Ran(err="no such file\n", code=2)
     with pytest.raises(ClusterError, match=f"pod {NAMESPACE}/head failed: no such file$"):
-        await ran(api)
+        await run_command(api)
     cluster.pods.run = lambda pod, command: Ran(code=3)
     with pytest.raises(ClusterError, match="non-zero exit code 3"):
-        await ran(api)
+        await run_command(api)
 
 
-async def test_a_command_that_may_not_be_run_says_what_is_needed(
+async def test_forbidden_command_is_reported_with_a_remedy(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.tokens = {"another"}
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         with pytest.raises(ClusterError, match=r"401 .*; check the service account") as caught:
-            await ran(api)
+            await run_command(api)
     assert caught.value.status == 401

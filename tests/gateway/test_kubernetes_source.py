@@ -1,4 +1,4 @@
-"""The pods behind a Service are known, whatever happens to the API server meanwhile."""
+"""Pods behind a Service, despite failures of the API server."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
-    client_of,
     endpoint_slice,
-    id_of,
+    make_api_client,
     member,
+    named_server_id,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
@@ -36,7 +36,7 @@ IMPATIENT = FollowOptions(first_retry_s=0.01, max_retry_s=0.05)
 
 @dataclass
 class Seen:
-    """What a source published."""
+    """The lists that a source published."""
 
     lists: list[Sequence[ServerEndpoint]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ async def following(
     cluster: FakeKubernetes, options: FollowOptions = IMPATIENT
 ) -> AsyncIterator[Seen]:
     seen = Seen()
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", options)
         seen.task = asyncio.create_task(source.watch(seen.lists.append))
         try:
@@ -80,15 +80,15 @@ async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids
     async with following(cluster) as seen:
         await seen.until("a")
     assert seen.last["a"] == ServerEndpoint(
-        key=id_of("a"),
+        key=named_server_id("a"),
         grpc_address="grpc://10.0.0.7:18000",
         http_address="http://10.0.0.7:8000",
-        server_id=id_of("a"),
+        server_id=named_server_id("a"),
         pod_name="a",
     )
 
 
-async def test_pods_come_and_go_over_all_slices_of_the_service_alone(
+async def test_pods_of_all_slices_of_the_service_are_followed(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("other", member("x"), service="chess"))
@@ -130,32 +130,34 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
         ({"ready": False, "serving": False, "terminating": True}, False, True),
     ],
 )
-def test_conditions_say_who_takes_new_sessions_and_who_keeps_theirs(
+def test_conditions_decide_on_new_and_existing_sessions(
     conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
 ) -> None:
-    found = endpoint_slice("s1", member("a", **conditions))
-    (endpoint,) = parse_slice(found).endpoints
+    endpoints = endpoint_slice("s1", member("a", **conditions))
+    (endpoint,) = parse_slice(endpoints).endpoints
     assert (endpoint.is_ready, endpoint.is_terminating) == (is_ready, is_terminating)
 
 
 def both(*objects: dict[str, object]) -> dict[str, ServerEndpoint]:
-    return merge_slices(parse_slice(one) for one in objects)
+    return merge_slices(parse_slice(item) for item in objects)
 
 
-def versioned(found: dict[str, object], version: int) -> dict[str, object]:
-    return {**found, "metadata": {**found["metadata"], "resourceVersion": str(version)}}
+def make_versioned(endpoints: dict[str, object], version: int) -> dict[str, object]:
+    return {**endpoints, "metadata": {**endpoints["metadata"], "resourceVersion": str(version)}}
 
 
-def test_a_pod_in_two_slices_is_one_endpoint_as_the_newer_slice_tells_it() -> None:
-    older = versioned(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
-    newer = versioned(endpoint_slice("s1", member("a")), 100)
+def test_pod_in_two_slices_is_one_endpoint_of_the_newer_slice() -> None:
+    older = make_versioned(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
+    newer = make_versioned(endpoint_slice("s1", member("a")), 100)
     for order in ((older, newer), (newer, older)):
         assert [e.is_ready for e in both(*order).values()] == [True]
 
 
 def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
-    stale = versioned(endpoint_slice("s1", member("a")), 100)
-    terminating = versioned(endpoint_slice("s2", member("a", ready=False, terminating=True)), 50)
+    stale = make_versioned(endpoint_slice("s1", member("a")), 100)
+    terminating = make_versioned(
+        endpoint_slice("s2", member("a", ready=False, terminating=True)), 50
+    )
     (endpoint,) = both(stale, terminating).values()
     assert (endpoint.is_ready, endpoint.is_terminating) == (False, True)
 
@@ -163,8 +165,8 @@ def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
 def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
     v6 = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
     v4 = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
-    assert both(v6)[id_of("a")].grpc_address == "grpc://[fd00::7]:18000"
-    assert both(v6, v4)[id_of("a")].http_address == "http://10.0.0.7:8000"
+    assert both(v6)[named_server_id("a")].grpc_address == "grpc://[fd00::7]:18000"
+    assert both(v6, v4)[named_server_id("a")].http_address == "http://10.0.0.7:8000"
 
 
 def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
@@ -198,21 +200,21 @@ def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
 def test_ports_are_found_by_name_or_as_a_server_chooses_them(
     ports: dict[str, int], http: int | None, grpc: int
 ) -> None:
-    found = endpoint_slice("s1", member("a"), ports=ports)
-    (endpoint,) = parse_slice(found).endpoints
+    endpoints = endpoint_slice("s1", member("a"), ports=ports)
+    (endpoint,) = parse_slice(endpoints).endpoints
     assert endpoint.http_address == (f"http://10.0.0.1:{http}" if http else "")
     assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc}"
 
 
 def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
-    found = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
-    found["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
-    (endpoint,) = parse_slice(found).endpoints
+    endpoints = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
+    endpoints["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
+    (endpoint,) = parse_slice(endpoints).endpoints
     assert endpoint.grpc_address == "grpc://10.0.0.1:90"
 
 
 @pytest.mark.parametrize("ports", [{}, {"web": 8000, "metrics": 9090}, {"http": 60_000}])
-def test_ports_that_cannot_be_the_servers_are_an_error_that_names_them(
+def test_unusable_ports_are_an_error_that_lists_them(
     ports: dict[str, int],
 ) -> None:
     with pytest.raises(ConfigError, match="a port named 'grpc' or 'http'"):
@@ -223,14 +225,14 @@ async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT)
         with pytest.raises(ConfigError, match="got web=80, metrics=90"):
             await asyncio.wait_for(source.watch(lambda _: None), 60)
 
 
 @pytest.mark.parametrize("lists_again", [False, True])
-async def test_a_slice_that_becomes_unreadable_keeps_its_last_readable_state(
+async def test_invalid_slice_keeps_its_last_valid_state(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, lists_again: bool
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -276,7 +278,7 @@ async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
     assert cluster.num_requests("list") == 2
 
 
-async def test_a_stream_that_says_it_is_too_old_is_listed_again(cluster: FakeKubernetes) -> None:
+async def test_expired_watch_lists_again(cluster: FakeKubernetes) -> None:
     async with following(cluster) as seen:
         await eventually(lambda: cluster.num_watches)
         cluster.expire_watches()
@@ -286,7 +288,7 @@ async def test_a_stream_that_says_it_is_too_old_is_listed_again(cluster: FakeKub
 
 
 @pytest.mark.parametrize(("status", "times"), [(504, 1), (400, 1), (500, 3)])
-async def test_a_version_that_a_restored_api_server_does_not_have_is_listed_again(
+async def test_unknown_version_after_a_restore_lists_again(
     cluster: FakeKubernetes, status: int, times: int
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
@@ -306,7 +308,7 @@ async def test_a_bookmark_spares_a_quiet_service_the_new_list(
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await eventually(lambda: cluster.num_watches)
-        for number in range(5):  # others change the cluster meanwhile
+        for number in range(5):  # other clients change the cluster
             cluster.put(endpoint_slice(f"o{number}", service="chess"))
         cluster.send_bookmarks()
         cluster.compact()
@@ -319,7 +321,7 @@ async def test_a_bookmark_spares_a_quiet_service_the_new_list(
     assert caplog.text == ""
 
 
-async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_return(
+async def test_outage_and_recovery_of_the_api_server_are_logged_once(
     cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ludus.services")
@@ -332,7 +334,7 @@ async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_ret
         num_tries += 1
         await asyncio.sleep(0.001)
 
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT, sleep)
         seen: list[Sequence[ServerEndpoint]] = []
         watching = asyncio.create_task(source.watch(seen.append))
@@ -341,14 +343,14 @@ async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_ret
         await eventually(lambda: seen)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    warning, info = [one for one in caplog.records if one.name.startswith("ludus.")]
+    warning, info = [item for item in caplog.records if item.name.startswith("ludus.")]
     assert (warning.levelname, info.levelname) == ("WARNING", "INFO")
     for part in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
         assert part in warning.getMessage()
     assert "responds again" in info.getMessage()
 
 
-async def test_an_outage_keeps_the_last_list_and_ends_by_itself(cluster: FakeKubernetes) -> None:
+async def test_outage_keeps_the_last_list_until_recovery(cluster: FakeKubernetes) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await seen.until("a")
@@ -399,7 +401,7 @@ async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes)
         await seen.until(*pods)
 
 
-async def test_watches_that_end_at_once_are_not_begun_in_a_busy_loop(
+async def test_watches_that_end_immediately_are_retried_with_pauses(
     cluster: FakeKubernetes,
 ) -> None:
     pauses_s: list[float] = []
@@ -407,7 +409,7 @@ async def test_watches_that_end_at_once_are_not_begun_in_a_busy_loop(
     async def sleep(pause_s: float) -> None:
         pauses_s.append(pause_s)
 
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         options = FollowOptions(first_retry_s=1.0, max_retry_s=4.0)
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", options, sleep)
         watching = asyncio.create_task(source.watch(lambda _: None))
@@ -427,28 +429,28 @@ async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKub
             await eventually(lambda: cluster.num_watches)
             cluster.put(endpoint_slice("s1", member(f"pod-{number}")))
             cluster.end_watches()
-    asked = [request.query for request in cluster.requests if request.verb == "watch"]
-    assert {query["allowWatchBookmarks"] for query in asked} == {"true"}
-    ends_s = {int(query["timeoutSeconds"]) for query in asked}
+    requests = [request.query for request in cluster.requests if request.verb == "watch"]
+    assert {query["allowWatchBookmarks"] for query in requests} == {"true"}
+    ends_s = {int(query["timeoutSeconds"]) for query in requests}
     assert len(ends_s) > 1
     assert all(240 <= end_s <= 300 for end_s in ends_s)
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_goes_wrong_the_list_becomes_what_the_cluster_holds(
+async def test_list_matches_the_cluster_after_any_failures(
     cluster: FakeKubernetes, seed: int
 ) -> None:
     dice = random.Random(seed)
-    held: dict[str, tuple[str, ...]] = {}
+    expected: dict[str, tuple[str, ...]] = {}
 
     def change() -> None:
         name = f"s{dice.randrange(4)}"
-        if name in held and dice.random() < 0.3:
+        if name in expected and dice.random() < 0.3:
             cluster.remove(*SLICES, name)
-            del held[name]
+            del expected[name]
             return
-        held[name] = tuple(dice.sample([f"pod-{n}" for n in range(8)], dice.randrange(4)))
-        cluster.put(endpoint_slice(name, *map(member, held[name])))
+        expected[name] = tuple(dice.sample([f"pod-{n}" for n in range(8)], dice.randrange(4)))
+        cluster.put(endpoint_slice(name, *map(member, expected[name])))
 
     troubles = [
         cluster.cut_watches,
@@ -466,16 +468,16 @@ async def test_whatever_goes_wrong_the_list_becomes_what_the_cluster_holds(
             if dice.random() < 0.5:
                 dice.choice(troubles)()
             await asyncio.sleep(dice.choice([0, 0, 0.002, 0.02]))
-        await seen.until(*{pod for pods in held.values() for pod in pods})
+        await seen.until(*{pod for pods in expected.values() for pod in pods})
 
 
-def test_one_change_among_2000_pods_reads_one_slice_and_each_pod_once() -> None:
+def test_one_change_parses_one_slice() -> None:
     pods = [[f"pod-{part}-{number}" for number in range(100)] for part in range(20)]
     slices = [
-        versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
+        make_versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
         for part, names in enumerate(pods)
     ]
-    read = [parse_slice(one) for one in slices]
+    read = [parse_slice(item) for item in slices]
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -485,8 +487,8 @@ def test_one_change_among_2000_pods_reads_one_slice_and_each_pod_once() -> None:
     sys.setprofile(count)
     try:
         read[7] = parse_slice(slices[7])
-        found = merge_slices(read)
+        endpoints = merge_slices(read)
     finally:
         sys.setprofile(None)
-    assert len(found) == 2000
+    assert len(endpoints) == 2000
     assert num_calls < 5_000

@@ -1,4 +1,4 @@
-"""Of several gateways one leads, and never two, whatever their clocks and the API server do."""
+"""At most one gateway leads, despite wrong clocks and failures of the API server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.services.kubernetes.access import ApiAccess
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.env.polling import eventually
 from tests.gateway.clock import Clock
-from tests.gateway.cluster_objects import NAMESPACE, client_of
+from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 LEASE = ("coordination.k8s.io/v1", "leases", NAMESPACE, "gateway")
@@ -31,13 +31,13 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 
 @pytest.fixture
 async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         yield api
 
 
 def contender(api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0) -> Leadership:
-    """A contender for the one Lease, whose clock is off by some seconds."""
-    patient = LeaseOptions(renew_s=9.9)  # an attempt may take so long
+    """A contender for the Lease with a wrong clock."""
+    patient = LeaseOptions(renew_s=9.9)  # maximum duration of an attempt
     return Leadership(
         api, NAMESPACE, "gateway", name, options=patient, clock=lambda: clock() + offset_s
     )
@@ -65,7 +65,7 @@ async def test_the_first_of_three_leads_and_the_others_follow_when_it_dies(
     assert not await first.compete()
 
 
-async def test_a_contender_that_just_came_waits_for_a_dead_leaders_whole_lease(
+async def test_new_contender_waits_for_the_whole_lease_of_a_dead_leader(
     api: KubernetesApi,
 ) -> None:
     clock = Clock()
@@ -79,19 +79,19 @@ async def test_a_contender_that_just_came_waits_for_a_dead_leaders_whole_lease(
     assert await late.compete()
 
 
-async def test_times_written_by_other_clocks_decide_nothing(
+async def test_times_of_other_clocks_are_ignored(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
     spec = {"holderIdentity": "other", "leaseDurationSeconds": 15}
     for renew_time in ("1999-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"):
-        found = {
+        lease = {
             "apiVersion": LEASE[0],
             "kind": "Lease",
             "metadata": {"name": "gateway", "namespace": NAMESPACE},
             "spec": {**spec, "renewTime": renew_time},
         }
-        cluster.put(found)
+        cluster.put(lease)
         challenger = contender(api, "challenger", clock)
         assert not await challenger.compete()
         clock.now_s += 15.1
@@ -113,7 +113,7 @@ async def test_a_released_lease_is_taken_at_the_next_look(
     assert cluster.get(*LEASE)["spec"]["holderIdentity"] == second.identity
 
 
-async def test_of_many_that_rush_for_a_lease_one_gets_it(
+async def test_only_one_of_many_contenders_gets_the_lease(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -122,15 +122,15 @@ async def test_of_many_that_rush_for_a_lease_one_gets_it(
         contenders = [contender(api, f"c{number}", clock) for number in range(8)]
         for wait_s in (0.0, 16.0):
             clock.now_s += wait_s
-            won = await asyncio.gather(*(one.compete() for one in contenders))
+            won = await asyncio.gather(*(contender.compete() for contender in contenders))
             if any(won):
                 break
         assert won.count(True) == 1
-        assert sum(one.is_leader for one in contenders) == 1
+        assert sum(contender.is_leader for contender in contenders) == 1
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 4
 
 
-async def test_a_leader_without_the_api_server_stops_before_another_may_begin(
+async def test_leader_without_api_server_stops_before_another_leads(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
@@ -165,15 +165,15 @@ async def test_a_renewal_whose_answer_is_lost_extends_nothing_but_is_repaired(
     assert await leader.compete()
 
 
-async def test_a_lease_that_somebody_rewrites_is_given_up(
+async def test_leader_stops_when_its_lease_is_rewritten(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     clock = Clock()
     leader = contender(api, "leader", clock)
     assert await leader.compete()
-    found = cluster.get(*LEASE)
-    found["spec"]["holderIdentity"] = "an administrator"
-    cluster.put(found)
+    lease = cluster.get(*LEASE)
+    lease["spec"]["holderIdentity"] = "an administrator"
+    cluster.put(lease)
     assert not await leader.compete()
 
 
@@ -201,9 +201,7 @@ async def test_the_lease_is_written_as_kubernetes_wants_it(
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 1
 
 
-async def test_a_lease_that_somebody_made_keeps_what_it_is_known_by(
-    cluster: FakeKubernetes, api: KubernetesApi
-) -> None:
+async def test_existing_lease_keeps_its_labels(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     known_by = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
     version, _, namespace, name = LEASE
     metadata = {"name": name, "namespace": namespace, **known_by}
@@ -214,14 +212,12 @@ async def test_a_lease_that_somebody_made_keeps_what_it_is_known_by(
         assert await leader.compete()
         clock.now_s += 3
     await leader.release()
-    found = cluster.get(*LEASE)["metadata"]
-    assert {field: found[field] for field in known_by} == known_by
+    lease = cluster.get(*LEASE)["metadata"]
+    assert {field: lease[field] for field in known_by} == known_by
 
 
 @pytest.mark.slow
-async def test_gateways_in_a_row_lead_on_their_own(
-    cluster: FakeKubernetes, api: KubernetesApi
-) -> None:
+async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     clock, quick = Clock(), LeaseOptions(renew_s=0.2)
 
     def start(name: str) -> Leadership:
@@ -235,7 +231,7 @@ async def test_gateways_in_a_row_lead_on_their_own(
             assert not late.is_leader
             await heir.__aexit__()
             assert not heir.is_leader
-            clock.now_s += 15.1  # should the release not have arrived in its time
+            clock.now_s += 15.1  # in case the release did not arrive in time
             await eventually(lambda: late.is_leader)
             await cluster.go_down()
             clock.now_s += 10.1
@@ -254,7 +250,7 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
     async with Leadership(api, NAMESPACE, "gateway", "heir", options=quick, clock=clock) as heir:
         for passed_s in (14.9, 0.2):
             num_looks = cluster.num_requests("get")
-            await eventually(lambda before=num_looks: cluster.num_requests("get") > before + 2)
+            await eventually(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
             assert not heir.is_leader
             clock.now_s += passed_s
         await eventually(lambda: heir.is_leader)
@@ -262,7 +258,7 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
 
 
 @pytest.mark.slow
-async def test_an_api_server_that_does_not_answer_does_not_hold_a_shutdown_up(
+async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     quick = LeaseOptions(lease_duration_s=1, renew_s=0.1)
@@ -273,7 +269,7 @@ async def test_an_api_server_that_does_not_answer_does_not_hold_a_shutdown_up(
     assert time.monotonic() - leaving_s < 30.0
 
 
-async def test_a_gateway_that_may_not_use_leases_does_not_lead_and_says_so_once(
+async def test_gateway_without_lease_permission_does_not_lead_and_logs_it_once(
     cluster: FakeKubernetes, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.fail(403, times=10**6)
@@ -283,16 +279,16 @@ async def test_a_gateway_that_may_not_use_leases_does_not_lead_and_says_so_once(
     assert caplog.text.count("grant it in the gateway's Role") == 1
 
 
-async def test_a_gateway_without_credentials_continues_asking() -> None:
-    asked = []
+async def test_gateway_without_credentials_keeps_retrying() -> None:
+    num_requests = []
 
     def load() -> ApiAccess:
-        asked.append(1)
+        num_requests.append(1)
         raise ConfigError("expected a service account, got none; mount one")
 
     quick = LeaseOptions(lease_duration_s=1, renew_s=0.02)
     async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", options=quick):
-        await eventually(lambda: len(asked) >= 3)
+        await eventually(lambda: len(num_requests) >= 3)
 
 
 def test_a_lease_that_cannot_be_renewed_in_time_is_refused() -> None:
@@ -324,23 +320,23 @@ def test_two_never_lead_whatever_happens(moves: list[tuple[str, object]]) -> Non
 
 
 async def _play(moves: list[tuple[str, object]]) -> None:
-    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+    async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         clock = Clock()
         contenders = [contender(api, f"c{n}", clock, offset_s=1000.0 * n) for n in range(3)]
-        for move, what in moves:
+        for move, action in moves:
             if move == "compete":
-                await asyncio.gather(*(contenders[number].compete() for number in what))
+                await asyncio.gather(*(contenders[number].compete() for number in action))
             elif move == "wait":
-                clock.now_s += what
+                clock.now_s += action
             elif move == "release":
-                await contenders[what].release()
+                await contenders[action].release()
             else:
-                cluster.fail(0 if move.startswith("lose") else 500, verb=what)
-            assert sum(one.is_leader for one in contenders) <= 1
+                cluster.fail(0 if move.startswith("lose") else 500, verb=action)
+            assert sum(contender.is_leader for contender in contenders) <= 1
         cluster.heal()
         clock.now_s += 16.0
-        for one in contenders:
-            await one.compete()
+        for contender in contenders:
+            await contender.compete()
         clock.now_s += 15.0
-        won = [await one.compete() for one in contenders]
+        won = [await contender.compete() for contender in contenders]
         assert won.count(True) == 1, "somebody leads once the trouble is over"

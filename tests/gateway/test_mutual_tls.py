@@ -1,4 +1,4 @@
-"""Certificates on both sides: client to gateway, gateway to servers, and names of pods."""
+"""Mutual TLS between client, gateway and servers, and server names of pods."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.trainer.setup.environments import make_connect_options
 from tests.env.served import running, server_address
-from tests.gateway.gateways import FAST, NAME, served
+from tests.gateway.gateways import FAST, NAME, run_gateway
 
 WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
 
 
 @dataclass(frozen=True)
 class Files:
-    """What one authority has issued."""
+    """Certificates of one authority."""
 
     ca: str
     cert: str
@@ -32,7 +32,7 @@ class Files:
         return {"ca_file": self.ca, "cert_file": self.cert, "key_file": self.key}
 
 
-def issued(folder: Path, *names: str, ca: trustme.CA) -> Files:
+def issue(folder: Path, *names: str, ca: trustme.CA) -> Files:
     cert = ca.issue_cert(*names)
     stem = folder / names[0]
     ca.cert_pem.write_to_path(f"{folder}/ca.pem")
@@ -48,17 +48,17 @@ def ca() -> trustme.CA:
 
 @pytest.fixture
 def server_files(tmp_path: Path, ca: trustme.CA) -> Files:
-    """Of a name that is no address, as pods have none."""
-    return issued(tmp_path, "servers.example", ca=ca)
+    """Certificate for a name that is not an address, as for pods."""
+    return issue(tmp_path, "servers.example", ca=ca)
 
 
 @pytest.fixture
 def client_files(tmp_path: Path, ca: trustme.CA) -> Files:
-    return issued(tmp_path, "client.example", ca=ca)
+    return issue(tmp_path, "client.example", ca=ca)
 
 
 def asking(files: Files) -> dict[str, Path]:
-    """Options of a server that asks for certificates."""
+    """Return the options of a server that requires certificates."""
     return {
         "tls_cert": Path(files.cert),
         "tls_key": Path(files.key),
@@ -67,7 +67,7 @@ def asking(files: Files) -> dict[str, Path]:
 
 
 @WIRES
-async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
+async def test_client_sends_its_certificate_and_checks_the_server_name(
     wire: str, server_files: Files, client_files: Files
 ) -> None:
     async with running(**asking(server_files)) as server:
@@ -88,12 +88,12 @@ async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
                 )
 
 
-async def test_a_gateway_and_its_servers_show_each_other_certificates(
+async def test_gateway_and_servers_use_mutual_tls(
     server_files: Files, client_files: Files, tmp_path: Path
 ) -> None:
     reached = {**FAST, **client_files.shown, "server_name": "servers.example"}
     edge = {"cert": server_files.cert, "key": server_files.key, "client_ca": server_files.ca}
-    async with served(2, server_options=asking(server_files), servers=reached, tls=edge) as (
+    async with run_gateway(2, server_options=asking(server_files), servers=reached, tls=edge) as (
         gateway,
         _,
     ):
@@ -102,7 +102,7 @@ async def test_a_gateway_and_its_servers_show_each_other_certificates(
                 address, ConnectOptions(server_name="servers.example", **client_files.shown)
             ) as client:
                 sessions = [(await client.open(seed=n))[0] for n in range(4)]
-                assert [(await one.step({"add": 1})).reward for one in sessions] == [1.0] * 4
+                assert [(await item.step({"add": 1})).reward for item in sessions] == [1.0] * 4
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 gateway.grpc_address,
@@ -116,7 +116,7 @@ async def test_a_certificate_of_another_authority_is_refused(
     server_files: Files, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
-    foreign = issued(tmp_path / "other", "client.example", ca=trustme.CA())
+    foreign = issue(tmp_path / "other", "client.example", ca=trustme.CA())
     shown = {"ca_file": server_files.ca, "cert_file": foreign.cert, "key_file": foreign.key}
     async with running(**asking(server_files)) as server:
         with pytest.raises(EnvError):

@@ -1,9 +1,9 @@
-"""What a hop takes, the hop after it takes too; what is too large is refused alone.
+"""Size limits of successive hops: each hop accepts what the previous hop accepted.
 
     client --> gateway --> server --> worker
     client --------------> server --> thread
 
-Meanwhile a step of another session is held at its gate: whatever travels beside it, it is answered.
+A step of another session waits at a gate meanwhile, and must complete in every test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ludus.proto.errors import EnvError, ErrorCode
 from tests.env.counting_env import CountAction, CountObservation, Gate, GatedCountingEnv
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
-from tests.gateway.gateways import NAME, served
+from tests.gateway.gateways import NAME, run_gateway
 
 pytestmark = pytest.mark.slow
 
@@ -44,17 +44,17 @@ PLACES = ("server", "gateway")
 HELD = 98
 JSON = {"content-type": "application/json"}
 FRAMES_OF_A_LARGE_RESET = 9
-"""Three lengths that take four bytes instead of one."""
+"""Size of three lengths that use four bytes instead of one."""
 
 
 class PaddedAction(CountAction):
-    """Adds a number, and carries a load."""
+    """An action with a number and a payload."""
 
     load: Any = None
 
 
 class PaddedEnv(GatedCountingEnv):
-    """Counts, whatever the load."""
+    """An environment that counts and ignores the payload."""
 
     action_type = PaddedAction
 
@@ -72,28 +72,28 @@ def gate(tmp_path) -> Gate:
 
 
 @asynccontextmanager
-async def played_beside(gate: Gate, host: str, place: str) -> AsyncIterator[Any]:
-    """A server or the gateway before it, where a step is under way until the end, and answered."""
+async def run_with_waiting_step(gate: Gate, host: str, target: str) -> AsyncIterator[Any]:
+    """Run a server, optionally behind a gateway, with a step that runs until the end."""
     options = HOSTS[host] | {"allow_write": (gate.folder,)}
-    async with served(factory=gate.factory, server_options=options) as (gateway, (server,)):
-        at = gateway if place == "gateway" else server
-        async with RawStream(at.grpc_address) as stream:
-            held = await stream.open(reset=pb.ResetArgs(seed=1))
-            step = pb.StepRequest(session_id=held, action_json=b'{"add":%d}' % HELD)
+    async with run_gateway(factory=gate.factory, server_options=options) as (gateway, (server,)):
+        address = gateway if target == "gateway" else server
+        async with RawStream(address.grpc_address) as stream:
+            waiting = await stream.open(reset=pb.ResetArgs(seed=1))
+            step = pb.StepRequest(session_id=waiting, action_json=b'{"add":%d}' % HELD)
             await stream.call.write(pb.CallBatch(calls=[pb.Call(call_id=7, step=step)]))
             await eventually(lambda: gate.num_entered)
-            yield at
+            yield address
             gate.open()
             (reply,) = (await stream.call.read()).replies
             assert reply.result.step_index == 1, reply.error
 
 
-def http_of(place: Any) -> str:
-    address: str = place.http_address
-    return f"{address}/envs/{NAME}" if hasattr(place, "environments") else address
+def http_client(target: Any) -> str:
+    address: str = target.http_address
+    return f"{address}/envs/{NAME}" if hasattr(target, "environments") else address
 
 
-def padded(num_bytes: int) -> dict[str, Any]:
+def make_padded(num_bytes: int) -> dict[str, Any]:
     return {"add": 1, "load": "x" * num_bytes}
 
 
@@ -111,7 +111,7 @@ def websocket_size(session: AsyncSession, step_index: int, action: dict[str, Any
 SIZES = {"grpc": grpc_size, "http": websocket_size}
 
 
-async def code_of(session: AsyncSession, action: dict[str, Any]) -> str:
+async def error_code(session: AsyncSession, action: dict[str, Any]) -> str:
     try:
         await session.step(action)
     except EnvError as error:
@@ -122,38 +122,38 @@ async def code_of(session: AsyncSession, action: dict[str, Any]) -> str:
 @pytest.mark.parametrize("wire", SIZES)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_a_call_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused_alone(
-    host: str, place: str, wire: str, gate: Gate
+async def test_call_at_the_limit_passes_every_hop_and_only_a_larger_one_is_refused(
+    host: str, target: str, wire: str, gate: Gate
 ):
-    async with played_beside(gate, host, place) as at:
-        address = at.grpc_address if wire == "grpc" else http_of(at)
+    async with run_with_waiting_step(gate, host, target) as address:
+        address = address.grpc_address if wire == "grpc" else http_client(address)
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open(seed=1)
-            frame = SIZES[wire](session, 1, padded(MAX_MESSAGE_BYTES)) - MAX_MESSAGE_BYTES
+            frame = SIZES[wire](session, 1, make_padded(MAX_MESSAGE_BYTES)) - MAX_MESSAGE_BYTES
             codes = [
-                await code_of(session, padded(MAX_MESSAGE_BYTES - frame + more))
-                for more in (-1, 0, 1)
+                await error_code(session, make_padded(MAX_MESSAGE_BYTES - frame + num_extra))
+                for num_extra in (-1, 0, 1)
             ]
             assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
             assert (await session.step({"add": 1})).observation["total"] == 3
 
 
 def step_body(num_bytes: int) -> bytes:
-    frame = len(orjson.dumps({"action": padded(0)}))
-    return orjson.dumps({"action": padded(num_bytes - frame)})
+    frame = len(orjson.dumps({"action": make_padded(0)}))
+    return orjson.dumps({"action": make_padded(num_bytes - frame)})
 
 
 def mcp_body(num_bytes: int) -> bytes:
     def body(load: int) -> bytes:
-        call = {"name": "take_action", "arguments": padded(load)}
+        call = {"name": "take_action", "arguments": make_padded(load)}
         return orjson.dumps({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call})
 
     return body(num_bytes - len(body(0)))
 
 
 async def http_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
-    begun = await http.post(f"{base}/reset", json={"seed": 1})
-    headers = JSON | {"x-session-id": begun.headers["x-session-id"]}
+    started = await http.post(f"{base}/reset", json={"seed": 1})
+    headers = JSON | {"x-session-id": started.headers["x-session-id"]}
     steps = [await http.post(f"{base}/step", content=step_body(n), headers=headers) for n in sizes]
     return [step.status_code for step in steps]
 
@@ -165,85 +165,91 @@ async def mcp_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> 
     call = {"name": "start_episode", "arguments": {}}
     start = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
     await http.post(f"{base}/mcp", json=start, headers=headers)
-    said = [await http.post(f"{base}/mcp", content=mcp_body(n), headers=headers) for n in sizes]
-    played = [one for one in said if one.status_code == 200]
-    assert not any(one.json()["result"]["isError"] for one in played)
-    return [one.status_code for one in said]
+    message = [await http.post(f"{base}/mcp", content=mcp_body(n), headers=headers) for n in sizes]
+    played = [item for item in message if item.status_code == 200]
+    assert not any(item.json()["result"]["isError"] for item in played)
+    return [item.status_code for item in message]
 
 
 @pytest.mark.parametrize("statuses", [http_statuses, mcp_statuses])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused(
-    host: str, place: str, statuses: Any, gate: Gate
+    host: str, target: str, statuses: Any, gate: Gate
 ):
     sizes = [MAX_MESSAGE_BYTES - 1, MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + 1]
-    async with played_beside(gate, host, place) as at, httpx.AsyncClient(timeout=60) as http:
-        assert await statuses(http, http_of(at), sizes) == [200, 200, 413]
+    async with (
+        run_with_waiting_step(gate, host, target) as address,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        assert await statuses(http, http_client(address), sizes) == [200, 200, 413]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(host: str, place: str, gate: Gate):
+async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
+    host: str, target: str, gate: Gate
+):
     async with (
-        played_beside(gate, host, place) as at,
-        await AsyncEnvClient.connect(at.grpc_address) as client,
+        run_with_waiting_step(gate, host, target) as address,
+        await AsyncEnvClient.connect(address.grpc_address) as client,
     ):
         session, _ = await client.open(seed=1)
 
-        async def code_of_reset(more: int) -> str:
+        async def reset_error_code(num_extra: int) -> str:
             empty = pb.ResetArgs(seed=1, options_json=orjson.dumps({"load": ""}))
             call = pb.Call(call_id=1, reset=pb.ResetRequest(session_id=session.id, args=empty))
             room = MAX_MESSAGE_BYTES - call.ByteSize() - FRAMES_OF_A_LARGE_RESET
             try:
-                await session.reset(seed=1, options={"load": "x" * (room + more)})
+                await session.reset(seed=1, options={"load": "x" * (room + num_extra)})
             except EnvError as error:
                 return error.code
             return "answered"
 
-        codes = [await code_of_reset(more) for more in (-1, 0, 1)]
+        codes = [await reset_error_code(num_extra) for num_extra in (-1, 0, 1)]
         assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
         await session.reset(seed=1)
         assert (await session.step({"add": 3})).observation["total"] == 3
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_a_message_above_what_a_port_takes_ends_the_stream_that_it_came_on_alone(
-    place: str, gate: Gate
-):
-    limit = MAX_GATEWAY_CALL_BYTES if place == "gateway" else MAX_SERVER_MESSAGE_BYTES
-    async with played_beside(gate, "threads", place) as at, RawStream(at.grpc_address) as stream:
+async def test_too_large_message_ends_only_its_stream(target: str, gate: Gate):
+    limit = MAX_GATEWAY_CALL_BYTES if target == "gateway" else MAX_SERVER_MESSAGE_BYTES
+    async with (
+        run_with_waiting_step(gate, "threads", target) as address,
+        RawStream(address.grpc_address) as stream,
+    ):
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
 
-        def batch_of(num_bytes: int) -> pb.CallBatch:
+        def make_batch(num_bytes: int) -> pb.CallBatch:
             step = pb.StepRequest(
-                session_id=session_id, action_json=orjson.dumps(padded(num_bytes))
+                session_id=session_id, action_json=orjson.dumps(make_padded(num_bytes))
             )
             return pb.CallBatch(calls=[pb.Call(call_id=9, step=step)])
 
-        frame = batch_of(limit).ByteSize() - limit
-        for more in (-1, 0):
-            await stream.call.write(batch_of(limit - frame + more))
+        frame = make_batch(limit).ByteSize() - limit
+        for num_extra in (-1, 0):
+            await stream.call.write(make_batch(limit - frame + num_extra))
             (reply,) = (await stream.call.read()).replies
             assert reply.HasField("result"), reply.error
-        await stream.call.write(batch_of(limit - frame + 1))
+        await stream.call.write(make_batch(limit - frame + 1))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.call.read()
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def growing(num_bytes: int) -> str:
-    """A frame whose numbers are written out on the way, at least four times as long."""
+    """Build a frame whose numbers become at least four times as long on the way."""
     load = ",".join(["1e15"] * (num_bytes // 5))
     return '{"type":"step","data":{"add":1,"load":[' + load + "]}}"
 
 
 @pytest.mark.parametrize(("host", "place"), [("threads", "gateway"), ("pool", "server")])
 async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
-    host: str, place: str, gate: Gate
+    host: str, target: str, gate: Gate
 ):
-    async with played_beside(gate, host, place) as at:
-        url = http_of(at).replace("http://", "ws://") + "/ws"
+    async with run_with_waiting_step(gate, host, target) as address:
+        url = http_client(address).replace("http://", "ws://") + "/ws"
         async with websockets.connect(url, max_size=None) as socket:
             await socket.send('{"type":"reset","data":{"seed":1}}')
             await socket.recv()
@@ -260,11 +266,11 @@ async def test_large_calls_of_one_turn_travel_in_messages_that_every_hop_takes(
     host: str, gate: Gate
 ):
     async with (
-        played_beside(gate, host, "gateway") as at,
-        await AsyncEnvClient.connect(at.grpc_address) as client,
+        run_with_waiting_step(gate, host, "gateway") as address,
+        await AsyncEnvClient.connect(address.grpc_address) as client,
     ):
         sessions = [session for session, _ in await client.open_group(4, seed=1)]
-        load = padded(MAX_MESSAGE_BYTES - 1024)
+        load = make_padded(MAX_MESSAGE_BYTES - 1024)
         steps = [(session, load) for session in sessions]
         outcomes = await client.step_many(steps)
-        assert [one.step_index for one in outcomes] == [1] * len(sessions)
+        assert [item.step_index for item in outcomes] == [1] * len(sessions)

@@ -1,7 +1,7 @@
-"""A session that went to a new connection stays there when the end of the old one comes late.
+"""A session stays on its new connection when the end of the old connection arrives late.
 
-An edge ends a client's stream; the client is quick to make a new one and to call its session on
-it, while whoever served the old stream hears of its end later.
+An edge ends a client's stream. The client quickly opens a new stream and calls its session on it,
+while the gateway or server of the old stream notices its end later.
 """
 
 import pytest
@@ -10,38 +10,38 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import detached_sessions, eventually
 from tests.env.raw_stream import RawStream
-from tests.gateway.gateways import env_server, gateway_to, sessions_of
+from tests.gateway.gateways import env_server, gateway_to, get_sessions
 
 FACTORIES = pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 
 
 class Releases:
-    """Counts the connections whose end was noticed."""
+    """A counter of released connections."""
 
     def __init__(self, sessions, monkeypatch) -> None:
         self.count = 0
         release = sessions.release
 
-        def counted(connection) -> None:
+        def release_and_count(connection) -> None:
             release(connection)
             self.count += 1
 
-        monkeypatch.setattr(sessions, "release", counted)
+        monkeypatch.setattr(sessions, "release", release_and_count)
 
 
 async def call(stream: RawStream, session_id: str) -> None:
-    """A call that takes a session to a stream; what was sent before it has arrived after it."""
+    """Call a session on a stream; earlier messages have arrived when the call returns."""
     reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
     assert not reply.HasField("error"), reply.error
 
 
 def lingers(server, session_id: str) -> bool:
-    """Whether the session ends unless somebody calls it."""
+    """Return whether the session lingers without a connection."""
     return session_id in detached_sessions(server.core)
 
 
 @FACTORIES
-async def test_a_server_hears_late_that_the_old_stream_ended(factory, monkeypatch):
+async def test_late_detach_of_the_old_stream_keeps_the_session(factory, monkeypatch):
     async with env_server(factory) as server:
         releases = Releases(server.core, monkeypatch)
         async with RawStream(server.grpc_address) as new:
@@ -55,7 +55,7 @@ async def test_a_server_hears_late_that_the_old_stream_ended(factory, monkeypatc
 
 @FACTORIES
 @pytest.mark.parametrize("opened_elsewhere", [False, True])
-async def test_a_gateway_hears_late_that_the_old_stream_ended(
+async def test_late_release_of_the_old_stream_keeps_the_session(
     factory, opened_elsewhere, monkeypatch
 ):
     async with (
@@ -63,7 +63,7 @@ async def test_a_gateway_hears_late_that_the_old_stream_ended(
         gateway_to(server) as gateway,
         RawStream(gateway.grpc_address) as new,
     ):
-        releases = Releases(sessions_of(gateway), monkeypatch)
+        releases = Releases(get_sessions(gateway), monkeypatch)
         async with gateway_to(server) as other, RawStream(other.grpc_address) as elsewhere:
             old = RawStream(gateway.grpc_address)
             session_id = await (elsewhere if opened_elsewhere else old).open()
@@ -81,14 +81,14 @@ async def test_a_gateway_hears_late_that_the_old_stream_ended(
 
 
 @FACTORIES
-async def test_the_old_streams_gateway_hears_late_that_it_ended(factory, monkeypatch):
+async def test_session_stays_alive_when_the_old_gateway_releases_it_late(factory, monkeypatch):
     async with (
         env_server(factory) as server,
         gateway_to(server) as first,
         gateway_to(server) as second,
         RawStream(second.grpc_address) as new,
     ):
-        releases = Releases(sessions_of(first), monkeypatch)
+        releases = Releases(get_sessions(first), monkeypatch)
         async with RawStream(first.grpc_address) as fence:
             async with RawStream(first.grpc_address) as old:
                 session_id = await old.open()
@@ -102,7 +102,7 @@ async def test_the_old_streams_gateway_hears_late_that_it_ended(factory, monkeyp
 
 
 @FACTORIES
-async def test_a_server_hears_late_that_a_gateway_has_gone(factory, monkeypatch):
+async def test_late_detach_of_a_dead_gateway_keeps_the_session(factory, monkeypatch):
     async with env_server(factory) as server, gateway_to(server) as second:
         releases = Releases(server.core, monkeypatch)
         async with RawStream(second.grpc_address) as new:
@@ -114,7 +114,7 @@ async def test_a_server_hears_late_that_a_gateway_has_gone(factory, monkeypatch)
         await eventually(lambda: lingers(server, session_id))
 
 
-async def test_a_session_of_another_gateway_that_is_lost_leaves_nothing_at_its_connection():
+async def test_lost_session_of_another_gateway_is_removed_from_its_connection():
     async with (
         env_server() as server,
         gateway_to(server) as gateway,
@@ -122,7 +122,7 @@ async def test_a_session_of_another_gateway_that_is_lost_leaves_nothing_at_its_c
         RawStream(gateway.grpc_address) as stream,
         RawStream(other.grpc_address) as elsewhere,
     ):
-        tracked = sessions_of(gateway).tracked
+        tracked = get_sessions(gateway).tracked
         session_id = await elsewhere.open()
         await call(stream, session_id)
         assert tracked.num_connected == 1

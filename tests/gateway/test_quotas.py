@@ -1,4 +1,4 @@
-"""What tenants may use, and what they are told when it is used up."""
+"""Quotas of tenants and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quotas(clock: Clock) -> Quotas:
     return Quotas(clock)
 
 
-def test_sessions_are_taken_all_or_none_and_given_back(quotas: Quotas) -> None:
+def test_sessions_are_reserved_all_or_none_and_released(quotas: Quotas) -> None:
     alice = tenant(max_sessions=4)
     quotas.reserve(alice, 3)
     with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as caught:
@@ -34,7 +34,7 @@ def test_sessions_are_taken_all_or_none_and_given_back(quotas: Quotas) -> None:
     assert quotas.num_sessions(alice) == 4
 
 
-def test_a_group_larger_than_the_quota_is_not_told_to_come_again(quotas: Quotas) -> None:
+def test_group_larger_than_the_quota_gets_no_retry_delay(quotas: Quotas) -> None:
     with pytest.raises(InvalidCallError, match=r"5 sessions together .*at most 4"):
         quotas.reserve(tenant(max_sessions=4), 5)
 
@@ -81,7 +81,7 @@ def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
         with pytest.raises(RateLimitError, match="requested 1 more sessions"):
             quotas.reserve(alice)
     quotas.release(alice)
-    quotas.reserve(alice)  # the second token of this second is still there
+    quotas.reserve(alice)  # the second token of this second remains
 
 
 def test_a_rate_below_one_still_lets_one_pass(quotas: Quotas, clock: Clock) -> None:
@@ -94,9 +94,7 @@ def test_a_rate_below_one_still_lets_one_pass(quotas: Quotas, clock: Clock) -> N
     quotas.reserve(alice)
 
 
-def test_a_batch_larger_than_the_burst_passes_and_is_paid_for_afterwards(
-    quotas: Quotas, clock: Clock
-) -> None:
+def test_batch_larger_than_the_burst_delays_later_calls(quotas: Quotas, clock: Clock) -> None:
     alice = tenant(steps_per_s=100)
     quotas.count_steps(alice, 256)
     with pytest.raises(RateLimitError) as caught:
@@ -122,7 +120,7 @@ def test_tenants_that_left_are_forgotten(quotas: Quotas, clock: Clock) -> None:
     assert quotas.num_sessions(keeps) == 1
 
 
-def test_a_connection_that_is_older_than_the_tenants_file_gets_what_holds_now(
+def test_old_connection_has_the_current_limits(
     clock: Clock,
 ) -> None:
     present = {"alice": tenant(max_sessions=2, steps_per_s=1)}
@@ -150,21 +148,21 @@ def test_a_connection_that_is_older_than_the_tenants_file_gets_what_holds_now(
     st.floats(0.1, 1e4),
     st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500)), min_size=1, max_size=60),
 )
-def test_nobody_steps_faster_than_the_rate_whatever_the_batches(
+def test_step_rate_is_limited_for_any_batches(
     rate_per_s: float, batches: list[tuple[float, int]]
 ) -> None:
     clock = Clock()
     quotas = Quotas(clock)
     alice = tenant(steps_per_s=rate_per_s)
-    started_s, taken, last = clock.now_s, 0, 0
+    started_s, num_taken, last = clock.now_s, 0, 0
     for pause_s, num_steps in batches:
         clock.now_s += pause_s
         try:
             quotas.count_steps(alice, num_steps)
         except RateLimitError as error:
             clock.now_s += error.retry_after_s
-            quotas.count_steps(alice, num_steps)  # waiting as told is enough
-        taken, last = taken + num_steps, num_steps
+            quotas.count_steps(alice, num_steps)  # waiting for the retry delay is enough
+        num_taken, last = num_taken + num_steps, num_steps
     burst = max(1.0, rate_per_s)
     allowed = (clock.now_s - started_s) * rate_per_s + burst + last
-    assert taken <= allowed * (1 + 1e-6) + 1e-6
+    assert num_taken <= allowed * (1 + 1e-6) + 1e-6

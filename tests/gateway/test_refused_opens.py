@@ -1,4 +1,4 @@
-"""Opens that are refused: they end nobody's session, and leave nothing of the quota taken."""
+"""Refused opens evict no session and use no quota."""
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.tenancy.callers import set_current_tenant
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 from tests.env.polling import eventually
-from tests.gateway.gateways import NAME, client_of, num_sessions, served, sessions_of
+from tests.gateway.gateways import NAME, connect_client, get_sessions, num_sessions, run_gateway
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,17 +19,17 @@ SEEDED = OpenArgs(ResetArgs(seed=1))
 
 
 async def passers_by(gateway: Gateway, num: int) -> None:
-    """Sessions over HTTP that nobody has come back to, which a full fleet may end."""
+    """Open HTTP sessions without later calls, which a full fleet may evict."""
     for _ in range(num):
-        # An open during a poll counts twice until the next one, and two would then be too many.
+        # An open during a poll counts twice until the next poll.
         await eventually(lambda: not gateway.environments[NAME].admission.num_missing(1))
         async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as visitor:
             assert (await visitor.post(f"/envs/{NAME}/reset", json={})).status_code == 200
 
 
-async def test_an_open_beyond_the_quota_evicts_nobody():
-    async with served(server_options={"max_sessions": 3}) as (gateway, servers):
-        sessions = sessions_of(gateway)
+async def test_open_beyond_the_quota_evicts_no_session():
+    async with run_gateway(server_options={"max_sessions": 3}) as (gateway, servers):
+        sessions = get_sessions(gateway)
         set_current_tenant(Tenant("tight", limits=TenantLimits(max_sessions=1)))
         await sessions.open(SEEDED)
         await passers_by(gateway, 2)
@@ -43,20 +43,26 @@ async def test_an_open_beyond_the_quota_evicts_nobody():
 @pytest.mark.parametrize(
     ("args", "size"), [(SEEDED, 3), (OpenArgs(ResetArgs(seed=1), session_id="chosen"), 1)]
 )
-async def test_an_open_that_is_malformed_or_too_large_evicts_nobody(args, size):
+async def test_invalid_open_evicts_no_session(args, size):
     limits = {"max_group_size": 2, "queue_timeout_s": 0.0}
-    async with served(server_options={"max_sessions": 2}, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(server_options={"max_sessions": 2}, sessions=limits) as (
+        gateway,
+        servers,
+    ):
+        sessions = get_sessions(gateway)
         await passers_by(gateway, 2)
         with pytest.raises(InvalidCallError):
             await (sessions.open(args) if size == 1 else sessions.open_group(args, size))
         assert num_sessions(servers) == gateway.num_sessions == 2
 
 
-async def test_an_open_evicts_nobody_while_the_servers_are_silent_and_not_full(monkeypatch):
+async def test_open_evicts_no_session_while_servers_are_silent(monkeypatch):
     limits = {"queue_timeout_s": 0.0}
-    async with served(server_options={"max_sessions": 3}, sessions=limits) as (gateway, servers):
-        sessions = sessions_of(gateway)
+    async with run_gateway(server_options={"max_sessions": 3}, sessions=limits) as (
+        gateway,
+        servers,
+    ):
+        sessions = get_sessions(gateway)
         await passers_by(gateway, 1)
         monkeypatch.setattr(ServerLink, "accepts_sessions", False)
         with pytest.raises(CapacityError, match="accepts sessions"):
@@ -66,8 +72,8 @@ async def test_an_open_evicts_nobody_while_the_servers_are_silent_and_not_full(m
 
 async def test_a_refusal_leaves_the_quota_as_it_was():
     limits = {"queue_timeout_s": 0.0}
-    async with served(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
-        sessions = sessions_of(gateway)
+    async with run_gateway(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
+        sessions = get_sessions(gateway)
         tenant = Tenant("small", limits=TenantLimits(max_sessions=2))
         set_current_tenant(tenant)
         await sessions.open(SEEDED)
@@ -77,8 +83,8 @@ async def test_a_refusal_leaves_the_quota_as_it_was():
         assert gateway.quotas.num_sessions(tenant) == 1
 
 
-async def test_a_step_of_many_that_finds_its_session_lost_gives_the_quota_back():
-    async with served(2) as (gateway, servers), client_of(gateway) as client:
+async def test_lost_session_in_step_many_releases_its_quota():
+    async with run_gateway(2) as (gateway, servers), connect_client(gateway) as client:
         (kept, _), (lost, _) = [await client.open(seed=n) for n in range(2)]
         for server in servers:
             await server.core.close(lost.id)
@@ -87,5 +93,5 @@ async def test_a_step_of_many_that_finds_its_session_lost_gives_the_quota_back()
         outcomes = await client.step_many([(kept, {"add": 1}), (lost, {"add": 1})])
         assert getattr(outcomes[1], "code", None) == "SESSION_LOST"
         assert gateway.num_sessions == 1
-        tenant = sessions_of(gateway).tracked.get(kept.id).tenant
+        tenant = get_sessions(gateway).tracked.get(kept.id).tenant
         assert gateway.quotas.num_sessions(tenant) == 1

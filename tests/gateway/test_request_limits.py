@@ -1,4 +1,4 @@
-"""Requests that send too much or too slowly, and the id that follows the others."""
+"""Limits of request size and duration, and request ids."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ludus.services.gateway.wires.request_limits import (
     LimitBodies,
     choose_request_id,
 )
-from tests.gateway.gateways import NAME, CountingEnv, http_of, served
+from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
 from tests.gateway.http_server import serving
 
 
 def bounded(app: ASGIApp, timeout_s: float = 60.0) -> AddRequestIds:
-    """The application behind bounds that tests reach."""
+    """Build the application with limits small enough for tests."""
     return AddRequestIds(LimitBodies(app, max_bytes=1000, timeout_s=timeout_s))
 
 
@@ -47,7 +47,7 @@ def build_app() -> FastAPI:
         return "unread"
 
     @app.get("/who")
-    async def who(request: Request) -> dict[str, str]:
+    async def caller(request: Request) -> dict[str, str]:
         return {"request_id": request.headers["x-request-id"]}
 
     @app.websocket("/ws")
@@ -66,7 +66,7 @@ async def port() -> AsyncIterator[int]:
 
 
 def client_at(port: int) -> httpx.AsyncClient:
-    """To be entered with `async with`."""
+    """A raw connection, used with `async with`."""
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
 
@@ -82,13 +82,13 @@ async def chunks(num: int, size: int = 100, pause_s: float = 0.0) -> AsyncIterat
         await asyncio.sleep(pause_s)
 
 
-def code_of(response: httpx.Response) -> str:
+def error_code(response: httpx.Response) -> str:
     assert response.headers["connection"] == "close"
     return response.json()["detail"]["code"]
 
 
 async def raw(port: int, sent: bytes) -> bytes:
-    """Everything the server answers until it closes the connection."""
+    """Return all bytes until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:
@@ -113,19 +113,19 @@ async def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(
 ) -> None:
     for content in (b"x" * 1001, chunks(11)):
         response = await client.post(path, content=content)
-        assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+        assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
         assert "larger than 1000 bytes" in response.text
     assert (await client.get("/who")).status_code == 200
 
 
-async def test_a_large_body_that_is_still_being_sent_learns_why(
+async def test_refusal_reaches_a_client_that_is_still_sending(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_limits, "MAX_DROP_S", 60.0)
     response = await client.post("/count", content=chunks(200, size=65_536))
-    assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+    assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
     response = await client.post("/count", content=b"x" * 10_000_000)
-    assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+    assert (response.status_code, error_code(response)) == (413, "VALIDATION_ERROR")
 
 
 async def test_a_declared_length_is_refused_before_the_body_is_sent(port: int) -> None:
@@ -136,7 +136,7 @@ async def test_a_declared_length_is_refused_before_the_body_is_sent(port: int) -
 
 
 @pytest.mark.slow
-async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
+async def test_endless_body_is_cut_off(port: int) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     with pytest.raises(ConnectionError):
@@ -149,10 +149,10 @@ async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_body_that_drips_is_given_up_after_the_time_out() -> None:
+async def test_slow_body_is_refused_after_the_timeout() -> None:
     async with serving(bounded(build_app(), timeout_s=0.3)) as port, client_at(port) as client:
         response = await client.post("/count", content=chunks(40, size=1, pause_s=0.02))
-        assert (response.status_code, code_of(response)) == (408, "TIMEOUT")
+        assert (response.status_code, error_code(response)) == (408, "TIMEOUT")
         assert "within 0.3 s" in response.text
         head = b"POST /parse HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
         assert b"408 " in (await raw(port, head)).split(b"\r\n")[0]
@@ -167,7 +167,7 @@ async def test_a_slow_answer_is_not_a_slow_body() -> None:
         await asyncio.sleep(0.2)
         return await request.is_disconnected()
 
-    # Here a body is there at once, on a slow machine too.
+    # The body is available immediately, even on a slow machine.
     wire = httpx.ASGITransport(bounded(app, timeout_s=0.1))
     async with httpx.AsyncClient(transport=wire, base_url="http://test") as client:
         response = await client.post("/slow", content=b"x")
@@ -190,7 +190,7 @@ async def test_a_request_id_reaches_the_sessions_of_an_environment() -> None:
             seen.append(current_request_id())
             return super().step(action)
 
-    async with served(factory=Curious) as (gateway, _), http_of(gateway) as http:
+    async with run_gateway(factory=Curious) as (gateway, _), http_client(gateway) as http:
         await http.post(f"/envs/{NAME}/reset", json={})
         headers = {"x-request-id": "r-3"}
         step = await http.post(f"/envs/{NAME}/step", json={"action": {"add": 1}}, headers=headers)

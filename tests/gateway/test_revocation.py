@@ -1,4 +1,4 @@
-"""What was allowed and is no more: open connections hear of it, on every wire."""
+"""Revoked rights apply to open connections on every wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.clock import Clock
-from tests.gateway.gateways import NAME, served
+from tests.gateway.gateways import NAME, run_gateway
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 OTHER = "a11ce-two-a11ce-two-a11ce"
@@ -27,7 +27,7 @@ BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
 
 
 def tenants(path: Path, **entries: tuple[str, str]) -> None:
-    """A table for each keyword: its token and its scope."""
+    """Write one tenant per keyword, with its token and scope."""
     path.write_text(
         "".join(
             f'[[tenants]]\nname = "{name}"\nscopes = ["{scope}"]\n'
@@ -43,14 +43,14 @@ DEEDS = {
     "the token is another's now": ({"carol": (ALICE, "step")}, "UNAUTHENTICATED"),
     "the scope is narrowed": ({"alice": (ALICE, "admin")}, "PERMISSION_DENIED"),
 }
-"""What becomes of alice, and the code that her calls end with."""
-LOST = [one for one in DEEDS if "another" not in one]
-"""Those after which nobody has the token, or with nothing to play."""
+"""Changes of the tenant alice, and the resulting error codes."""
+REMOVALS = [name for name in DEEDS if "another" not in name]
+"""Changes after which no tenant has the token, or its tenant cannot play."""
 EACH_DEED = pytest.mark.parametrize(("entries", "code"), DEEDS.values(), ids=DEEDS)
 
 
 class Revocable:
-    """A gateway for alice and bob, whose tenants file can be written again."""
+    """A gateway for alice and bob whose tenants file can change."""
 
     def __init__(self, gateway: Gateway, path: Path, clock: Clock) -> None:
         self.gateway = gateway
@@ -73,12 +73,12 @@ class Revocable:
 async def revocable(tmp_path: Path, clock: Clock) -> AsyncIterator[Revocable]:
     path = tmp_path / "tenants.toml"
     tenants(path, alice=(ALICE, "step"), bob=(BOB, "step"))
-    async with served(tenants_file=str(path), clock=clock) as (gateway, _):
+    async with run_gateway(tenants_file=str(path), clock=clock) as (gateway, _):
         yield Revocable(gateway, path, clock)
 
 
 def every_call(session_id: str) -> list[pb.Call]:
-    """One of each kind."""
+    """Return one call of each kind."""
     step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
     return [
         pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(seed=1))),
@@ -93,7 +93,7 @@ def every_call(session_id: str) -> list[pb.Call]:
     ]
 
 
-def code_of(reply: pb.Reply) -> str:
+def error_code(reply: pb.Reply) -> str:
     if reply.HasField("step_many"):
         return reply.step_many.replies[0].error.code
     return reply.error.code
@@ -115,12 +115,12 @@ async def test_every_kind_of_call_on_an_open_stream_is_refused(
         revocable.write(entries)
         for call in every_call(session_id):
             reply = await late.ask(call)
-            assert code_of(reply) == code, call.WhichOneof("call")
+            assert error_code(reply) == code, call.WhichOneof("call")
         assert revocable.gateway.num_sessions == 2
 
 
 @EACH_DEED
-async def test_open_connections_are_ended_and_those_of_others_are_not(
+async def test_revoked_connections_are_closed_and_others_stay_open(
     revocable: Revocable,
     entries: dict[str, tuple[str, str]],
     code: str,
@@ -129,7 +129,7 @@ async def test_open_connections_are_ended_and_those_of_others_are_not(
         await stream.open()
         await other.open()
         sockets = [await revocable.socket(path, ALICE) for path in ("/ws", "/mcp")]
-        others = [await revocable.socket(path, BOB) for path in ("/ws", "/mcp")]
+        other_sockets = [await revocable.socket(path, BOB) for path in ("/ws", "/mcp")]
         revocable.write(entries)
         async with asyncio.timeout(60):
             assert (await stream.call.code()).name == code
@@ -140,21 +140,21 @@ async def test_open_connections_are_ended_and_those_of_others_are_not(
         reasons = [socket.close_reason or "" for socket in sockets]
         assert all(any(word in reason for word in words) for reason in reasons)
         await other.open()
-        await others[0].send('{"type": "reset", "data": {}}')
-        assert '"observation"' in str(await others[0].recv())
-        await others[1].send('{"jsonrpc": "2.0", "id": 1, "method": "ping"}')
-        assert json.loads(await others[1].recv())["result"] == {}
-        for socket in others:
+        await other_sockets[0].send('{"type": "reset", "data": {}}')
+        assert '"observation"' in str(await other_sockets[0].recv())
+        await other_sockets[1].send('{"jsonrpc": "2.0", "id": 1, "method": "ping"}')
+        assert json.loads(await other_sockets[1].recv())["result"] == {}
+        for socket in other_sockets:
             await socket.close()
 
 
-def test_open_connections_are_looked_at_as_often_as_the_docs_say() -> None:
+def test_open_connections_are_checked_as_often_as_documented() -> None:
     text = Path("docs/security.md").read_text()
     assert "**within two seconds**" in text
     assert gateway_module.REVOCATION_INTERVAL_S <= 1.0
 
 
-@pytest.mark.parametrize(("entries", "code"), [DEEDS[one] for one in LOST], ids=LOST)
+@pytest.mark.parametrize(("entries", "code"), [DEEDS[name] for name in REMOVALS], ids=REMOVALS)
 async def test_requests_of_plain_http_and_mcp_are_refused(
     revocable: Revocable, entries: dict[str, tuple[str, str]], code: str
 ) -> None:
@@ -175,7 +175,7 @@ async def test_requests_of_plain_http_and_mcp_are_refused(
         assert {answer.json()["detail"]["code"] for answer in answers} == {code}
 
 
-async def test_a_second_token_of_the_same_tenant_keeps_its_connections(
+async def test_connections_of_the_second_token_stay_open(
     revocable: Revocable, tmp_path: Path, clock: Clock
 ) -> None:
     digests = [hashlib.sha256(token.encode()).hexdigest() for token in (ALICE, OTHER)]
@@ -192,7 +192,7 @@ async def test_a_second_token_of_the_same_tenant_keeps_its_connections(
         assert not state.HasField("error")
 
 
-async def test_what_a_revoked_connection_held_lingers_and_ends(
+async def test_sessions_of_a_revoked_connection_linger_and_end(
     revocable: Revocable,
 ) -> None:
     async with revocable.stream(ALICE) as stream:

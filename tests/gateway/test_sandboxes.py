@@ -1,4 +1,4 @@
-"""A sandbox for each session: claimed when it opens, given up when it ends, by any gateway."""
+"""One sandbox per session, claimed by the open and deleted after the session."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.sandboxes import SandboxOptions, SandboxSource
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from tests.env.polling import eventually
-from tests.gateway.cluster_objects import NAMESPACE, client_of
+from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_sandboxes import CLAIMS, POOL, FakeSandboxes, sandboxes, write_kubeconfig
-from tests.gateway.gateways import FAST, NAME, config_of, sessions_of
+from tests.gateway.gateways import FAST, NAME, get_sessions, make_config
 
 pytestmark = pytest.mark.slow
 
@@ -29,63 +29,63 @@ PATIENT = SandboxOptions(unused_after_s=60.0, check_interval_s=0.05)
 
 @asynccontextmanager
 async def serving(
-    found: FakeSandboxes, options: SandboxOptions = PATIENT, **limits: object
+    cluster: FakeSandboxes, options: SandboxOptions = PATIENT, **limits: object
 ) -> AsyncIterator[GatewaySessions]:
-    """The sessions of a gateway whose servers are the cluster's sandboxes."""
-    environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=found.port)
+    """Run a gateway with the cluster's sandboxes; yield its sessions."""
+    environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=cluster.port)
     running: list[GatewaySessions] = []
     source = SandboxSource(
-        client_of(found.cluster),
+        make_api_client(cluster.cluster),
         environment,
         lambda key: running[0].fleet.find_link_by_key(key) if running else None,
         lambda: running[0].admission.num_requested if running else 0,
         3600.0,
         options,
     )
-    config = config_of("grpc://unused:1", sessions=limits, servers=FAST)
+    config = make_config("grpc://unused:1", sessions=limits, servers=FAST)
     async with Gateway(config, {NAME: source}) as gateway:
-        sessions = sessions_of(gateway)
+        sessions = get_sessions(gateway)
         running.append(sessions)
         sessions.admission.supply = source
         yield sessions
 
 
 def are_up(links, num_links: int) -> bool:
-    """Whether there are so many, and each reaches its server."""
+    """Return whether the number of endpoints matches and each is connected."""
     return len(links) == num_links and all(link.is_connected for link in links)
 
 
-async def test_a_session_has_a_sandbox_of_its_own_until_it_ends() -> None:
-    async with sandboxes() as found, serving(found) as sessions:
+async def test_session_has_its_own_sandbox() -> None:
+    async with sandboxes() as cluster, serving(cluster) as sessions:
         opened = await asyncio.gather(*(sessions.open(SEEDED) for _ in range(3)))
-        assert len(found.claims) == found.num_sessions == 3
-        # Clients may ask for more at any time, so nothing here is ever saturated.
+        assert len(cluster.claims) == cluster.num_sessions == 3
+        # Sandboxes are created on demand, so the fleet is never saturated.
         assert sessions.environment_load.num_active == 3
         assert sessions.environment_load.capacity == 0
         assert sessions.description.max_sessions == sessions.load.max_sessions == 1024
-        first, *others = opened
+        first, *other_sessions = opened
         await sessions.step(first.session_id, b'{"add": 1}', 1)
         await sessions.close(first.session_id)
-        await eventually(lambda: len(found.claims) == 2)
-        for one in others:
-            await sessions.step(one.session_id, b'{"add": 1}', 1)
-        # No session meets what another left.
-        before = set(found.claims)
+        await eventually(lambda: len(cluster.claims) == 2)
+        for claim in other_sessions:
+            await sessions.step(claim.session_id, b'{"add": 1}', 1)
+        # No session sees data of another session.
+        first_claims = set(cluster.claims)
         await sessions.open(SEEDED)
-        assert before < set(found.claims)
+        assert first_claims < set(cluster.claims)
 
 
-async def test_a_group_has_as_many_sandboxes_as_sessions() -> None:
-    async with sandboxes() as found, serving(found) as sessions:
+async def test_group_has_one_sandbox_per_session() -> None:
+    async with sandboxes() as cluster, serving(cluster) as sessions:
         opened = await sessions.open_group(SEEDED, 4)
-        assert len({one.session_id.split("~")[1] for one in opened}) == 4
-        assert len(found.claims) == 4
+        assert len({claim.session_id.split("~")[1] for claim in opened}) == 4
+        assert len(cluster.claims) == 4
 
 
 async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
-    async with sandboxes() as found, serving(found) as sessions:
+    async with sandboxes() as cluster, serving(cluster) as sessions:
         await sessions.open(SEEDED)
-        (claim,) = found.cluster.all(*CLAIMS)
+        (claim,) = cluster.cluster.all(*CLAIMS)
         labels = claim["metadata"]["labels"]
         assert labels["ludus.dev/warm-pool"] == POOL
         assert labels["ludus.dev/gateway"]
@@ -95,57 +95,57 @@ async def test_claims_say_whose_they_are_and_go_with_their_pool() -> None:
         assert claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
 
 
-async def test_two_gateways_claim_apart_and_each_serves_the_sessions_of_both() -> None:
-    async with sandboxes() as found, serving(found) as one, serving(found) as other:
+async def test_two_gateways_claim_separately_and_serve_each_others_sessions() -> None:
+    async with sandboxes() as cluster, serving(cluster) as claim, serving(cluster) as other:
         opened = await asyncio.gather(
-            *(sessions.open(SEEDED) for sessions in (one, other) for _ in range(3))
+            *(sessions.open(SEEDED) for sessions in (claim, other) for _ in range(3))
         )
-        assert len(found.claims) == found.num_sessions == 6
-        for sessions in (one, other):
+        assert len(cluster.claims) == cluster.num_sessions == 6
+        for sessions in (claim, other):
             await eventually(lambda links=sessions.fleet.links: are_up(links, 6))
-        for number, sessions in enumerate((other, one) * 3):
+        for number, sessions in enumerate((other, claim) * 3):
             await sessions.step(opened[number].session_id, b'{"add": 1}', 1)
 
 
-async def test_what_a_gateway_left_is_served_by_another_and_ended_when_nobody_plays_it() -> None:
-    async with sandboxes() as found:
-        async with serving(found) as sessions:
+async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
+    async with sandboxes() as cluster:
+        async with serving(cluster) as sessions:
             played = await sessions.open(SEEDED)
-            left = await sessions.open(SEEDED)
-        assert len(found.claims) == 2
-        server = next(one for one in found.servers.values() if one.core.load.num_sessions)
-        async with serving(found, EAGER) as sessions:
+            remaining = await sessions.open(SEEDED)
+        assert len(cluster.claims) == 2
+        server = next(claim for claim in cluster.servers.values() if claim.core.load.num_sessions)
+        async with serving(cluster, EAGER) as sessions:
             await sessions.step(played.session_id, b'{"add": 1}', 1)
-            for server in found.servers.values():
-                await server.core.close(left.session_id)
-            await eventually(lambda: len(found.claims) == 1)
+            for server in cluster.servers.values():
+                await server.core.close(remaining.session_id)
+            await eventually(lambda: len(cluster.claims) == 1)
             await sessions.step(played.session_id, b'{"add": 1}', 2)
 
 
-async def test_a_sandbox_that_dies_takes_its_own_session_alone() -> None:
-    async with sandboxes() as found, serving(found) as sessions:
+async def test_dying_sandbox_loses_only_its_session() -> None:
+    async with sandboxes() as cluster, serving(cluster) as sessions:
         first = await sessions.open(SEEDED)
-        (claim,) = found.claims
+        (claim,) = cluster.claims
         other = await sessions.open(SEEDED)
-        await found.replace(claim)
+        await cluster.replace(claim)
         with pytest.raises((SessionLostError, UnavailableError)):
             await sessions.step(first.session_id, b'{"add": 1}', 1)
         await sessions.step(other.session_id, b'{"add": 1}', 1)
 
 
-async def test_an_empty_pool_is_told_in_time_and_leaves_no_claim() -> None:
-    async with sandboxes() as found, serving(found, EAGER, queue_timeout_s=0.3) as sessions:
-        found.is_empty = True
-        while not found.claims:  # until one has waited for long enough
+async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
+    async with sandboxes() as cluster, serving(cluster, EAGER, queue_timeout_s=0.3) as sessions:
+        cluster.is_empty = True
+        while not cluster.claims:  # wait until an open has timed out
             with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
                 await sessions.open(SEEDED)
         assert caught.value.retry_after_s > 0
-        assert len(found.claims) == 1
+        assert len(cluster.claims) == 1
         with pytest.raises(UnavailableError):
             await sessions.open(SEEDED)
-        assert len(found.claims) == 1, "the claim that waits serves the next one"
-        found.is_empty = False
-        await eventually(lambda: not found.claims)
+        assert len(cluster.claims) == 1, "the claim that waits serves the next one"
+        cluster.is_empty = False
+        await eventually(lambda: not cluster.claims)
 
 
 @pytest.mark.parametrize(
@@ -156,56 +156,56 @@ async def test_an_empty_pool_is_told_in_time_and_leaves_no_claim() -> None:
         ("create", "sandboxclaims", 403, "grant it in the gateway's Role"),
     ],
 )
-async def test_what_keeps_a_sandbox_from_being_claimed_is_told_in_a_sentence(
-    verb: str, plural: str, status: int, said: str
+async def test_failed_claim_is_explained_to_the_client(
+    verb: str, plural: str, status: int, message: str
 ) -> None:
-    async with sandboxes() as found:
-        found.cluster.fail(status, verb=verb, plural=plural, times=1000)
-        async with serving(found, queue_timeout_s=0.3) as sessions:
-            told = ""
-            while said not in told:  # until one has waited for long enough
+    async with sandboxes() as cluster:
+        cluster.cluster.fail(status, verb=verb, plural=plural, times=1000)
+        async with serving(cluster, queue_timeout_s=0.3) as sessions:
+            messages = ""
+            while message not in messages:  # wait until an open has timed out
                 with pytest.raises(UnavailableError) as caught:
                     await sessions.open(SEEDED)
-                told = caught.value.message
-            found.cluster.heal()
-            assert not found.claims
+                messages = caught.value.message
+            cluster.cluster.heal()
+            assert not cluster.claims
 
 
-async def test_a_claim_that_could_not_be_given_up_is_given_up_later() -> None:
-    async with sandboxes() as found, serving(found) as sessions:
+async def test_failed_delete_of_a_claim_is_retried() -> None:
+    async with sandboxes() as cluster, serving(cluster) as sessions:
         opened = await sessions.open(SEEDED)
-        found.cluster.fail(500, verb="delete", plural="sandboxclaims")
+        cluster.cluster.fail(500, verb="delete", plural="sandboxclaims")
         await sessions.close(opened.session_id)
-        await eventually(lambda: not found.claims)
+        await eventually(lambda: not cluster.claims)
 
 
-async def test_a_gateway_that_stops_gives_up_what_it_did_not_use(monkeypatch) -> None:
+async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
     monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes.STOP_TIMEOUT_S", 60.0)
-    async with sandboxes() as found:
-        async with serving(found) as sessions:
-            found.is_empty = True
+    async with sandboxes() as cluster:
+        async with serving(cluster) as sessions:
+            cluster.is_empty = True
             opening = asyncio.create_task(sessions.open(SEEDED))
-            await eventually(lambda: found.claims)
+            await eventually(lambda: cluster.claims)
             opening.cancel()
             await eventually(lambda: not sessions.admission.supply.num_creating)
-        assert not found.claims
+        assert not cluster.claims
 
 
-async def test_a_gateway_is_told_of_sandboxes_by_its_configuration(tmp_path, monkeypatch) -> None:
-    async with sandboxes() as found:
-        kubeconfig = write_kubeconfig(tmp_path / "config", found.cluster)
+async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
+    async with sandboxes() as cluster:
+        kubeconfig = write_kubeconfig(tmp_path / "config", cluster.cluster)
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         environment = {
             "kind": "sandbox",
             "warm_pool": POOL,
             "namespace": NAMESPACE,
-            "grpc_port": found.port,
+            "grpc_port": cluster.port,
         }
-        async with Gateway(config_of(environments={NAME: environment})) as gateway:
-            sessions = sessions_of(gateway)
-            # Who asks what the environment is needs a sandbox, which the first open then takes.
+        async with Gateway(make_config(environments={NAME: environment})) as gateway:
+            sessions = get_sessions(gateway)
+            # A description needs a sandbox, which the first open then uses.
             await sessions.admission.wait_described()
             opened = await sessions.open(SEEDED)
-            assert len(found.claims) == 1
+            assert len(cluster.claims) == 1
             await sessions.step(opened.session_id, b'{"add": 1}', 1)

@@ -1,4 +1,4 @@
-"""What docs/security.md states, held against what the code says."""
+"""Statements of docs/security.md compared with the code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
 
 def written_file(name: str) -> str:
-    """A file that the reader is told to write."""
-    found = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", DOCS, re.DOTALL)
-    assert found, name
-    return found[1]
+    """Return a file that the page tells the reader to write."""
+    match = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", DOCS, re.DOTALL)
+    assert match, name
+    return match[1]
 
 
 def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

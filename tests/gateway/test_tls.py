@@ -1,4 +1,4 @@
-"""Certificates that are replaced under running servers, and files that cannot be used."""
+"""Replaced certificates of running servers, and unusable files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def files(tmp_path: Path) -> TlsFiles:
 
 
 def issue(tls: TlsFiles, ca: trustme.CA = CA) -> int:
-    """Writes a new certificate and key, replaced as a whole; its serial number."""
+    """Replace certificate and key atomically; return the serial number."""
     cert = ca.issue_cert("localhost", "127.0.0.1")
     chain = b"".join(blob.bytes() for blob in cert.cert_chain_pems)
     for path, content in ((tls.cert, chain), (tls.key, cert.private_key_pem.bytes())):
@@ -76,12 +76,12 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def https_server(tls: TlsFiles) -> AbstractAsyncContextManager[int]:
-    """The port of a server that answers every request with "hi"."""
+    """Run a server that responds with "hi"; yield its port."""
     return serving(hello, ssl_context_factory=lambda config, default: server_ssl_context(tls))
 
 
 class Https:
-    """One connection to a server."""
+    """A connection to a server."""
 
     @classmethod
     async def connect(cls, port: int, context: ssl.SSLContext) -> Https:
@@ -142,17 +142,17 @@ async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_writte
         await connection.close()
 
 
-async def test_https_asks_for_a_clients_certificate_where_told_to(
+async def test_https_requires_client_certificates_if_configured(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
     with_clients = replace(files, client_ca=ca_file)
-    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(known)
+    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted)
     stranger = TlsFiles(tmp_path / "stranger.crt", tmp_path / "stranger.key")
     issue(stranger, OTHER_CA)
     async with https_server(with_clients) as port:
-        for _ in range(2):  # a second connection must not resume the first
-            connection = await Https.connect(port, client_ssl_context(ca_file, known))
+        for _ in range(2):  # the second connection must not resume the TLS session of the first
+            connection = await Https.connect(port, client_ssl_context(ca_file, trusted))
             assert await connection.get() == b"hi"
             await connection.close()
         for context in (client_ssl_context(ca_file), client_ssl_context(ca_file, stranger)):
@@ -165,22 +165,22 @@ async def test_replaced_client_authorities_hold_for_the_next_handshake(
 ) -> None:
     clients = tmp_path / "clients.pem"
     CA.cert_pem.write_to_path(str(clients))
-    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(known)
+    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted)
     async with https_server(replace(files, client_ca=clients)) as port:
-        connection = await Https.connect(port, client_ssl_context(ca_file, known))
+        connection = await Https.connect(port, client_ssl_context(ca_file, trusted))
         OTHER_CA.cert_pem.write_to_path(str(clients))
         assert await connection.get() == b"hi"
         await connection.close()
         with pytest.raises((OSError, EOFError)):
-            await (await Https.connect(port, client_ssl_context(ca_file, known))).get()
+            await (await Https.connect(port, client_ssl_context(ca_file, trusted))).get()
 
 
 # -- gRPC ------------------------------------------------------------------------------------
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers every unary call and every stream with what it was sent."""
+    """A service that echoes unary calls and streams."""
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         return (
@@ -214,7 +214,7 @@ async def grpc_server(tls: TlsFiles) -> AsyncIterator[int]:
 
 
 def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.aio.Channel:
-    # A pool of its own: channels would share a connection otherwise.
+    # A separate pool, because channels would otherwise share a connection.
     return grpc.aio.secure_channel(
         f"localhost:{port}",
         client_channel_credentials(ca_file, identity),
@@ -222,11 +222,11 @@ def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.
     )
 
 
-async def say(to: grpc.aio.Channel, what: bytes) -> bytes:
-    return await to.unary_unary("/test/Say")(what, timeout=60)
+async def say(to: grpc.aio.Channel, description: bytes) -> bytes:
+    return await to.unary_unary("/test/Say")(description, timeout=60)
 
 
-async def served_serial(port: int, ca_file: Path) -> int:
+async def read_serial(port: int, ca_file: Path) -> int:
     context = client_ssl_context(ca_file)
     context.set_alpn_protocols(["h2"])
     connection = await Https.connect(port, context)
@@ -242,9 +242,9 @@ async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
         stream = old.stream_stream("/test/Stream")()
         await stream.write(b"before")
         assert await stream.read() == b"before"
-        assert await served_serial(port, ca_file) == first_serial
+        assert await read_serial(port, ca_file) == first_serial
         second_serial = issue(files)
-        assert await served_serial(port, ca_file) == second_serial
+        assert await read_serial(port, ca_file) == second_serial
         await stream.write(b"after")
         assert await stream.read() == b"after"
         async with channel(port, ca_file) as new:
@@ -259,26 +259,26 @@ async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_bad(
     async with grpc_server(files) as port:
         good = files.cert.read_bytes()
         files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----")
-        assert await served_serial(port, ca_file) == first_serial
+        assert await read_serial(port, ca_file) == first_serial
         assert "the old certificate stays" in caplog.text
         files.cert.unlink()
         async with channel(port, ca_file) as new:
             assert await say(new, b"hi") == b"hi"
         files.cert.write_bytes(good)
-        assert await served_serial(port, ca_file) == first_serial
+        assert await read_serial(port, ca_file) == first_serial
 
 
-async def test_grpc_asks_for_a_clients_certificate_where_told_to(
+async def test_grpc_requires_client_certificates_if_configured(
     files: TlsFiles, ca_file: Path, tmp_path: Path
 ) -> None:
-    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
-    issue(known)
+    trusted = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(trusted)
     async with grpc_server(replace(files, client_ca=ca_file)) as port:
-        async with channel(port, ca_file, known) as trusted:
+        async with channel(port, ca_file, trusted) as trusted:
             assert await say(trusted, b"hi") == b"hi"
-        async with channel(port, ca_file) as nobody:
+        async with channel(port, ca_file) as missing_user:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await say(nobody, b"hi")
+                await say(missing_user, b"hi")
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
@@ -315,11 +315,11 @@ def key_of_another(tls: TlsFiles) -> TlsFiles:
     return tls
 
 
-def swapped(tls: TlsFiles) -> TlsFiles:
+def swap_files(tls: TlsFiles) -> TlsFiles:
     return TlsFiles(tls.key, tls.cert)
 
 
-def encrypted(tls: TlsFiles) -> TlsFiles:
+def write_encrypted(tls: TlsFiles) -> TlsFiles:
     key = load_pem_private_key(tls.key.read_bytes(), None)
     tls.key.write_bytes(
         key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"pass"))
@@ -355,10 +355,10 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
         ),
         (key_of_another, r"private key in .*\.key does not belong to the certificate .*tls\.crt"),
         (
-            swapped,
+            swap_files,
             r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, got something else; name",
         ),
-        (encrypted, r"must not have a passphrase; decrypt it with: openssl"),
+        (write_encrypted, r"must not have a passphrase; decrypt it with: openssl"),
         (nonsense, r"cannot load the certificate .*tls\.crt and its private key .*; write both"),
         (no_authorities, r"client_ca = .*empty\.pem must be a PEM file with a CERTIFICATE"),
         (
@@ -368,7 +368,7 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_files_that_cannot_be_used_are_named_before_anything_listens(
+def test_unusable_files_are_reported_before_listening(
     files: TlsFiles, spoil: object, says: str
 ) -> None:
     spoiled = spoil(files)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The id that an agent may be given: it calls the tools of a session and does nothing else."""
+"""Tools ids, which permit only calls of a session's tools."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ludus.proto.errors import AuthenticationError, PermissionDeniedError
 from tests.env.raw_stream import RawStream
 from tests.env.served import running
 from tests.env.tool_env import ToolEnv
-from tests.gateway.gateways import NAME, client_of, gateway_to, num_sessions, served
+from tests.gateway.gateways import NAME, connect_client, gateway_to, num_sessions, run_gateway
 
 
 class ThreadedToolEnv(ToolEnv):
-    """The same in threads."""
+    """The environment, run in threads."""
 
     steps_on_event_loop = False
 
 
 class Place:
-    """A server, or a gateway to one."""
+    """An address of a server or a gateway."""
 
     def __init__(self, grpc_address: str, http_address: str, servers: list[Any]) -> None:
         self.grpc_address = grpc_address
         self.http_address = http_address
         self.servers = servers
 
-    async def opened(self, stream: RawStream) -> pb.OpenResponse:
+    async def open_session(self, stream: RawStream) -> pb.OpenResponse:
         return (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(seed=1))))).open
 
     async def mcp(self, method: str, **params: Any) -> Any:
         async with httpx.AsyncClient(timeout=60) as http:
-            asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-            return (await http.post(f"{self.http_address}/mcp", json=asked)).json()
+            call_mcp = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+            return (await http.post(f"{self.http_address}/mcp", json=call_mcp)).json()
 
 
 @pytest.fixture(params=["server", "threaded server", "gateway", "gateway to threads"])
-async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     factory = ThreadedToolEnv if "thread" in request.param else ToolEnv
     if "gateway" in request.param:
-        async with served(1, factory=factory) as (gateway, servers):
+        async with run_gateway(1, factory=factory) as (gateway, servers):
             base = f"{gateway.http_address}/envs/{NAME}"
             yield Place(gateway.grpc_address, base, servers)
         return
@@ -63,48 +63,48 @@ def noting(session_id: str, name: str = "note") -> pb.Call:
     )
 
 
-async def test_an_open_gives_it_over_every_wire(place: Place) -> None:
-    async with RawStream(place.grpc_address) as stream:
-        one = await place.opened(stream)
+async def test_every_wire_returns_a_tools_id(target: Place) -> None:
+    async with RawStream(target.grpc_address) as stream:
+        first = await target.open_session(stream)
         group = (await stream.ask(pb.Call(open_group=pb.OpenGroupRequest(size=2)))).open_group
-        given = {both.session_id: both.tools_session_id for both in (one, *group.sessions)}
+        tools_id = {both.session_id: both.tools_session_id for both in (first, *group.sessions)}
     async with httpx.AsyncClient(timeout=60) as http:
-        headers = (await http.post(f"{place.http_address}/reset", json={})).headers
-        given[headers["x-session-id"]] = headers["x-tools-session-id"]
-    created = (await place.mcp("openenv/session/create"))["result"]
-    given[created["session_id"]] = created["tools_session_id"]
-    assert len(set(given) | set(given.values())) == 10
-    assert not any(driving in tools for driving, tools in given.items())
-    for address in (place.grpc_address, place.http_address):
-        async with client_of(address) as client:
+        headers = (await http.post(f"{target.http_address}/reset", json={})).headers
+        tools_id[headers["x-session-id"]] = headers["x-tools-session-id"]
+    created = (await target.mcp("openenv/session/create"))["result"]
+    tools_id[created["session_id"]] = created["tools_session_id"]
+    assert len(set(tools_id) | set(tools_id.values())) == 10
+    assert not any(driving in tools for driving, tools in tools_id.items())
+    for address in (target.grpc_address, target.http_address):
+        async with connect_client(address) as client:
             session, _ = await client.open(seed=1)
-            assert session.tools_id and session.tools_id not in given.values()
+            assert session.tools_id and session.tools_id not in tools_id.values()
 
 
-async def test_it_calls_tools_and_the_answers_do_not_tell_the_id_that_drives(place: Place) -> None:
-    async with RawStream(place.grpc_address) as stream, RawStream(place.grpc_address) as agent:
-        opened = await place.opened(stream)
-        tools_id = opened.tools_session_id
+async def test_tools_id_calls_tools_without_revealing_the_session_id(target: Place) -> None:
+    async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
+        open_session = await target.open_session(stream)
+        tools_id = open_session.tools_session_id
         reply = await agent.ask(noting(tools_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
         assert reply.call_tool.session_id == tools_id
-        called = await place.mcp(
+        called = await target.mcp(
             "tools/call", name="note", arguments={"text": "b"}, session_id=tools_id
         )
         assert called["result"]["structuredContent"] == {"notes": ["a", "b"]}
         failed = await agent.ask(noting(tools_id, "fail"))
         assert failed.error.code == "TOOL_ERROR"
-        for server in place.servers:
-            await server.core.close(opened.session_id)
+        for server in target.servers:
+            await server.core.close(open_session.session_id)
         gone = await agent.ask(noting(tools_id))
         assert gone.error.code == "SESSION_LOST"
-        assert opened.session_id not in f"{reply}{called}{failed}{gone}"
+        assert open_session.session_id not in f"{reply}{called}{failed}{gone}"
 
 
-async def test_everything_else_is_refused_and_the_session_plays_on(place: Place) -> None:
-    async with RawStream(place.grpc_address) as stream, RawStream(place.grpc_address) as agent:
-        opened = await place.opened(stream)
-        tools_id = opened.tools_session_id
+async def test_tools_id_permits_only_tool_calls(target: Place) -> None:
+    async with RawStream(target.grpc_address) as stream, RawStream(target.grpc_address) as agent:
+        open_session = await target.open_session(stream)
+        tools_id = open_session.tools_session_id
         step = pb.StepRequest(session_id=tools_id, action_json=b'{"add": 1}', step_index=1)
         for call in (
             pb.Call(step=step),
@@ -119,16 +119,18 @@ async def test_everything_else_is_refused_and_the_session_plays_on(place: Place)
         assert many.step_many.replies[0].error.code == "PERMISSION_DENIED"
         again = await agent.ask(pb.Call(open=pb.OpenRequest(session_id=tools_id)))
         assert again.HasField("error")
-        await refused_over_http(place, tools_id)
+        await refused_over_http(target, tools_id)
         agent.call.cancel()
-        mine = pb.StepRequest(session_id=opened.session_id, action_json=b'{"add": 1}', step_index=1)
-        assert (await stream.ask(pb.Call(step=mine))).result.step_index == 1
-        assert num_sessions(place.servers) == 1
+        own = pb.StepRequest(
+            session_id=open_session.session_id, action_json=b'{"add": 1}', step_index=1
+        )
+        assert (await stream.ask(pb.Call(step=own))).result.step_index == 1
+        assert num_sessions(target.servers) == 1
 
 
-async def refused_over_http(place: Place, tools_id: str) -> None:
+async def refused_over_http(target: Place, tools_id: str) -> None:
     headers = {"x-session-id": tools_id}
-    async with httpx.AsyncClient(base_url=place.http_address, headers=headers, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=target.http_address, headers=headers, timeout=60) as http:
         for method, path in (
             ("POST", "/reset"),
             ("POST", "/step"),
@@ -137,29 +139,29 @@ async def refused_over_http(place: Place, tools_id: str) -> None:
         ):
             body = {"action": {"add": 1}} if path == "/step" else {}
             answer = await http.request(method, path, json=None if method == "GET" else body)
-            told = (answer.status_code, answer.json()["detail"]["code"])
-            assert told == (403, "PERMISSION_DENIED"), path
-    closed = await place.mcp("openenv/session/close", session_id=tools_id)
+            response = (answer.status_code, answer.json()["detail"]["code"])
+            assert response == (403, "PERMISSION_DENIED"), path
+    closed = await target.mcp("openenv/session/close", session_id=tools_id)
     assert closed["error"]["data"]["code"] == "PERMISSION_DENIED"
-    address = place.http_address.replace("http", "ws", 1)
+    address = target.http_address.replace("http", "ws", 1)
     async with connect(f"{address}/ws?session_id={tools_id}&ludus=1") as socket:
-        told = orjson.loads(await socket.recv())
-        assert told["data"]["code"] == "PERMISSION_DENIED"
+        response = orjson.loads(await socket.recv())
+        assert response["data"]["code"] == "PERMISSION_DENIED"
 
 
-async def test_any_gateway_of_the_fleet_knows_it() -> None:
+async def test_every_gateway_accepts_a_tools_id() -> None:
     async with (
-        served(1, factory=ToolEnv) as (first, servers),
+        run_gateway(1, factory=ToolEnv) as (first, servers),
         gateway_to(*servers) as second,
         RawStream(first.grpc_address) as stream,
         RawStream(second.grpc_address) as agent,
     ):
-        opened = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
-        reply = await agent.ask(noting(opened.tools_session_id))
+        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
+        reply = await agent.ask(noting(open_session.tools_session_id))
         assert orjson.loads(reply.call_tool.result_json) == {"notes": ["a"]}
 
 
-def test_nobody_makes_the_driving_id_of_it_or_opens_a_session_under_it() -> None:
+def test_tools_id_does_not_reveal_the_session_id_or_open_sessions() -> None:
     key = SessionKey(b"k" * 32)
     driving = key.sign("cards", "server", tenant="alice")
     tools_id = key.tools_id(driving)
@@ -183,14 +185,14 @@ async def test_what_an_agent_calls_is_recorded_with_the_episode(tmp_path: Path) 
         running(ToolEnv, record=tmp_path) as server,
         RawStream(server.grpc_address) as stream,
     ):
-        opened = (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs())))).open
-        await stream.ask(noting(opened.tools_session_id))
-        await stream.ask(pb.Call(close=pb.CloseRequest(session_id=opened.session_id)))
+        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs())))).open
+        await stream.ask(noting(open_session.tools_session_id))
+        await stream.ask(pb.Call(close=pb.CloseRequest(session_id=open_session.session_id)))
     (episode,) = read_recording(tmp_path)
     assert [step.tool for step in episode.steps] == ["note"]
 
 
-async def test_where_there_are_no_tools_there_is_no_such_id() -> None:
+async def test_environment_without_tools_has_no_tools_id() -> None:
     async with running() as server, RawStream(server.grpc_address) as stream:
-        opened = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
-        assert opened.session_id and not opened.tools_session_id
+        open_session = (await stream.ask(pb.Call(open=pb.OpenRequest()))).open
+        assert open_session.session_id and not open_session.tools_session_id

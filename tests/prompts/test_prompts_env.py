@@ -21,7 +21,7 @@ from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from prompts_env import PromptsAction, PromptsEnv, make_environment, write_rows
 from prompts_env.data.permutation import Permutation
-from tests.gateway.gateways import NAME, served
+from tests.gateway.gateways import NAME, run_gateway
 
 NUM_ROWS = 64
 
@@ -277,7 +277,7 @@ def test_invalid_pattern_is_refused(path: str, pattern: str, answer: str | None)
 
 async def test_gateway_reports_the_tasks(path: str) -> None:
     factory = functools.partial(make_environment, path=path, test_size=4)
-    async with served(factory=factory) as (gateway, _):
+    async with run_gateway(factory=factory) as (gateway, _):
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
             async with await AsyncEnvClient.connect(address) as client:
                 assert (await client.describe()).tasks == TaskSet(60, 4, ("prompt", "solution"))

@@ -11,7 +11,7 @@ from ludus.proto.errors import ConfigError
 from ludus.services.runs.cluster import RunsCluster
 from ludus.services.runs.cluster_checks import ClusterFindings, check_cluster
 from ludus.services.runs.manifest import RunManifests, make_manifests
-from tests.gateway.cluster_objects import client_of
+from tests.gateway.cluster_objects import make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.runs.cluster import claim, install, node, secret
 from tests.runs.release import NAMESPACE, Json, manifests, ray_job, release, run_config
@@ -29,7 +29,7 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
 async def found_in(
     cluster: FakeKubernetes, made: RunManifests | None = None, *ignored: str
 ) -> ClusterFindings:
-    async with client_of(cluster) as api:
+    async with make_api_client(cluster) as api:
         return await check_cluster(RunsCluster(api, NAMESPACE), made or manifests(), ignored)
 
 

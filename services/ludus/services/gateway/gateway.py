@@ -88,9 +88,9 @@ class Gateway:
         self.environments: dict[str, GatewaySessions] = {}
         self.sources: dict[str, EndpointSource] = dict(sources or {})
         self.http_address = ""
-        """For example http://127.0.0.1:8000."""
+        """HTTP address, for example http://127.0.0.1:8000."""
         self.grpc_address = ""
-        """For example grpc://127.0.0.1:18000."""
+        """gRPC address, for example grpc://127.0.0.1:18000."""
         self.admin_address = ""
         """Address of the admin port; empty if there is none."""
         self.is_draining = False

@@ -20,9 +20,9 @@ class ServerEndpoint:
     key: str
     """Unique name in the source: an address, or a pod's uid. It never changes for a server."""
     grpc_address: str
-    """For example grpc://10.0.0.7:18000."""
+    """gRPC address, for example grpc://10.0.0.7:18000."""
     http_address: str
-    """For example http://10.0.0.7:8000; empty if unknown."""
+    """HTTP address, for example http://10.0.0.7:8000; empty if unknown."""
     is_ready: bool = True
     """True if the server accepts new sessions."""
     is_terminating: bool = False
