@@ -2,7 +2,7 @@
 
     async with FakeKubernetes() as cluster:
         cluster.put(pod("a"))                       # what kubectl or a controller would do
-        api = client_of(cluster.url)                # what is tested
+        api = make_api_client(cluster)              # what is tested
         cluster.cut_watches()                       # what goes wrong
 
 It keeps the rules that clients rely on: one revision for the whole store, updates checked

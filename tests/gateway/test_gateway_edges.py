@@ -139,12 +139,12 @@ async def test_request_ids_of_step_many_reach_the_server():
 
     class Spy(EnvServicer):
         async def Connect(self, request_iterator, context):
-            async def recorded():
+            async def record():
                 async for batch in request_iterator:
                     seen.extend(call.trace for call in batch.calls if call.HasField("step_many"))
                     yield batch
 
-            await super().Connect(recorded(), context)
+            await super().Connect(record(), context)
 
     server = grpc.aio.server()
     async with env_server() as real:

@@ -339,4 +339,4 @@ async def _play(moves: list[tuple[str, object]]) -> None:
             await contender.compete()
         clock.now_s += 15.0
         won = [await contender.compete() for contender in contenders]
-        assert won.count(True) == 1, "somebody leads once the trouble is over"
+        assert won.count(True) == 1, "one contender leads after the failures"

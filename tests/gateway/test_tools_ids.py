@@ -121,10 +121,10 @@ async def test_tools_id_permits_only_tool_calls(target: Place) -> None:
         assert again.HasField("error")
         await refused_over_http(target, tools_id)
         agent.call.cancel()
-        own = pb.StepRequest(
+        own_step = pb.StepRequest(
             session_id=open_session.session_id, action_json=b'{"add": 1}', step_index=1
         )
-        assert (await stream.ask(pb.Call(step=own))).result.step_index == 1
+        assert (await stream.ask(pb.Call(step=own_step))).result.step_index == 1
         assert num_sessions(target.servers) == 1
 
 
