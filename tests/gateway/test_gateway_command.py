@@ -49,7 +49,9 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def child_processes(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+    return [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ] or [
         int(entry.name)
         for entry in Path("/proc").iterdir()
         if entry.name.isdigit() and _read_parent(entry) == pid
