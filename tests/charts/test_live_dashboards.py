@@ -27,7 +27,7 @@ VALUES = {
 PATIENCE_S = 240.0
 RULES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 UNLESS_OPENS_WAIT = "ludus:env_queue_wait_seconds:p95_rate5m"
-TOLD = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
+IGNORED = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
 """Pending alerts, too: their conditions hold."""
 
 FAILURES = {"LudusCanaryFailed", "LudusLearnerRestarted"}
@@ -86,7 +86,7 @@ def told(address: str, expected: set[str], num_targets: int) -> set[str]:
     """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        names = {series["metric"]["alertname"] for series in ask(address, TOLD)}
+        names = {series["metric"]["alertname"] for series in ask(address, IGNORED)}
         are_up = len(ask(address, "up == 1")) == num_targets
         if (are_up and names == expected) or time.monotonic() > deadline_s:
             return names

@@ -12,10 +12,10 @@ import pytest
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
-from ludus.trainer.compat.trl.settings.fields import DEFAULTS, MAPPED, REFUSED, TOLD
+from ludus.trainer.compat.trl.settings.fields import DEFAULTS, IGNORED, MAPPED, REFUSED
 from ludus.trainer.compat.trl.settings.run_settings import (
     Batches,
-    batches_of,
+    make_batches,
     run_folder,
     run_settings,
 )
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 def run_of(num_prompts: int = 64, **fields: Any) -> Any:
     """The run that the fields ask for, on a machine without a GPU."""
     args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
-    settings = run_settings(args, batches_of(args, num_prompts), 1024)
+    settings = run_settings(args, make_batches(args, num_prompts), 1024)
     return run_config_from(
         {
             **settings,
@@ -49,7 +49,7 @@ def value_at(run: Any, path: str) -> Any:
 
 
 def test_every_field_stands_in_one_table() -> None:
-    tables = [set(MAPPED), set(TOLD), set(REFUSED)]
+    tables = [set(MAPPED), set(IGNORED), set(REFUSED)]
     assert sum(map(len, tables)) == len(set.union(*tables)) == len(DEFAULTS)
 
 
@@ -156,35 +156,35 @@ def test_a_field_becomes_a_setting_of_the_run(
 def test_rows_and_epochs_of_trl_become_batches(
     fields: dict[str, Any], num_prompts: int, expected: Batches
 ) -> None:
-    assert batches_of(GRPOConfig("out", **fields), num_prompts) == expected
+    assert make_batches(GRPOConfig("out", **fields), num_prompts) == expected
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"num_iteration": 2}, "no field 'num_iteration' in TRL 1.16; did you mean 'num_iter"),
-        ({"mask_truncated_completions": True}, "= True is not honoured here, expected False; let"),
+        ({"mask_truncated_completions": True}, "= True is not supported, expected False; let"),
         ({"deepspeed": "zero3.json"}, "deepspeed = 'zero3.json' .*learner.num_ranks"),
-        ({"optim": "sgd"}, "optim = 'sgd' is not honoured"),
-        ({"loss_type": "sapo"}, "loss_type = 'sapo' is not honoured here, expected one of"),
+        ({"optim": "sgd"}, "optim = 'sgd' is not supported"),
+        ({"loss_type": "sapo"}, "loss_type = 'sapo' is not supported, expected one of"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type = 'polynomial'"),
-        ({"report_to": "mlflow"}, r"report_to = 'mlflow' .* got \['mlflow'\]"),
+        ({"report_to": "mlflow"}, r"report_to = 'mlflow' .* contains \['mlflow'\]"),
         (
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "gpu7"},
-            "vllm_server_host = 'gpu7' is not honoured",
+            "vllm_server_host = 'gpu7' is not supported",
         ),
         ({"num_generations": 3}, "whole groups of num_generations = 3"),
-        ({"max_grad_norm": 0}, "max_grad_norm expected a number above 0"),
-        ({"max_grad_norm": None}, "max_grad_norm expected a number above 0"),
+        ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0"),
+        ({"max_grad_norm": None}, "max_grad_norm must be a number above 0"),
         ({"use_vllm": True, "top_k": 5}, "GRPOConfig.top_k = 5 samples from a cut-off"),
         ({"max_completion_length": 2000}, "GRPOConfig.max_completion_length = 2000 leaves no room"),
         ({"num_prompts": 0}, "expected at least 1 prompts"),
-        ({"generation_batch_size": 12}, "12 expected a multiple of per_device_train_batch_size"),
-        ({"logging_steps": 0}, "logging_steps = 0 expected a number above 0 where logging_strat"),
-        ({"save_steps": -1}, "save_steps = -1 expected a number above 0"),
+        ({"generation_batch_size": 12}, "12 must be a multiple of per_device_train_batch_size"),
+        ({"logging_steps": 0}, "logging_steps = 0 must be above 0 if logging_strat"),
+        ({"save_steps": -1}, "save_steps = -1 must be above 0"),
         (
             {"loss_type": "cispo", "importance_sampling_level": "sequence"},
-            "'cispo' expected importance_sampling_level = 'token' and delta = None, got 'sequence'",
+            "'cispo' needs importance_sampling_level = 'token' and delta = None, got 'sequence'",
         ),
         ({"loss_type": "cispo", "delta": 3.0}, "got 'token' and 3.0"),
         (
@@ -203,20 +203,23 @@ def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: st
     [
         (
             {"learning_rate": "1e-5"},
-            "learning_rate expected a number above 0, at most 1, got '1e-5'",
+            "learning_rate must be a number above 0, at most 1, but it is '1e-5'",
         ),
-        ({"beta": float("nan")}, "beta expected a number of 0 or more, got nan"),
-        ({"warmup_steps": None}, "warmup_steps expected a whole number of 0 or more, or a share"),
-        ({"num_generations": 0}, "num_generations expected a whole number of 2 or more.*, got 0"),
-        ({"num_iterations": 1.5}, "num_iterations expected a whole number of 1 or more"),
-        ({"generation_batch_size": 0}, "generation_batch_size expected a whole number of 1"),
-        ({"gradient_checkpointing": "no"}, "gradient_checkpointing expected True or False"),
-        ({"bf16": "yes"}, "bf16 expected True or False, got 'yes'"),
-        ({"loss_type": ["grpo"]}, "loss_type expected a text"),
-        ({"report_to": 5}, "report_to expected a text, or a list, got 5"),
-        ({"reward_weights": ["a"]}, "reward_weights expected a list of numbers"),
-        ({"chat_template_kwargs": 5}, "chat_template_kwargs expected a dictionary"),
-        ({"output_dir": 5}, "output_dir expected a path, got 5"),
+        ({"beta": float("nan")}, "beta must be a number of 0 or more, but it is nan"),
+        ({"warmup_steps": None}, "warmup_steps must be a whole number of 0 or more, or a share"),
+        (
+            {"num_generations": 0},
+            "num_generations must be a whole number of 2 or more.*, but it is 0",
+        ),
+        ({"num_iterations": 1.5}, "num_iterations must be a whole number of 1 or more"),
+        ({"generation_batch_size": 0}, "generation_batch_size must be a whole number of 1"),
+        ({"gradient_checkpointing": "no"}, "gradient_checkpointing must be True or False"),
+        ({"bf16": "yes"}, "bf16 must be True or False, but it is 'yes'"),
+        ({"loss_type": ["grpo"]}, "loss_type must be a text"),
+        ({"report_to": 5}, "report_to must be a text, or a list, but it is 5"),
+        ({"reward_weights": ["a"]}, "reward_weights must be a list of numbers"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary"),
+        ({"output_dir": 5}, "output_dir must be a path, but it is 5"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_where_it_is_set(
@@ -280,10 +283,10 @@ def test_a_field_that_changes_nothing_is_said_once(capsys: pytest.CaptureFixture
     args = GRPOConfig(dataloader_num_workers=4, bf16=True)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "note: GRPOConfig.dataloader_num_workers changes nothing here" in said
+    assert "note: GRPOConfig.dataloader_num_workers has no effect here" in said
     assert args.dataloader_num_workers == 4
     args.use_liger_kernel = True
-    assert "GRPOConfig.use_liger_kernel changes nothing here" in capsys.readouterr().err
+    assert "GRPOConfig.use_liger_kernel has no effect here" in capsys.readouterr().err
 
 
 def test_a_configuration_is_copied_and_sent_as_it_is() -> None:

@@ -51,15 +51,15 @@ def test_adapters_and_thoughts_are_settings_of_the_model(folder: str, tmp_path: 
     settings = model_section(folder, None, lora, args, tmp_path).settings
     assert settings["lora"] == {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
     assert settings["enable_thinking"] is True
-    with pytest.raises(ConfigError, match=r"lora_dropout = 0\.1 is not honoured"):
+    with pytest.raises(ConfigError, match=r"lora_dropout = 0\.1 is not supported"):
         model_section(folder, None, LoraConfig(lora_dropout=0.1), ARGS, tmp_path)
     for field, value in (("target_modules", "all-linear"), ("use_rslora", True), ("bias", "all")):
-        with pytest.raises(ConfigError, match=rf"peft_config\.{field} = .* is not honoured here"):
+        with pytest.raises(ConfigError, match=rf"peft_config\.{field} = .* is not supported"):
             model_section(folder, None, LoraConfig(**{field: value}), ARGS, tmp_path)
     own = {"kind": "pretrained", "path": folder}
     assert model_section(own, None, None, args, tmp_path).settings["enable_thinking"] is True
     other = GRPOConfig(chat_template_kwargs={"date": "today"})
-    with pytest.raises(ConfigError, match=r"enable_thinking alone, got \['date'\]"):
+    with pytest.raises(ConfigError, match=r"only enable_thinking, but has \['date'\]"):
         model_section(folder, None, None, other, tmp_path)
     with pytest.raises(ConfigError, match="brings its own tokenizer"):
         model_section({"kind": "tiny"}, load_tokenizer(folder), None, ARGS, tmp_path)

@@ -83,9 +83,9 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ({"tools": [print]}, "tool 'print' needs typed arguments"),
         ({"reward_funcs": None}, "reward_funcs needs at least one function"),
         ({"reward_funcs": [3]}, "reward_funcs must be functions, .* but one is 3"),
-        ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 expected a 'prompt'"),
-        ({"train_dataset": []}, "train_dataset expected at least one row"),
-        ({"train_dataset": "rows.jsonl"}, "of a file, datasets.load_dataset makes one"),
+        ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 needs a 'prompt'"),
+        ({"train_dataset": []}, "train_dataset has no rows"),
+        ({"train_dataset": "rows.jsonl"}, "load a file with datasets.load_dataset"),
         (
             {"train_dataset": [{"prompt": "a"}] * 4},
             "'by_answer' requires 'answer', which train_dataset does not",
@@ -95,11 +95,14 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
             {"eval_dataset": [{"prompt": "a"}]},
             "'by_answer' requires 'answer', which eval_dataset does not",
         ),
-        ({"train_dataset": {"prompt": "abcdefgh"}}, "one per row, as column 'prompt', got 'abc"),
-        ({"train_dataset": {"prompt": ["a"] * 8, "answer": 5}}, "as column 'answer', got 5"),
+        (
+            {"train_dataset": {"prompt": "abcdefgh"}},
+            "one per row, in column 'prompt', but it has 'abc",
+        ),
+        ({"train_dataset": {"prompt": ["a"] * 8, "answer": 5}}, "in column 'answer', but it has 5"),
         (
             {"train_dataset": {"train": SimpleNamespace(column_names=["prompt"])}},
-            r"got the splits \['train'\]; pass one",
+            r"has the splits \['train'\]; pass one",
         ),
         (
             {
@@ -111,14 +114,14 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ({"reward_funcs": max}, "reward function 'max' must have named parameters"),
         ({"reward_funcs": torch.nn.Linear(1, 1)}, "save a model with save_pretrained"),
         ({"args": {"output_dir": "x"}}, "GRPOConfig, but it is a builtins.dict; change the import"),
-        ({"model": None}, "model expected a Hugging Face id, .* got None"),
+        ({"model": None}, "model must be a Hugging Face id, .* it is None"),
         ({"model": "/nowhere"}, "the model cannot be loaded"),
         ({"rollout_func": 5}, "rollout_func must be a function, but it is 5"),
         ({"rollout_func": len}, r"must have one of the signatures .* it has \(obj\)"),
         ({"environment_factory": 5}, "environment_factory must be a class, or a function"),
         (
             {"model": TINY, "args": GRPOConfig(chat_template_kwargs={"date": "today"})},
-            r"enable_thinking alone, got \['date'\]",
+            r"only enable_thinking, but has \['date'\]",
         ),
     ],
 )
@@ -164,13 +167,13 @@ def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
     assert {json.loads(line)["answer"] for line in lines} == {None}
     rows[3]["answer"] = float("-inf")
     trainer = trainer_of(tmp_path, train_dataset=rows)
-    with pytest.raises(ConfigError, match=r"row 3 expected .*column 'answer' contains an infinite"):
+    with pytest.raises(ConfigError, match=r"row 3 .*column 'answer' contains an infinite"):
         trainer._write_rows()
 
 
 def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
-    rows = PromptRows.of([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
-    with pytest.raises(ConfigError, match="row 1 expected values that JSON knows"):
+    rows = PromptRows.read([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
+    with pytest.raises(ConfigError, match="row 1 contains a value that JSON does not support"):
         rows.write(tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
 

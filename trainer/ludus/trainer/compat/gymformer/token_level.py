@@ -5,7 +5,7 @@
               +--------- shown again, with tokens that the environment added
 
 `TokenLevelRunner` plays the environments of `ludus.env.adapters.gymnasium.token_level`. No chat
-template is used, and every token has the reward of its own step. Tokens that were sampled beyond
+template is used. Every token has the reward of its step. Tokens that were sampled beyond
 the end of the episode were never played, and are dropped.
 """
 
@@ -98,16 +98,16 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
         Raises:
             ValueError: the environment shows other tokens than the tokens so far.
         """
-        result, known = first, list[int]()
+        result, expected = first, list[int]()
         status: RolloutStatus | None = None
         while status is None:
             shown: list[int] = result.observation["token_ids"]
-            if shown[: len(known)] != known:
+            if shown[: len(expected)] != expected:
                 raise ValueError(
-                    f"the environment changed the {len(known)} tokens that were already shown; an "
-                    "observation of a token-level environment must only grow"
+                    f"the environment changed the {len(expected)} tokens that were already shown; "
+                    "an observation of a token-level environment must only grow"
                 )
-            record.add_tokens(shown[len(known) :])
+            record.add_tokens(shown[len(expected) :])
             if not record.has_room:
                 return EpisodeEnd(RolloutStatus.TRUNCATED, result.info, success=result.success)
             token_ids = await record.complete_tokens()
@@ -118,6 +118,6 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
                 return EpisodeEnd(RolloutStatus.INVALID_ACTION)
             rewards: list[float] = result.observation["rewards"]
             record.keep_rewarded_tokens(rewards)
-            known = [*shown, *token_ids[: len(rewards)]]
+            expected = [*shown, *token_ids[: len(rewards)]]
             status = end_status(result)
         return EpisodeEnd(status, result.info, success=result.success)

@@ -1,4 +1,4 @@
-"""A data set of TRL's as a file of rows, which `prompts_env` serves one by one.
+"""Conversion of a TRL data set into a file of rows, which `prompts_env` serves one by one.
 
 list of rows, columns by name, or `datasets.Dataset` --checked--> NAME-input/train.jsonl
 """
@@ -24,97 +24,97 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows with a prompt each."""
+    """The rows of a data set, each with a prompt."""
 
     rows: Sequence[Row]
 
     @classmethod
-    def of(cls, dataset: Any, name: str) -> PromptRows:
-        """The rows of what a script passes as `name`.
+    def read(cls, dataset: Any, name: str) -> PromptRows:
+        """Return the rows of the data set that a script passes as argument `name`.
 
         Raises:
-            ConfigError: it holds no rows, or one without a prompt.
+            ConfigError: there are no rows, or a row has no prompt.
         """
         if dataset is None:
-            raise ConfigError(f"{name} expected rows with a '{PROMPT}', got None; pass some")
-        rows = _rows(dataset, name)
+            raise ConfigError(f"{name} is None; pass rows with a '{PROMPT}'")
+        rows = _list_rows(dataset, name)
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT)):
-                found = row.get(PROMPT) if isinstance(row, Mapping) else row
+                value = row.get(PROMPT) if isinstance(row, Mapping) else row
                 raise ConfigError(
-                    f"{name}: row {number} expected a '{PROMPT}' of text or of messages like "
-                    f"{{'role': 'user', 'content': '...'}}, got {found!r:.80}"
+                    f"{name}: row {number} needs a '{PROMPT}' of text or of messages like "
+                    f"{{'role': 'user', 'content': '...'}}, but has {value!r:.80}"
                 )
         if not rows:
-            raise ConfigError(f"{name} expected at least one row, got none")
+            raise ConfigError(f"{name} has no rows; pass at least one")
         return cls(rows)
 
     @classmethod
-    def of_optional(cls, dataset: Any, name: str) -> PromptRows | None:
-        """See `of`; None where nothing is passed."""
-        return None if dataset is None else cls.of(dataset, name)
+    def read_optional(cls, dataset: Any, name: str) -> PromptRows | None:
+        """Return the rows of the data set, or None if it is None."""
+        return None if dataset is None else cls.read(dataset, name)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def columns(self) -> set[str]:
-        """The names that some row has, but for the prompt's."""
+        """Names of all columns except the prompt."""
         return {key for row in self.rows for key in row} - {PROMPT}
 
     @property
     def prompts(self) -> list[str | list[Message]]:
-        """Of all rows."""
+        """Prompts of all rows."""
         return [row[PROMPT] for row in self.rows]
 
     def write(self, path: Path) -> None:
-        """Write the rows, whole or not at all.
+        """Write the rows atomically.
 
         Raises:
-            ConfigError: a row holds what is no JSON.
+            ConfigError: a row contains a value that JSON does not support.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        with aside.open("wb") as file:
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
             for number, row in enumerate(self.rows):
                 try:
                     file.write(orjson.dumps(row_without_nan(row), option=_LINE))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(
-                        f"row {number} expected values that JSON knows, got one it does not "
-                        f"({error}); turn it into text, numbers, lists or dictionaries"
+                        f"row {number} contains a value that JSON does not support ({error}); "
+                        "convert it to text, numbers, lists or dictionaries"
                     ) from None
-        aside.replace(path)
+        partial.replace(path)
 
 
 _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
-def _rows(dataset: Any, name: str) -> list[Any]:
+def _list_rows(dataset: Any, name: str) -> list[Any]:
     if isinstance(dataset, Mapping):
-        return _rows_of_columns(dataset, name)
+        return _columns_to_rows(dataset, name)
     if isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes)):
         return list(dataset)
     raise ConfigError(
-        f"{name} expected rows (a list of dictionaries, columns by name, or a datasets.Dataset), "
-        f"got {dataset!r:.80}; of a file, datasets.load_dataset makes one"
+        f"{name} must be a list of dictionaries, columns by name, or a datasets.Dataset, but it is "
+        f"{dataset!r:.80}; load a file with datasets.load_dataset"
     )
 
 
-def _rows_of_columns(dataset: Mapping[Any, Any], name: str) -> list[Any]:
+def _columns_to_rows(dataset: Mapping[Any, Any], name: str) -> list[Any]:
     if any(hasattr(column, "column_names") for column in dataset.values()):
         splits = sorted(map(str, dataset))
-        raise ConfigError(f"{name} expected one data set, got the splits {splits}; pass one")
+        raise ConfigError(f"{name} must be one data set, but it has the splits {splits}; pass one")
     for key, column in dataset.items():
         if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
             raise ConfigError(
-                f"{name} expected a list of values, one per row, as column '{key}', got "
+                f"{name} needs a list of values, one per row, in column '{key}', but it has "
                 f"{column!r:.60}"
             )
     columns = {str(key): list(column) for key, column in dataset.items()}
     lengths = {key: len(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"{name} expected columns of one length, got {lengths}")
+        raise ConfigError(f"{name} must have columns of one length, but has {lengths}")
     pairs = (zip(repeat(key), column, strict=False) for key, column in columns.items())
     return [dict(row) for row in zip(*pairs, strict=True)]
 
@@ -126,9 +126,9 @@ def _is_prompt(value: Any) -> bool:
         isinstance(value, list)
         and bool(value)
         and all(
-            isinstance(one, Mapping)
-            and isinstance(one.get("role"), str)
-            and isinstance(one.get("content"), str)
-            for one in value
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
         )
     )

@@ -37,7 +37,7 @@ from ludus.trainer.compat.trl.rollout.runner import ScriptRollout
 from ludus.trainer.compat.trl.settings.config import GRPOConfig
 from ludus.trainer.compat.trl.settings.run_settings import (
     DEFAULT_OUTPUT_DIR,
-    batches_of,
+    make_batches,
     run_folder,
     run_settings,
 )
@@ -96,9 +96,9 @@ class GRPOTrainer:
         """
         _refuse_unsupported(reward_processing_classes, callbacks, optimizers, quantization_config)
         self.args = _check_args(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
-        self._rows = PromptRows.of(train_dataset, "train_dataset")
-        self._eval_rows = PromptRows.of_optional(eval_dataset, "eval_dataset")
-        self._batches = batches_of(self.args, len(self._rows))
+        self._rows = PromptRows.read(train_dataset, "train_dataset")
+        self._eval_rows = PromptRows.read_optional(eval_dataset, "eval_dataset")
+        self._batches = make_batches(self.args, len(self._rows))
         folder = run_folder(self.args)
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
         model_folder = self._input / "model"
@@ -231,7 +231,7 @@ class GRPOTrainer:
         return {
             "num_games": num_games,
             "num_games_during": 0 if strategy == "no" else num_games,
-            "every_steps": steps or self._batches.of_optimizer_steps(every),
+            "every_steps": steps or self._batches.from_optimizer_steps(every),
             "temperature": args.temperature,
         }
 

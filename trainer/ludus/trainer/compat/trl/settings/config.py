@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig by its fields, each of which a run honours, or refuses by name."""
+"""TRL's GRPOConfig; a run applies each of its fields, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import sys
 from typing import Any
 
 from ludus.proto.errors import ConfigError, did_you_mean
-from ludus.trainer.compat.trl.settings.fields import DEFAULTS, REFUSED, TOLD
+from ludus.trainer.compat.trl.settings.fields import DEFAULTS, IGNORED, REFUSED
 from ludus.trainer.compat.trl.settings.values import check_value
 
 
 class GRPOConfig:
-    """What a script of TRL's sets, under TRL's names and with TRL's defaults (version 1.16).
+    """The settings of a TRL script, with the names and defaults of TRL 1.16.
 
-    Fields may be read and set as there. What a run makes of them is `run_settings`; the table is in
-    docs/from-trl.md.
+    Fields can be read and set as in TRL. `run_settings` converts them into the configuration of a
+    run; docs/from-trl.md contains the table.
     """
 
     def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
-        """Take the fields; one that nothing here depends on is said, to stderr, when it is set.
+        """Set the fields; a field that has no effect here is reported on stderr.
 
         Raises:
-            ConfigError: TRL has no such field, or it asks for something that no run does.
+            ConfigError: TRL has no such field, or its value is not supported.
         """
         self.__dict__.update(DEFAULTS)
         self.output_dir = output_dir
@@ -34,8 +34,8 @@ class GRPOConfig:
             raise ConfigError(f"GRPOConfig has no field '{name}' in TRL 1.16; {hint}")
         _refuse(name, value)
         check_value(name, value)
-        if name in TOLD and value != TOLD[name][0]:
-            sys.stderr.write(f"note: GRPOConfig.{name} changes nothing here: {TOLD[name][1]}\n")
+        if name in IGNORED and value != IGNORED[name][0]:
+            sys.stderr.write(f"note: GRPOConfig.{name} has no effect here: {IGNORED[name][1]}\n")
         self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -51,6 +51,6 @@ def _refuse(name: str, value: Any) -> None:
         return
     if name in REFUSED and value != REFUSED[name][0] and value not in (None, "", {}, []):
         raise ConfigError(
-            f"GRPOConfig.{name} = {value!r:.100} is not honoured here, expected "
+            f"GRPOConfig.{name} = {value!r:.100} is not supported, expected "
             f"{REFUSED[name][0]!r}; {REFUSED[name][1]}"
         )

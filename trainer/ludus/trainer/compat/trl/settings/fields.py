@@ -1,8 +1,8 @@
-"""Every field of TRL 1.16's GRPOConfig: its default there, and what a run makes of it.
+"""Every field of GRPOConfig in TRL 1.16, with its default.
 
-    mapped   a setting of the run follows from it       run_settings.py
-    told     nothing here depends on it; said once where it is set
-    refused  it asks for something that no run does; the way out stands beside it
+    mapped   converted into a setting of the run (run_settings.py)
+    ignored  no effect here; reported when the field is set
+    refused  not supported; the text names the alternative
 
 `tests/conformance/test_trl.py` compares the names and defaults with TRL's own.
 """
@@ -82,43 +82,46 @@ MAPPED: Mapping[str, Any] = {
     "resume_from_checkpoint": None,
 }
 
-_NO_LOADER = "there is no data loader: rollout workers read the rows"
-_NO_DDP = "learner ranks are FSDP2's (learner.num_ranks)"
-_ELSEWHERE = "ludus watch and trainer.log show a run"
-_OTHER_LOSS = "belongs to a loss_type that is refused"
+_NO_LOADER = "there is no data loader, because rollout workers read the rows"
+_NO_DDP = "learner ranks use FSDP2 (learner.num_ranks)"
+_ELSEWHERE = "ludus watch and trainer.log show the run"
+_OTHER_LOSS = "belongs to a loss_type that is not supported"
 
-TOLD: Mapping[str, tuple[Any, str]] = {
+IGNORED: Mapping[str, tuple[Any, str]] = {
     "lr_scheduler_kwargs": (None, "the schedules have no further settings"),
-    "average_tokens_across_devices": (True, "the loss's denominator is always the whole step's"),
-    "bf16_full_eval": (False, "evaluations play in the type of the rollout workers"),
-    "fp16_full_eval": (False, "evaluations play in the type of the rollout workers"),
+    "average_tokens_across_devices": (
+        True,
+        "the loss always uses the denominator of a step",
+    ),
+    "bf16_full_eval": (False, "evaluations use the type of the rollout workers"),
+    "fp16_full_eval": (False, "evaluations use the type of the rollout workers"),
     "gradient_checkpointing_kwargs": (None, "activations are recomputed without re-entry"),
-    "use_liger_kernel": (False, "it changes speed alone"),
-    "liger_kernel_config": (None, "it changes speed alone"),
-    "use_cache": (False, "rollout workers always keep a cache, the learner never"),
-    "torch_empty_cache_steps": (None, "it changes memory alone"),
+    "use_liger_kernel": (False, "it only affects speed"),
+    "liger_kernel_config": (None, "it only affects speed"),
+    "use_cache": (False, "rollout workers always use a cache, the learner never does"),
+    "torch_empty_cache_steps": (None, "it only affects memory"),
     "log_on_each_node": (True, _ELSEWHERE),
     "logging_nan_inf_filter": (True, "an update that is not finite is skipped and counted"),
     "include_num_input_tokens_seen": ("no", "num_tokens_in_batch counts them"),
     "log_level": ("passive", _ELSEWHERE),
     "log_level_replica": ("warning", _ELSEWHERE),
     "disable_tqdm": (None, _ELSEWHERE),
-    "run_name": (None, "the run is called as the last part of output_dir"),
-    "project": ("huggingface", "with report_to = 'wandb' it names the project, else nothing"),
-    "eval_delay": (0, "evaluations begin with the first step"),
-    "per_device_eval_batch_size": (8, "games of an evaluation are played side by side"),
-    "prediction_loss_only": (False, "an evaluation plays, it computes no loss"),
-    "eval_on_start": (False, "the policy is always judged before the first step"),
-    "eval_do_concat_batches": (True, "an evaluation plays, it computes no loss"),
-    "eval_use_gather_object": (False, "an evaluation plays, it computes no loss"),
-    "eval_accumulation_steps": (None, "an evaluation plays, it computes no loss"),
-    "include_for_metrics": ([], "an evaluation plays, it computes no loss"),
-    "batch_eval_metrics": (False, "an evaluation plays, it computes no loss"),
-    "save_on_each_node": (False, "checkpoints stand in the run's folder"),
-    "enable_jit_checkpoint": (False, "Ctrl-C and SIGTERM leave a checkpoint anyway"),
-    "ignore_data_skip": (False, "a run that is resumed goes on at its row"),
+    "run_name": (None, "the last part of output_dir is the name of the run"),
+    "project": ("huggingface", "it is the project name for report_to = 'wandb' only"),
+    "eval_delay": (0, "evaluations start with the first step"),
+    "per_device_eval_batch_size": (8, "episodes of an evaluation are played at the same time"),
+    "prediction_loss_only": (False, "an evaluation plays episodes and computes no loss"),
+    "eval_on_start": (False, "the policy is always evaluated before the first step"),
+    "eval_do_concat_batches": (True, "an evaluation plays episodes and computes no loss"),
+    "eval_use_gather_object": (False, "an evaluation plays episodes and computes no loss"),
+    "eval_accumulation_steps": (None, "an evaluation plays episodes and computes no loss"),
+    "include_for_metrics": ([], "an evaluation plays episodes and computes no loss"),
+    "batch_eval_metrics": (False, "an evaluation plays episodes and computes no loss"),
+    "save_on_each_node": (False, "checkpoints are in the run folder"),
+    "enable_jit_checkpoint": (False, "Ctrl-C and SIGTERM always write a checkpoint"),
+    "ignore_data_skip": (False, "a resumed run continues at its row"),
     "restore_callback_states_from_checkpoint": (False, "there are no callbacks"),
-    "full_determinism": (False, "random numbers follow from the seed anyway"),
+    "full_determinism": (False, "random numbers always depend on the seed only"),
     "accelerator_config": (None, _NO_DDP),
     "dataloader_drop_last": (False, _NO_LOADER),
     "dataloader_num_workers": (0, _NO_LOADER),
@@ -136,35 +139,35 @@ TOLD: Mapping[str, tuple[Any, str]] = {
     "ddp_timeout": (1800, _NO_DDP),
     "local_rank": (-1, _NO_DDP),
     "debug": ("", _ELSEWHERE),
-    "skip_memory_metrics": (True, "metrics.jsonl holds what is measured"),
+    "skip_memory_metrics": (True, "metrics.jsonl contains the measurements"),
     "do_train": (False, "train() trains"),
-    "do_eval": (False, "eval_strategy says when the policy is judged"),
+    "do_eval": (False, "eval_strategy sets when the policy is evaluated"),
     "do_predict": (False, "train() trains"),
-    "tf32": (None, "products of float32 are computed as torch is set"),
-    "disable_dropout": (False, "models without dropout are trained as they are"),
+    "tf32": (None, "float32 products use the settings of torch"),
+    "disable_dropout": (False, "models without dropout are trained unchanged"),
     "ds3_gather_for_generation": (True, "there is no DeepSpeed"),
-    "pad_to_multiple_of": ("auto", "it changes speed alone"),
-    "cache_implementation": (None, "it changes speed alone"),
-    "vllm_enable_sleep_mode": (False, "it changes memory alone"),
-    "vllm_server_timeout": (240.0, "the run starts its own rollout workers and waits for them"),
-    "vllm_group_port": (51216, "weights travel by the run's weight store"),
+    "pad_to_multiple_of": ("auto", "it only affects speed"),
+    "cache_implementation": (None, "it only affects speed"),
+    "vllm_enable_sleep_mode": (False, "it only affects memory"),
+    "vllm_server_timeout": (240.0, "the run starts its rollout workers and waits for them"),
+    "vllm_group_port": (51216, "the run's weight store transfers the weights"),
     "sapo_temperature_neg": (1.05, _OTHER_LOSS),
     "sapo_temperature_pos": (1.0, _OTHER_LOSS),
     "vespo_k_pos": (2.0, _OTHER_LOSS),
     "vespo_lambda_pos": (3.0, _OTHER_LOSS),
     "vespo_k_neg": (3.0, _OTHER_LOSS),
     "vespo_lambda_neg": (2.0, _OTHER_LOSS),
-    "ref_model_mixup_alpha": (0.6, "belongs to sync_ref_model, which is refused"),
-    "ref_model_sync_steps": (512, "belongs to sync_ref_model, which is refused"),
-    "entropy_coef_min": (0.0, "belongs to use_adaptive_entropy, which is refused"),
-    "entropy_coef_max": (1.0, "belongs to use_adaptive_entropy, which is refused"),
-    "entropy_coef_delta": (0.005, "belongs to use_adaptive_entropy, which is refused"),
-    "entropy_target": (0.2, "belongs to use_adaptive_entropy, which is refused"),
-    "log_multimodal": (True, "models read text alone"),
+    "ref_model_mixup_alpha": (0.6, "belongs to sync_ref_model, which is not supported"),
+    "ref_model_sync_steps": (512, "belongs to sync_ref_model, which is not supported"),
+    "entropy_coef_min": (0.0, "belongs to use_adaptive_entropy, which is not supported"),
+    "entropy_coef_max": (1.0, "belongs to use_adaptive_entropy, which is not supported"),
+    "entropy_coef_delta": (0.005, "belongs to use_adaptive_entropy, which is not supported"),
+    "entropy_target": (0.2, "belongs to use_adaptive_entropy, which is not supported"),
+    "log_multimodal": (True, "models read only text"),
     "log_unique_prompts": (False, _ELSEWHERE),
-    "use_transformers_continuous_batching": (False, "it changes speed alone"),
-    "transformers_continuous_batching_config": (None, "it changes speed alone"),
-    "use_transformers_paged": (False, "it changes speed alone"),
+    "use_transformers_continuous_batching": (False, "it only affects speed"),
+    "transformers_continuous_batching_config": (None, "it only affects speed"),
+    "use_transformers_paged": (False, "it only affects speed"),
 }
 
 _HUB = "upload the folder that trainer.save_model wrote with huggingface_hub"
@@ -172,22 +175,22 @@ _TRACKIO = "report to 'wandb' or 'tensorboard'"
 _RANKS = "pass overrides = ['learner.num_ranks=N'] to GRPOTrainer"
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "optim": ("adamw_torch_fused", "AdamW is the one optimizer; leave it out"),
+    "optim": ("adamw_torch_fused", "AdamW is the only optimizer; remove it"),
     "optim_args": (None, "set adam_beta1, adam_beta2, adam_epsilon, weight_decay"),
-    "optim_target_modules": (None, "leave it out"),
-    "label_smoothing_factor": (0.0, "leave it out: a policy has no labels"),
+    "optim_target_modules": (None, "remove it"),
+    "label_smoothing_factor": (0.0, "remove it, because a policy has no labels"),
     "fp16": (False, "set bf16 = True, or neither for float32 on a CPU"),
-    "torch_compile_backend": (None, "set torch_compile = True alone"),
-    "torch_compile_mode": (None, "set torch_compile = True alone"),
-    "neftune_noise_alpha": (None, "leave it out: sampled answers are trained as they were"),
+    "torch_compile_backend": (None, "set only torch_compile = True"),
+    "torch_compile_mode": (None, "set only torch_compile = True"),
+    "neftune_noise_alpha": (None, "remove it, because sampled tokens are trained on unchanged"),
     "auto_find_batch_size": (
         False,
-        "lower learner.max_tokens_per_micro_batch in overrides: the loss does not depend on it",
+        "lower learner.max_tokens_per_micro_batch in overrides; the loss does not depend on it",
     ),
     "trackio_space_id": (None, _TRACKIO),
     "trackio_bucket_id": (None, _TRACKIO),
     "trackio_static_space_id": (None, _TRACKIO),
-    "save_only_model": (False, "leave it out: a checkpoint is what a run goes on from"),
+    "save_only_model": (False, "remove it, because a run resumes from checkpoints"),
     "push_to_hub": (False, _HUB),
     "hub_token": (None, _HUB),
     "hub_private_repo": (None, _HUB),
@@ -195,7 +198,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "hub_strategy": ("every_save", _HUB),
     "hub_always_push": (False, _HUB),
     "hub_revision": (None, _HUB),
-    "log_completions_hub_repo": (None, "transcripts.jsonl in the run's folder holds completions"),
+    "log_completions_hub_repo": (None, "transcripts.jsonl in the run folder contains completions"),
     "load_best_model_at_end": (False, "compare checkpoints with `ludus eval`"),
     "metric_for_best_model": (None, "compare checkpoints with `ludus eval`"),
     "greater_is_better": (None, "compare checkpoints with `ludus eval`"),
@@ -203,24 +206,24 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "fsdp": (None, _RANKS),
     "fsdp_config": (None, _RANKS),
     "deepspeed": (None, _RANKS),
-    "remove_unused_columns": (False, "leave it out: every column reaches the reward functions"),
-    "label_names": (None, "leave it out: every column reaches the reward functions"),
-    "train_sampling_strategy": ("random", "rows come shuffled; leave it out"),
-    "shuffle_dataset": (True, "rows come shuffled, in another order each epoch; leave it out"),
+    "remove_unused_columns": (False, "remove it, because reward functions get every column"),
+    "label_names": (None, "remove it, because reward functions get every column"),
+    "train_sampling_strategy": ("random", "remove it, because rows are always shuffled"),
+    "shuffle_dataset": (True, "remove it, because rows are shuffled differently in each epoch"),
     "model_init_kwargs": (None, "pass the model's folder; bf16 sets its type"),
-    "trust_remote_code": (False, "take a model that transformers knows"),
-    "router_aux_loss_coef": (None, "leave it out: it is no part of the loss here"),
+    "trust_remote_code": (False, "use a model that transformers supports"),
+    "router_aux_loss_coef": (None, "remove it, because it is not part of the loss"),
     "cast_lm_head_to_fp32": (False, "set bf16 = False for float32 throughout"),
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p, repetition_penalty"),
-    "vllm_model_impl": ("vllm", "leave it out, or set use_vllm = False for transformers"),
-    "vllm_structured_outputs_regex": (None, "let the reward function judge the form"),
-    "multi_objective_aggregation": ("sum_then_normalize", "leave it out"),
+    "vllm_model_impl": ("vllm", "remove it, or set use_vllm = False for transformers"),
+    "vllm_structured_outputs_regex": (None, "let the reward function score the format"),
+    "multi_objective_aggregation": ("sum_then_normalize", "remove it"),
     "mask_truncated_completions": (
         False,
         "let the reward function return None for completions without an end",
     ),
     "sync_ref_model": (False, "the reference is the starting policy"),
-    "top_entropy_quantile": (1.0, "leave it out: all sampled tokens are trained on"),
+    "top_entropy_quantile": (1.0, "remove it, because all sampled tokens are trained on"),
     "use_adaptive_entropy": (False, "set entropy_coef"),
     "off_policy_mask_threshold": (
         None,
@@ -230,7 +233,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 
 DEFAULTS: Mapping[str, Any] = {
     **MAPPED,
-    **{name: default for name, (default, _) in TOLD.items()},
+    **{name: default for name, (default, _) in IGNORED.items()},
     **{name: default for name, (default, _) in REFUSED.items()},
 }
-"""All fields."""
+"""Defaults of all fields."""

@@ -1,4 +1,4 @@
-"""A GRPOConfig as the configuration of a run.
+"""Conversion of a GRPOConfig into the configuration of a run.
 
     rows of an optimizer step    R = per_device_train_batch_size * gradient_accumulation_steps
     rows of a generation batch   B = generation_batch_size
@@ -6,8 +6,8 @@
     optimizer steps of a pass    max(B, R) / R                      learner.num_minibatches
     passes over a batch          num_iterations                     learner.update_epochs
 
-TRL counts optimizer steps, a run counts batches: `Batches` translates. As in TRL, whatever is
-trained on was sampled by the newest weights (training.max_staleness = 0).
+TRL counts optimizer steps, a run counts batches, and `Batches` converts between them. As in TRL,
+all episodes are sampled with the newest weights (training.max_staleness = 0).
 """
 
 from __future__ import annotations
@@ -46,61 +46,65 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How rows, prompts and steps of TRL's become batches of a run."""
+    """The batches of a run, derived from TRL's rows, prompts and steps."""
 
     num_groups: int
-    """Of a batch."""
+    """Number of groups of a batch."""
     num_minibatches: int
-    """Optimizer steps of a pass over a batch."""
+    """Number of optimizer steps of one pass over a batch."""
     num_steps: int
-    """Batches of the run."""
+    """Number of batches of the run."""
     num_prompts: int
-    """Of the data set."""
+    """Number of prompts of the data set."""
     num_passes: int = 1
-    """Over each batch."""
+    """Number of passes over each batch."""
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of a batch."""
+        """Number of optimizer steps of a batch."""
         return self.num_minibatches * self.num_passes
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return self.num_steps * self.num_updates
 
     @property
     def per_epoch(self) -> float:
-        """Batches in which every prompt comes once."""
+        """Number of batches that contain every prompt once."""
         return self.num_prompts / self.num_groups
 
-    def of_optimizer_steps(self, number: float) -> int:
-        """The batches of so many optimizer steps, or of such a share of all, at least one."""
-        wanted = number * self.num_optimizer_steps if number < 1 else number
-        return max(1, round(wanted / self.num_updates))
+    def from_optimizer_steps(self, number: float) -> int:
+        """Return the number of batches, at least 1, of `number` optimizer steps.
+
+        Args:
+            number: the number of steps, or a share below 1 of all steps.
+        """
+        num_steps = number * self.num_optimizer_steps if number < 1 else number
+        return max(1, round(num_steps / self.num_updates))
 
 
-def batches_of(args: GRPOConfig, num_prompts: int) -> Batches:
-    """The batches of a training on so many prompts.
+def make_batches(args: GRPOConfig, num_prompts: int) -> Batches:
+    """Return the batches of a training on `num_prompts` prompts.
 
     Raises:
-        ConfigError: sizes that do not fit each other, or fewer prompts than a batch has.
+        ConfigError: the sizes are incompatible, or there are too few prompts for a batch.
     """
     group = args.num_generations
-    of_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = max(_generated_at_once(args), of_update)
-    if rows % of_update or rows % group or (rows // group) % (rows // of_update):
+    step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = max(_generation_rows(args), step_rows)
+    if rows % step_rows or rows % group or (rows // group) % (rows // step_rows):
         raise ConfigError(
-            f"GRPOConfig expected a generation batch of {rows} rows that holds whole optimizer "
-            f"steps of per_device_train_batch_size * gradient_accumulation_steps = {of_update} "
-            f"rows, and in each of them whole groups of num_generations = {group}; set "
-            f"gradient_accumulation_steps or generation_batch_size to a multiple of {group}"
+            f"a generation batch of {rows} rows must contain whole optimizer steps of "
+            f"per_device_train_batch_size * gradient_accumulation_steps = {step_rows} rows, each "
+            f"with whole groups of num_generations = {group}; set gradient_accumulation_steps or "
+            f"generation_batch_size to a multiple of {group}"
         )
-    num_groups, num_minibatches = rows // group, rows // of_update
+    num_groups, num_minibatches = rows // group, rows // step_rows
     if args.max_steps > 0:
         num_steps = math.ceil(args.max_steps / (num_minibatches * args.num_iterations))
     else:
-        # As TRL does, the rows left at the end that fill no batch are not trained on.
+        # As in TRL, remaining rows that fill no batch are not trained on.
         num_steps = math.floor(args.num_train_epochs * num_prompts / num_groups + 1e-9)
     if num_steps < 1:
         raise ConfigError(
@@ -112,13 +116,13 @@ def batches_of(args: GRPOConfig, num_prompts: int) -> Batches:
 
 
 def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
-    """The sections of the run, but for its environment and model.
+    """Return the settings of the run without its environment and model.
 
     Args:
-        max_tokens: of prompt and completion together.
+        max_tokens: the maximum number of tokens of prompt and completion together.
 
     Raises:
-        ConfigError: a field has a value that no run can have.
+        ConfigError: a field has a value that is not supported.
     """
     folder = run_folder(args)
     _check_intervals(args)
@@ -137,10 +141,10 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
 
 
 def run_folder(args: GRPOConfig) -> Path:
-    """The run's folder, which `output_dir` names.
+    """Return the run folder that `output_dir` names.
 
     Raises:
-        ConfigError: its last part can be no run's name.
+        ConfigError: the last part of the path is not a valid name of a run.
     """
     folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
     if not re.fullmatch(RUN_NAME_PATTERN, folder.name):
@@ -153,26 +157,26 @@ def run_folder(args: GRPOConfig) -> Path:
 
 
 def server_port(args: GRPOConfig) -> int | None:
-    """Where POST /generate/ is answered; None where TRL would start no server.
+    """Return the port of POST /generate/; None if TRL would not use a server.
 
     Raises:
-        ConfigError: the server is elsewhere.
+        ConfigError: the server is on another machine.
     """
-    if not args.use_vllm or _one_of(args, "vllm_mode", ("server", "colocate")) == "colocate":
+    if not args.use_vllm or _read_choice(args, "vllm_mode", ("server", "colocate")) == "colocate":
         return None
     host, port = args.vllm_server_host, args.vllm_server_port
     if args.vllm_server_base_url is not None:
-        host, port = _place_of(args.vllm_server_base_url, port)
+        host, port = _parse_url(args.vllm_server_base_url, port)
     if host not in _LOCAL_HOSTS:
         raise ConfigError(
-            f"GRPOConfig.vllm_server_host = {host!r} is not honoured here, expected one of "
-            f"{list(_LOCAL_HOSTS)}: rollout workers generate, each on its own machine; leave it out"
+            f"GRPOConfig.vllm_server_host = {host!r} is not supported, expected one of "
+            f"{list(_LOCAL_HOSTS)}, because each rollout worker serves its own machine; remove it"
         )
     return int(port)
 
 
-def _place_of(url: str, port: int) -> tuple[str | None, int]:
-    """The host that a URL names, and its port, which is `port` where it names none."""
+def _parse_url(url: str, port: int) -> tuple[str | None, int]:
+    """Return the host and the port of a URL; `port` is the default."""
     parts = urlsplit(url)
     try:
         return parts.hostname, parts.port or port
@@ -180,20 +184,20 @@ def _place_of(url: str, port: int) -> tuple[str | None, int]:
         raise ConfigError(f"GRPOConfig.vllm_server_base_url = '{url}': {error}") from None
 
 
-def _generated_at_once(args: GRPOConfig) -> int:
+def _generation_rows(args: GRPOConfig) -> int:
     if args.generation_batch_size is not None and args.steps_per_generation is not None:
         raise ConfigError(
-            "GRPOConfig expected generation_batch_size or steps_per_generation, got both; remove "
-            "one of them"
+            "GRPOConfig has generation_batch_size and steps_per_generation, which exclude each "
+            "other; remove one of them"
         )
-    of_device = args.per_device_train_batch_size
+    device_rows = args.per_device_train_batch_size
     rows = args.generation_batch_size
     if rows is None:
-        return int(of_device * (args.steps_per_generation or args.gradient_accumulation_steps))
-    if rows % of_device:
+        return int(device_rows * (args.steps_per_generation or args.gradient_accumulation_steps))
+    if rows % device_rows:
         raise ConfigError(
-            f"GRPOConfig.generation_batch_size = {rows} expected a multiple of "
-            f"per_device_train_batch_size = {of_device}; set it to one"
+            f"GRPOConfig.generation_batch_size = {rows} must be a multiple of "
+            f"per_device_train_batch_size = {device_rows}; change it"
         )
     return int(rows)
 
@@ -216,7 +220,7 @@ def _generator(args: GRPOConfig) -> dict[str, Any]:
 def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
     if args.max_completion_length is None:
         raise ConfigError(
-            "GRPOConfig.max_completion_length expected a number of tokens, got None; set it"
+            "GRPOConfig.max_completion_length must be a number of tokens, but it is None; set it"
         )
     return {
         "group_size": args.num_generations,
@@ -237,7 +241,7 @@ def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, A
 def _algorithm(args: GRPOConfig) -> dict[str, Any]:
     scale = _SCALES.get(args.scale_rewards)
     if scale is None:
-        raise _unknown(args, "scale_rewards", _SCALES)
+        raise _choice_error(args, "scale_rewards", _SCALES)
     loss, aggregation = _loss(args)
     return {
         "kind": "grpo",
@@ -252,34 +256,34 @@ def _algorithm(args: GRPOConfig) -> dict[str, Any]:
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
         "kl_coef": args.beta,
-        # TRL's default weights k3 by the ratio, by which its gradient is that of the divergence on
-        # average, as k2's is; without that weight it is k3 as it stands.
+        # TRL's default weights k3 by the ratio, which makes its expected gradient that of the
+        # divergence, like k2. Without the weight it is plain k3.
         "kl_estimator": "k2" if args.use_bias_correction_kl else "k3",
     }
 
 
 def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
-    """The loss, and how it is summed up."""
+    """Return the loss and its aggregation."""
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    level = _one_of(args, "importance_sampling_level", ("token", "sequence"))
+    level = _read_choice(args, "importance_sampling_level", ("token", "sequence"))
     if args.loss_type == "cispo":
         if level == "sequence" or args.delta is not None:
             raise ConfigError(
-                "GRPOConfig.loss_type = 'cispo' expected importance_sampling_level = 'token' and "
-                f"delta = None, got {level!r} and {args.delta}; leave both out, or take another "
+                "GRPOConfig.loss_type = 'cispo' needs importance_sampling_level = 'token' and "
+                f"delta = None, got {level!r} and {args.delta}; remove both, or use another "
                 "loss_type"
             )
         return {"kind": "cispo", "clip_low": 1.0, "clip_high": max(high - 1, 1e-9)}, "token_mean"
     aggregation = _AGGREGATIONS.get(args.loss_type)
     if aggregation is None:
-        raise _unknown(args, "loss_type", [*_AGGREGATIONS, "cispo"])
+        raise _choice_error(args, "loss_type", [*_AGGREGATIONS, "cispo"])
     clips = {"clip_low": args.epsilon, "clip_high": high}
     if level == "token":
         return {"kind": "clip", **clips, "dual_clip": args.delta}, aggregation
     if aggregation != "sequence_mean" or args.delta is not None:
         raise ConfigError(
-            "GRPOConfig.importance_sampling_level = 'sequence' has one ratio per sequence, "
-            f"expected loss_type = 'grpo' and delta = None, got {args.loss_type!r} and "
+            "GRPOConfig.importance_sampling_level = 'sequence' has one ratio per sequence "
+            f"and needs loss_type = 'grpo' and delta = None, got {args.loss_type!r} and "
             f"{args.delta}; set both"
         )
     return {"kind": "gspo", **clips}, aggregation
@@ -288,20 +292,20 @@ def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
 def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if schedule not in _SCHEDULES:
-        raise _unknown(args, "lr_scheduler_type", _SCHEDULES)
+        raise _choice_error(args, "lr_scheduler_type", _SCHEDULES)
     warmup = args.warmup_steps if schedule != "constant" else 0
     if 0 < warmup < 1:
         warmup = math.ceil(warmup * batches.num_optimizer_steps)
     if args.max_grad_norm is None:
         raise ConfigError(
-            "GRPOConfig.max_grad_norm expected a number above 0, got None; set a large one for no "
-            "clipping"
+            "GRPOConfig.max_grad_norm must be a number above 0, but it is None; set a large one to "
+            "disable clipping"
         )
     if args.learning_rate * args.weight_decay >= 1:
         raise ConfigError(
             f"GRPOConfig.weight_decay = {args.weight_decay:g} times learning_rate = "
-            f"{args.learning_rate:g} is what each step takes off every weight, expected less than "
-            "1; lower weight_decay, which is 0 to 0.1 as a rule"
+            f"{args.learning_rate:g} is the share by which each step reduces every weight, and "
+            "must be below 1; lower weight_decay, which is usually 0 to 0.1"
         )
     is_reduced = args.bf16 if args.bf16 is not None else has_gpu(args)
     return {
@@ -323,19 +327,19 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
 
 
 def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
-    when = _one_of(args, "save_strategy", ("no", "steps", "epoch"))
+    strategy = _read_choice(args, "save_strategy", ("no", "steps", "epoch"))
     every = {
-        # One more is written at the end.
+        # An additional checkpoint is written at the end.
         "no": batches.num_steps + 1,
         "epoch": max(1, round(batches.per_epoch)),
-        "steps": batches.of_optimizer_steps(args.save_steps),
+        "steps": batches.from_optimizer_steps(args.save_steps),
     }
     return {
         "num_steps": batches.num_steps,
         "groups_per_step": batches.num_groups,
         "max_staleness": 0,
-        "checkpoint_every_steps": every[when],
-        # As TRL does, a limit that is not above 0 limits nothing.
+        "checkpoint_every_steps": every[strategy],
+        # As in TRL, a limit of 0 or less means no limit.
         "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL,
     }
 
@@ -345,38 +349,38 @@ def _check_intervals(args: GRPOConfig) -> None:
         steps = getattr(args, name)
         if steps is not None and steps <= 0 and getattr(args, strategy) == "steps":
             raise ConfigError(
-                f"GRPOConfig.{name} = {steps} expected a number above 0 where {strategy} = "
-                f"'steps'; raise it, or set {strategy} = 'no'"
+                f"GRPOConfig.{name} = {steps} must be above 0 if {strategy} = 'steps'; raise it, "
+                f"or set {strategy} = 'no'"
             )
 
 
 def _metrics(args: GRPOConfig) -> dict[str, Any]:
-    named = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    wanted = {str(name) for name in named} - {"none"}
-    unknown = sorted(wanted - {"wandb", "tensorboard"})
+    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    reports = {str(name) for name in names} - {"none"}
+    unknown = sorted(reports - {"wandb", "tensorboard"})
     if unknown:
         raise ConfigError(
-            f"GRPOConfig.report_to = {args.report_to!r} expected 'none', 'wandb' or 'tensorboard', "
-            f"got {unknown}; every run has metrics.jsonl, a report and `ludus watch` as well"
+            f"GRPOConfig.report_to = {args.report_to!r} must be 'none', 'wandb' or 'tensorboard', "
+            f"but contains {unknown}; every run also has metrics.jsonl, a report and `ludus watch`"
         )
-    settings: dict[str, Any] = {"tensorboard": "tensorboard" in wanted}
-    if "wandb" in wanted:
+    settings: dict[str, Any] = {"tensorboard": "tensorboard" in reports}
+    if "wandb" in reports:
         settings["wandb"] = {"project": args.project}
     if args.log_completions:
         settings["transcripts_per_step"] = args.num_completions_to_print or args.num_generations
     return settings
 
 
-def _one_of(args: GRPOConfig, name: str, known: tuple[str, ...]) -> str:
+def _read_choice(args: GRPOConfig, name: str, choices: tuple[str, ...]) -> str:
     value = getattr(args, name)
     value = str(getattr(value, "value", value))
-    if value not in known:
-        raise _unknown(args, name, known)
+    if value not in choices:
+        raise _choice_error(args, name, choices)
     return value
 
 
-def _unknown(args: GRPOConfig, name: str, known: Any) -> ConfigError:
+def _choice_error(args: GRPOConfig, name: str, choices: Any) -> ConfigError:
     return ConfigError(
-        f"GRPOConfig.{name} = {getattr(args, name)!r} is not honoured here, expected one of "
-        f"{list(known)}"
+        f"GRPOConfig.{name} = {getattr(args, name)!r} is not supported, expected one of "
+        f"{list(choices)}"
     )

@@ -1,8 +1,8 @@
-"""What the values of GRPOConfig's fields are: TRL itself looks at few of them before it computes.
+"""Checks of the values of GRPOConfig's fields.
 
-default, or a table below --> kind --> the value is one, or is refused by the field's name
+default, or the table below --> kind --> the value has this kind, or the field is refused
 
-Ranges are those of the run's settings: said here, they are said by TRL's names.
+The ranges are those of the run's settings. Checked here, the errors use TRL's names.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from ludus.trainer.compat.trl.settings.fields import MAPPED
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Values of one kind."""
+    """A set of valid values."""
 
-    said: str
-    holds: Callable[[Any], bool]
-    """Whether a value is one of them."""
+    description: str
+    contains: Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 _FLAG = _Kind("True or False", lambda value: isinstance(value, bool))
 _NUMBER = _Kind("a finite number", _is_number)
-_WHOLE = _Kind("a whole number", _is_whole)
-_COUNT = _Kind("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
-_COUNT_FROM_0 = _Kind("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+_INTEGER = _Kind("a whole number", _is_integer)
+_COUNT = _Kind("a whole number of 1 or more", lambda value: _is_integer(value) and value >= 1)
+_COUNT_FROM_0 = _Kind(
+    "a whole number of 0 or more", lambda value: _is_integer(value) and value >= 0
+)
 _ABOVE_0 = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 _FROM_0 = _Kind("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
 _ABOVE_1 = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
@@ -65,22 +66,22 @@ _KINDS: Mapping[str, _Kind] = {
     "reward_weights": _NUMBERS,
     "vllm_server_base_url": _TEXT,
     "resume_from_checkpoint": _ANY,
-    "max_steps": _WHOLE,
-    "save_total_limit": _WHOLE,
-    "top_k": _Kind("a whole number", lambda value: _is_whole(value) and value >= -1),
+    "max_steps": _INTEGER,
+    "save_total_limit": _INTEGER,
+    "top_k": _Kind("a whole number", lambda value: _is_integer(value) and value >= -1),
     "num_generations": _Kind(
-        "a whole number of 2 or more: completions of a prompt are compared",
-        lambda value: _is_whole(value) and value >= 2,
+        "a whole number of 2 or more, because completions of a prompt are compared",
+        lambda value: _is_integer(value) and value >= 2,
     ),
     "warmup_steps": _Kind(
         "a whole number of 0 or more, or a share of all steps below 1",
         lambda value: _is_number(value) and value >= 0 and (value < 1 or value % 1 == 0),
     ),
     "max_grad_norm": _Kind(
-        "a number above 0; a large one clips nothing", lambda value: _ABOVE_0.holds(value)
+        "a number above 0 (a large one disables clipping)", lambda value: _ABOVE_0.contains(value)
     ),
     "vllm_server_port": _Kind(
-        "a port, from 0 to 65535", lambda value: _is_whole(value) and 0 <= value <= 65535
+        "a port, from 0 to 65535", lambda value: _is_integer(value) and 0 <= value <= 65535
     ),
     "delta": _ABOVE_1,
     "vllm_importance_sampling_clip_min": _Kind(
@@ -111,8 +112,8 @@ _KINDS: Mapping[str, _Kind] = {
         _COUNT,
     ),
 }
-"""Of fields whose default does not say it, or not all of it."""
-_MAY_BE_NONE = frozenset(
+"""Kinds of the fields whose default does not determine the kind."""
+_OPTIONAL = frozenset(
     {
         *("top_k", "max_grad_norm", "max_completion_length", "report_to"),
         *("vllm_importance_sampling_clip_max",),
@@ -122,19 +123,19 @@ _MAY_BE_NONE = frozenset(
 
 
 def check_value(name: str, value: Any) -> None:
-    """Check that a field which a setting follows from has a value of its kind.
+    """Check the value of a mapped field.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the value is invalid.
     """
-    if name not in MAPPED or (value is None and name in _MAY_BE_NONE):
+    if name not in MAPPED or (value is None and name in _OPTIONAL):
         return
-    kind = _KINDS.get(name) or _kind_of(MAPPED[name])
-    if not kind.holds(value):
-        raise ConfigError(f"GRPOConfig.{name} expected {kind.said}, got {value!r:.60}")
+    kind = _KINDS.get(name) or _default_kind(MAPPED[name])
+    if not kind.contains(value):
+        raise ConfigError(f"GRPOConfig.{name} must be {kind.description}, but it is {value!r:.60}")
 
 
-def _kind_of(default: Any) -> _Kind:
+def _default_kind(default: Any) -> _Kind:
     if isinstance(default, bool):
         return _FLAG
     return _TEXT if isinstance(default, str) else _NUMBER

@@ -86,7 +86,7 @@ def read_chat_request(body: Any, model: str) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"expected a list of messages, got {quote(messages)}")
     tools = tuple(
-        _read_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
+        _read_function_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
     )
     limits = [
         limit
@@ -174,7 +174,7 @@ def _read_call(call: Any, param: str) -> FunctionCall:
             )
 
 
-def _read_tool(tool: Any, param: str) -> ToolSpec:
+def _read_function_tool(tool: Any, param: str) -> ToolSpec:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise FieldError(param, f"expected a tool of type 'function', got {quote(tool)}")
     return read_tool(tool.get("function"), f"{param}.function")

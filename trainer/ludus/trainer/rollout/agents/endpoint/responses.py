@@ -107,7 +107,7 @@ def read_responses_request(
     if instructions:
         history = (ChatMessage("system", read_text(instructions, "instructions")), *history)
     tools = tuple(
-        _read_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
+        _read_flat_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
     )
     messages = (*history, *_read_messages(fields.get("input")))
     if not messages:
@@ -269,7 +269,7 @@ def _read_call(item: JsonObject, param: str) -> FunctionCall:
     return FunctionCall(name, arguments)
 
 
-def _read_tool(tool: Any, param: str) -> ToolSpec:
+def _read_flat_tool(tool: Any, param: str) -> ToolSpec:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise FieldError(param, f"expected a tool of type 'function', got {quote(tool)}")
     return read_tool(tool, param)
