@@ -49,8 +49,8 @@ class CodeEnv(Environment[CodeAction, Observation, State]):
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if "--restricted" in arguments:
-        # As in a pod without capabilities, whose runtime's filter forbids namespaces. First of
-        # all, because it holds for one thread and for those that it starts.
+        # As in a pod without capabilities, whose runtime forbids namespaces. This must come first,
+        # because it applies to one thread and the threads that it starts.
         give_up_privileges()
         refuse_system_calls(shares_processes=False)
 

@@ -85,7 +85,7 @@ def in_namespaces(pid: int) -> dict[str, Any]:
     with open(reader) as report:
         seen = json.load(report)
     seen["exit code"] = os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1])
-    os.waitpid(forked.keeper_pid, 0)  # it ends with the worker
+    os.waitpid(forked.keeper_pid, 0)  # it exits with the worker
     return dict(seen)
 
 

@@ -390,7 +390,7 @@ async def test_usual_libraries_work_in_the_sandbox(target):
         assert await run_for_result(session, code) == 11
 
 
-# -- what an operator chooses ----------------------------------------------------------
+# -- options of operators -------------------------------------------------------------
 
 
 def code_server(isolation: str = "pool", **options: Any) -> EnvServer:

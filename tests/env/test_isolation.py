@@ -278,8 +278,8 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation):
         host = worker_host(server)
         await open_many(client, 1)
         fork_server = host.fork_server_pid
-        os.kill(fork_server, signal.SIGSTOP)  # it takes orders, and carries none out
-        killed = host.pids if isolation == "pool" else []  # else the warm ones do not suffice
+        os.kill(fork_server, signal.SIGSTOP)  # it receives orders but does not carry them out
+        killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         await eventually(lambda: host.worker_counts.num_ends == len(killed))
@@ -327,7 +327,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation):
         await eventually(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
-            with contextlib.suppress(InfrastructureError, ExecutionError):  # the last kills
+            with contextlib.suppress(InfrastructureError, ExecutionError):  # a late kill
                 sessions += await open_many(client, 1)
         assert server.core.load.num_sessions == max_sessions
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -343,7 +343,7 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(isol
         seen: set[int] = set()
         factory_errors: list[EnvError] = []
         deadline_s = time.monotonic() + 1.5
-        # A busy machine may take longer than that for the first worker.
+        # The first worker may take longer on a busy machine.
         while time.monotonic() < deadline_s or not factory_errors:
             with contextlib.suppress(asyncio.TimeoutError):
                 with pytest.raises(EnvError) as caught:
@@ -425,7 +425,7 @@ async def test_terminal_interrupt_does_not_reach_workers(isolation, tmp_path):
         await client.close()
 
 
-# -- the same as elsewhere -------------------------------------------------------------
+# -- equality with inline --------------------------------------------------------------
 
 
 async def transcript(server: EnvServer, wire: str) -> list[Any]:

@@ -63,7 +63,7 @@ def factory(request: pytest.FixtureRequest) -> type[Remembered]:
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable garbage collection, and make results of a few kilobytes too large."""
-    logging.disable()  # what pytest captures it keeps, with all its frames
+    logging.disable()  # pytest keeps captured log records with their frames
     monkeypatch.setattr(encoding, "MAX_RESULT_BYTES", MAX_RESULT_BYTES)
     Remembered.made.clear()
     gc.collect()

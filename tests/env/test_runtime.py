@@ -47,7 +47,7 @@ runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=burst)
 
 LARGE = """
 def large():
-    bytes(2_000_000)  # freed, it would raise the size from which glibc maps a block
+    bytes(2_000_000)  # freeing it would raise glibc's mmap threshold
     before = resident()
     blocks, small = [], []
     for _ in range(40):
@@ -76,7 +76,7 @@ def measure_glibc(program: str) -> tuple[int, int]:
 @pytest.mark.slow
 def test_memory_of_a_burst_is_returned():
     full, remaining = measure_glibc(BURST)
-    # One block in fifty is kept, and keeps its page of 4 KiB.
+    # One block in fifty stays allocated, with its page of 4 KiB.
     assert remaining < full / 4
 
 

@@ -115,7 +115,7 @@ finally:
 @linux
 @pytest.mark.slow
 def test_fork_server_killed_during_fork_leaves_no_copy(folder):
-    try_layer("namespaces", folder)  # skips where they are not offered
+    try_layer("namespaces", folder)  # skips if they are not supported
     command = [sys.executable, "-c", _FORK_SERVER_DIES]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert output == "worker\n"

@@ -47,11 +47,11 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         fork_server = host.fork_server_pid
         (tmp_path / NO_FORK).write_text(process_name)
         if isolation == "pool":
-            await eventually(lambda: host.pids)  # said on another way than that it serves
+            await eventually(lambda: host.pids)  # reported separately from readiness
             os.kill(host.pids[0], signal.SIGKILL)
             await eventually(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as refused:
-            while True:  # as long as workers wait warm
+            while True:  # until no warm worker is left
                 await open_session()
         assert refused.value.code == "UNAVAILABLE"
         assert "Resource temporarily unavailable" in refused.value.message

@@ -109,7 +109,7 @@ async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
     await asyncio.wait({waiting})
     assert waiting.cancelled()
     held_call.go.set()
-    assert await run_call(threads) == "well"  # in the same thread, so after it
+    assert await run_call(threads) == "well"  # runs in the same thread, after the released result
 
 
 async def test_result_of_a_cancelled_call_is_released():

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_a_target_makes_its_environment(target, options, name):
-    if name is None:  # a class, but of a client
+    if name is None:  # the class of a client
         with pytest.raises(ConfigError, match=r"'openspiel_env:OpenSpielEnv' must be a"):
             environment_factory(target, {})
         return

@@ -69,7 +69,7 @@ def test_kept_result_needs_about_its_size_in_memory():
     initial_bytes = resident_bytes()
     kept = [encode_transition(transition, _Says(), step_index) for step_index in range(10_000)]
     per_answer = (resident_bytes() - initial_bytes) / len(kept)
-    # Objects come on top of the bytes; with the ends that orjson cuts off it was 20 times.
+    # Python objects need extra memory. With orjson's cut-off blocks it was 20 times the size.
     assert per_answer < 4 * kept[0].num_bytes
 
 

@@ -74,7 +74,7 @@ def expected_code(phase: Phase, deed: str, wire: str) -> str:
     if phase is Phase.CLOSE:
         return AGREED
     if (phase, deed, wire) == (Phase.TOOL, HANG, "http"):
-        return "TOOL_ERROR"  # OpenEnv's observation of a tool that timed out, which has no code
+        return "TOOL_ERROR"  # OpenEnv's observation of a timed-out tool has no code
     return CODES[deed]
 
 
@@ -91,7 +91,7 @@ async def collect_codes(server: EnvServer, client: AsyncEnvClient, deed: str) ->
         for call_phase, phase in zip(sessions, PHASES, strict=True)
     )
     codes = await asyncio.gather(*calls)
-    if host.shares_workers:  # else one that closes could take the next session with it
+    if host.shares_workers:  # otherwise a closing worker could end the next session
         await eventually(lambda: host.num_ended == num_ended)
     limit_steps(server.core, NO_LIMIT_S)
     return dict(zip(PHASES, codes, strict=True))
@@ -189,10 +189,10 @@ async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path):
         asyncio.timeout(120),
     ):
         (tmp_path / "build").write_text(EXIT)
-        while (mcp_reply := await http.get("/readyz")).status_code == 200:
+        while (response := await http.get("/readyz")).status_code == 200:
             with contextlib.suppress(EnvError):
                 await client.open(seed=1)
-        assert mcp_reply.status_code == 503 and "exit code 7" in mcp_reply.json()["status"]
+        assert response.status_code == 503 and "exited with code 7" in response.json()["status"]
         (tmp_path / "build").unlink()
         while (await http.get("/readyz")).status_code == 503:
             await asyncio.sleep(0.05)
