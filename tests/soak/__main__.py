@@ -17,8 +17,8 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def _until_told(soak: Soak) -> bool:
-    """True when it came to its end; a signal ends it early, and leaves no process behind."""
+async def _run_until_signal(soak: Soak) -> bool:
+    """Run the soak until its end or a signal; return True if it finished."""
     running = asyncio.ensure_future(soak.run())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
@@ -28,13 +28,13 @@ async def _until_told(soak: Soak) -> bool:
 
 
 def main() -> None:
-    """Exit with 0 where everything held to the end, else with 1 and the logs kept."""
+    """Exit with 0 after a passed soak, or with 1 and the logs kept."""
     options = SoakOptions.read()
     soak = Soak(options, _say)
     _say(f"logs: {soak.fleet.logs}")
-    came_to_its_end = asyncio.run(_until_told(soak))
-    if not came_to_its_end:
-        sys.exit("told to end before its time: no verdict, and no result is written")
+    is_finished = asyncio.run(_run_until_signal(soak))
+    if not is_finished:
+        sys.exit("stopped early: no verdict, and no result is written")
     verdict = Verdict(soak)
     _say("\n".join(verdict.lines()))
     if options.output is not None:

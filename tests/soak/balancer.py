@@ -1,4 +1,4 @@
-"""One address before several gateways, as a Service is: a connection goes to one that answers.
+"""One address for several gateways, like a Service: a connection goes to a gateway that answers.
 
 python -m tests.soak.balancer PORT:UPSTREAM,UPSTREAM ...
 """
@@ -15,7 +15,7 @@ _CHUNK = 65_536
 
 
 async def serve(port: int, upstreams: list[int]) -> None:
-    """Pass connections on until cancelled."""
+    """Forward connections until cancelled."""
     server = await asyncio.start_server(partial(_pass_on, upstreams), "127.0.0.1", port)
     await server.serve_forever()
 
@@ -35,8 +35,8 @@ async def _pass_on(
         asyncio.create_task(_pump(there_reader, writer)),
     ]
     await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-    for one in (writer, there_writer):
-        one.close()  # what it still holds is sent first
+    for stream in (writer, there_writer):
+        stream.close()  # buffered data is sent first
     await asyncio.wait(pumps)
 
 
@@ -51,7 +51,7 @@ async def _serve_all(arguments: list[str]) -> None:
     async with asyncio.TaskGroup() as group:
         for argument in arguments:
             port, _, upstreams = argument.partition(":")
-            group.create_task(serve(int(port), [int(one) for one in upstreams.split(",")]))
+            group.create_task(serve(int(port), [*map(int, upstreams.split(","))]))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 SLACK_S = 3.0
-"""Between two processes that write down the same event."""
+"""Maximum clock difference of two processes that record the same event, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a session is, and the way to it; in a fault, empty parts are any."""
+    """The location of a session and its route; in a fault, empty parts match any value."""
 
     server: str = ""
     worker: int = 0
     gateway: str = ""
-    """Empty for sessions that no gateway's death ends."""
+    """Gateway whose death ends the session; "" if none does."""
     client: str = ""
     tenant: str = ""
     wire: str = ""
 
     def holds(self, other: Place) -> bool:
-        """True when every part that is named here is the other's, too."""
+        """Return True if every part that is set here equals the other location's part."""
         pairs = (
             (self.server, other.server),
             (self.worker, other.worker),
@@ -35,12 +35,12 @@ class Place:
             (self.tenant, other.tenant),
             (self.wire, other.wire),
         )
-        return all(not mine or mine == theirs for mine, theirs in pairs)
+        return all(not own_part or own_part == other_part for own_part, other_part in pairs)
 
 
 @dataclass(slots=True)
 class Fault:
-    """Something that was done to the plane."""
+    """A fault that was injected."""
 
     number: int
     kind: str
@@ -48,11 +48,11 @@ class Fault:
     begun_s: float
     ended_s: float = float("inf")
     hits: tuple[Place, ...] = ()
-    """Sessions there may end; none where no session may."""
+    """Locations whose sessions may end; empty if no session may end."""
     outcome: str = ""
 
     def may_end(self, session: LostSession) -> bool:
-        """True when the session was there, and lost at that time."""
+        """Return True if the fault explains the loss of the session."""
         is_then = (
             self.begun_s - SLACK_S <= session.failed_s and session.alive_s - SLACK_S <= self.ended_s
         )
@@ -61,12 +61,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class LostSession:
-    """A session that ended before its time, as its client saw it."""
+    """A session that ended too early, as its client saw it."""
 
     player: str
     place: Place
     alive_s: float
-    """When the last call was made that was answered well."""
+    """Time of the last successful call."""
     failed_s: float
     code: str
     message: str
@@ -74,22 +74,22 @@ class LostSession:
 
 @dataclass(slots=True)
 class Book:
-    """All that was written down."""
+    """All recorded faults and losses."""
 
     faults: list[Fault] = field(default_factory=list)
     lost: list[LostSession] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the clients counted."""
+    """Counts of the clients."""
 
     def unexplained(self) -> list[LostSession]:
-        """Lost sessions that no fault was to end."""
-        return [one for one in self.lost if not any(f.may_end(one) for f in self.faults)]
+        """Return the lost sessions that no fault explains."""
+        return [loss for loss in self.lost if not any(f.may_end(loss) for f in self.faults)]
 
     def losses_by_fault(self) -> Counter[str]:
-        """Lost sessions by the kind of fault that ended them, the latest that could have."""
-        found: Counter[str] = Counter()
+        """Count lost sessions by the kind of the latest fault that explains them."""
+        num_by_kind: Counter[str] = Counter()
         for session in self.lost:
             able = [fault for fault in self.faults if fault.may_end(session)]
-            found[able[-1].kind if able else "none"] += 1
-        return found
+            num_by_kind[able[-1].kind if able else "none"] += 1
+        return num_by_kind

@@ -1,7 +1,7 @@
-"""Counts what is there: places on servers and in gateways, processes, folders.
+"""Counts of slots on servers and in gateways, processes and folders.
 
-Places that nobody holds any more are given back when their linger is over, so an exact count
-waits for that; in between, what exceeds the sessions that clients hold must be what ended lately.
+Lost sessions keep their slots until their linger is over, so an exact count waits for that. Before
+that, every slot above the number of client sessions must belong to a recently lost session.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from tests.env.processes import child_processes
 from tests.soak.fleet import KINDS, MARK_VARIABLE, NUM_WORKERS, Fleet
-from tests.soak.members import Member, workers_of
+from tests.soak.members import Member, list_workers
 
 _PAUSE_S = 0.5
 REPORT_S = 3.0
-"""Until every client has told what it opened and lost before."""
+"""Time until every client has reported what it opened and lost, in seconds."""
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -38,19 +38,19 @@ class Census:
         self._ended: deque[tuple[float, int]] = deque()
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         await self._http.aclose()
 
     async def on_servers(self) -> Counter[str]:
-        """Sessions by server, of those that are up."""
-        found: Counter[str] = Counter()
+        """Return the number of sessions of each running server."""
+        num_sessions: Counter[str] = Counter()
         for name, server in self._fleet.servers.items():
             if server.is_up:
-                found[name] = int(await self._gauge(server, EnvServerMetric.SESSIONS))
-        return found
+                num_sessions[name] = int(await self._gauge(server, EnvServerMetric.SESSIONS))
+        return num_sessions
 
     async def in_gateway(self, gateway: Member) -> Counter[str]:
-        """Sessions by environment, as a gateway knows them."""
+        """Return the number of sessions of each environment, as a gateway counts them."""
         samples = await self._samples(gateway)
         return Counter(
             {
@@ -61,7 +61,7 @@ class Census:
         )
 
     async def exceeds(self, sessions: Callable[[], tuple[int, int]]) -> str:
-        """What is wrong with the number of places now; empty where it can be right.
+        """Return what is wrong with the number of slots, or "" if it can be right.
 
         Args:
             sessions: how many are held, and how many have ended; a second behind.
@@ -69,7 +69,7 @@ class Census:
         try:
             num_places = (await self.on_servers()).total()
         except (httpx.HTTPError, KeyError, StopIteration):
-            return ""  # one of them has just been killed
+            return ""  # a member has just been killed
         await asyncio.sleep(REPORT_S)
         num_held, num_ended = sessions()
         now_s = time.monotonic()
@@ -83,14 +83,14 @@ class Census:
         return f"{num_places} places for {num_held} sessions and {num_lately} that ended lately"
 
     async def exact(self, held: Callable[[], Counter[str]]) -> str:
-        """What still differs when everything has had its time; empty where nothing does."""
-        return await _settled(lambda: self._difference(held()), self._settle_s)
+        """Return the differences that remain after a wait; "" if there are none."""
+        return await _wait_for_counts(lambda: self._difference(held()), self._settle_s)
 
     async def _difference(self, held: Counter[str]) -> str:
         try:
-            places = await self.on_servers()
-            if +places != +held:
-                return f"clients hold {dict(held)}, servers {dict(places)}"
+            slots = await self.on_servers()
+            if +slots != +held:
+                return f"clients hold {dict(held)}, servers {dict(slots)}"
             by_kind: Counter[str] = Counter()
             for name, num in held.items():
                 by_kind[name.rpartition("-")[0]] += num
@@ -103,13 +103,13 @@ class Census:
             return f"no answer: {type(error).__name__}"
 
     async def _workers(self) -> str:
-        """Workers that are there and should not be, or the other way round."""
+        """Return surplus and missing workers."""
         for name, server in self._fleet.servers.items():
             if name.startswith("inline"):
                 continue
             counted = int(await self._gauge(server, EnvServerMetric.WORKERS))
             forks = child_processes(server.pid)
-            running = workers_of(server)
+            running = list_workers(server)
             sessions = int(await self._gauge(server, EnvServerMetric.SESSIONS))
             due = NUM_WORKERS if name.startswith("pool") else sessions + 4
             if len(forks) != 1 or len(running) != counted or counted != due:
@@ -117,17 +117,17 @@ class Census:
         return ""
 
     def _folders(self) -> str:
-        """Folders of servers and workers that are gone."""
+        """Return the folders of servers and workers that are gone."""
         num_servers = sum(not name.startswith("inline") for name in self._fleet.servers)
         folders = list(self._fleet.temporary.iterdir())
         running = sum(
-            len(workers_of(server))
+            len(list_workers(server))
             for name, server in self._fleet.servers.items()
             if not name.startswith("inline")
         )
-        # The worker that described the environment has left its own, which is empty.
-        inside = [one for folder in folders if folder.is_dir() for one in folder.iterdir()]
-        workers = sum(one.name != "0" for one in inside)
+        # The worker that described the environment left an empty folder.
+        inside = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+        workers = sum(path.name != "0" for path in inside)
         if len(folders) == num_servers and workers == running:
             return ""
         return (
@@ -136,20 +136,20 @@ class Census:
         )
 
     def _processes(self) -> str:
-        """Zombies, and processes that nobody of ours has started or adopted."""
+        """Return zombies and processes that no member of the fleet started or adopted."""
         lost = [
             f"{pid} {'zombie' if state == 'Z' else 'orphan'} {command}"
-            for pid, (parent, state, command) in _marked(self._fleet.mark).items()
+            for pid, (parent, state, command) in _fleet_processes(self._fleet.mark).items()
             if state == "Z" or not _descends(parent)
         ]
         return f"left over: {lost}" if lost else ""
 
     def left_processes(self) -> list[int]:
-        """The fleet's processes that live."""
-        return sorted(_marked(self._fleet.mark))
+        """Return the live processes of the fleet."""
+        return sorted(_fleet_processes(self._fleet.mark))
 
-    async def drained(self, gateway: Member) -> int:
-        """Sessions that a gateway still tracks, which takes no more from now on."""
+    async def count_drained(self, gateway: Member) -> int:
+        """Drain a gateway and return the number of sessions that it still tracks."""
         answer = await self._http.post(f"{gateway.admin}/drain")
         return int(answer.json()["num_sessions"])
 
@@ -160,23 +160,23 @@ class Census:
     async def _samples(self, member: Member) -> Samples:
         text = (await self._http.get(f"{member.admin}/metrics")).text
         return {
-            (one.name, tuple(one.labels.values())): one.value
+            (sample.name, tuple(sample.labels.values())): sample.value
             for family in text_string_to_metric_families(text)
-            for one in family.samples
+            for sample in family.samples
         }
 
 
-async def _settled(difference: Callable[[], Awaitable[str]], settle_s: float) -> str:
+async def _wait_for_counts(difference: Callable[[], Awaitable[str]], settle_s: float) -> str:
     deadline_s = time.monotonic() + settle_s
-    while found := await difference():
+    while num_sessions := await difference():
         if time.monotonic() > deadline_s:
-            return found
+            return num_sessions
         await asyncio.sleep(_PAUSE_S)
     return ""
 
 
-def _marked(mark: str) -> dict[int, tuple[int, str, str]]:
-    """Parent, state and command of each process of the fleet, its zombies included."""
+def _fleet_processes(mark: str) -> dict[int, tuple[int, str, str]]:
+    """Return parent, state and command of each process of the fleet, including zombies."""
     stats = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -185,17 +185,17 @@ def _marked(mark: str) -> dict[int, tuple[int, str, str]]:
                 (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             )
             environment = (folder / "environ").read_bytes()
-        except OSError:  # it has ended
+        except OSError:  # the process is gone
             continue
         stats[int(folder.name)] = (int(fields[1]), fields[0], command[:80], environment)
-    wanted = f"{MARK_VARIABLE}={mark}".encode()
-    own = {pid for pid, one in stats.items() if wanted in one[3]} - {os.getpid()}
-    zombies = {pid for pid, one in stats.items() if one[1] == "Z" and one[0] in own}
-    return {pid: stats[pid][:3] for pid in own | zombies}
+    expected = f"{MARK_VARIABLE}={mark}".encode()
+    own_pid = {pid for pid, fields in stats.items() if expected in fields[3]} - {os.getpid()}
+    zombies = {pid for pid, fields in stats.items() if fields[1] == "Z" and fields[0] in own_pid}
+    return {pid: stats[pid][:3] for pid in own_pid | zombies}
 
 
 def _descends(pid: int) -> bool:
-    """True when the process or one above it is this one."""
+    """Return True if the process is this process or its descendant."""
     for _ in range(32):
         if pid == os.getpid():
             return True

@@ -1,4 +1,4 @@
-"""A client process: holds sessions, verifies every answer, and says what it sees.
+"""A client process: opens sessions, verifies every result, and reports events.
 
     stdin   "hold"  no session opens or ends; those open are asked for their state
             "play"  open, play, end, and again
@@ -23,7 +23,7 @@ from typing import Any
 from ludus.env.types import JsonObject
 from ludus.proto.errors import AuthenticationError, EnvError, ErrorCode, PermissionDeniedError
 from tests.soak.environment import first_digest, next_digest
-from tests.soak.wires import Door, PlayedSession, door_of
+from tests.soak.wires import Door, PlayedSession, make_door
 
 LOSSES = frozenset(
     {
@@ -31,55 +31,55 @@ LOSSES = frozenset(
         *(ErrorCode.TIMEOUT, ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED),
     }
 )
-"""How a session may be lost; any other error of a call is a wrong answer."""
+"""Errors that mean a lost session; any other error is a wrong result."""
 REFUSALS = LOSSES | {ErrorCode.DRAINING}
-"""How an open may be refused: places are never short."""
+"""Errors with which an open may be refused; capacity is never short."""
 _REFUSED_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSpec:
-    """What a client process does."""
+    """The options of a client process."""
 
     name: str
     wire: str
     gateway: str
-    """With which its sessions end; empty where they outlive any."""
+    """Gateway whose death ends its sessions; "" if none does."""
     tenant: str
     token: str
     seed: int
     doors: dict[str, str]
-    """The address of each environment."""
+    """Address of each environment."""
     num_sessions: dict[str, int]
-    """Of each environment."""
+    """Number of sessions of each environment."""
     num_steps: dict[str, tuple[int, int]]
-    """Of a life, the fewest and the most."""
+    """Minimum and maximum number of steps of a session."""
     pace_s: float = 0.6
-    """Between two steps, on average."""
+    """Mean pause between two steps, in seconds."""
 
 
 class WrongAnswer(Exception):
-    """An answer that is not the one that was due."""
+    """A result that differs from the expected one."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """One session as its client knows it."""
+    """A session as its client knows it."""
 
     player: str
-    asked_s: float
-    """When the latest call began that was answered well: the session has lived until then."""
+    called_s: float
+    """Start of the latest successful call; the session was alive until then."""
     session: PlayedSession
     digest: str
     number: int = 0
 
-    def check(self, answer: JsonObject, what: str, asked_s: float) -> None:
-        """Compare the answer to a call that was made then with what is due."""
+    def check(self, answer: JsonObject, what: str, called_s: float) -> None:
+        """Compare the result of a call with the expected one."""
         due = {"player": self.player, "number": self.number, "digest": self.digest}
         got = {name: answer.get(name) for name in due}
         if got != due:
             raise WrongAnswer(f"{what}: expected {due}, got {got}")
-        self.asked_s = asked_s
+        self.called_s = called_s
 
 
 class Client:
@@ -88,16 +88,16 @@ class Client:
     def __init__(self, spec: ClientSpec) -> None:
         self._spec = spec
         self._random = random.Random(f"client {spec.name} {spec.seed}")
-        self._held: Counter[str] = Counter()
+        self._num_open: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._is_playing = asyncio.Event()
         self._is_ending = False
         self._num_opening = 0
 
     async def run(self) -> None:
-        """Play until told to end."""
+        """Play until a stop request."""
         doors = {
-            name: door_of(self._spec.wire, address, self._spec.token)
+            name: make_door(self._spec.wire, address, self._spec.token)
             for name, address in self._spec.doors.items()
         }
         reporting = asyncio.create_task(self._report_forever())
@@ -141,7 +141,7 @@ class Client:
         _say(
             kind="held",
             client=self._spec.name,
-            held=dict(+self._held),
+            held=dict(+self._num_open),
             counts=dict(self._counts),
             opening=self._num_opening,
         )
@@ -160,7 +160,7 @@ class Client:
         seed = self._random.randrange(2**31)
         num_steps = self._random.randint(*self._spec.num_steps[environment])
         self._num_opening += 1
-        asked_s = time.monotonic()
+        called_s = time.monotonic()
         try:
             session = await door.open(seed, player, num_steps)
         except EnvError as error:
@@ -172,13 +172,13 @@ class Client:
         finally:
             self._num_opening -= 1
         self._counts["opened"] += 1
-        return _Life(player, asked_s, session, first_digest(seed, player))
+        return _Life(player, called_s, session, first_digest(seed, player))
 
     async def _live(self, life: _Life, environment: str) -> None:
         server = str(life.session.first.get("server"))
-        self._held[server] += 1
+        self._num_open[server] += 1
         try:
-            life.check(life.session.first, "the first answer", life.asked_s)
+            life.check(life.session.first, "the first answer", life.called_s)
             await self._play(life)
         except WrongAnswer as error:
             self._blame(f"{life.player}: {error}")
@@ -187,16 +187,16 @@ class Client:
             if isinstance(error, AuthenticationError | PermissionDeniedError):
                 await asyncio.sleep(_REFUSED_PAUSE_S)
         finally:
-            self._held[server] -= 1
+            self._num_open[server] -= 1
         with contextlib.suppress(EnvError):
             await life.session.close()
 
     async def _play(self, life: _Life) -> None:
         while not self._is_ending:
             await asyncio.sleep(self._random.expovariate(1 / self._spec.pace_s))
-            asked_s = time.monotonic()
+            called_s = time.monotonic()
             if not self._is_playing.is_set():
-                life.check(await life.session.state(), "the state", asked_s)
+                life.check(await life.session.state(), "the state", called_s)
                 self._counts["states"] += 1
                 continue
             payload = self._random.randbytes(self._random.choice((4, 16, 16, 64, 2048))).hex()
@@ -204,7 +204,7 @@ class Client:
             answer, done = await life.session.step({"payload": payload, "pad": pad})
             life.number += 1
             life.digest = next_digest(life.digest, life.number, payload)
-            life.check(answer, f"step {life.number}", asked_s)
+            life.check(answer, f"step {life.number}", called_s)
             self._counts["steps"] += 1
             if done:
                 self._counts["came to their end"] += 1
@@ -227,7 +227,7 @@ class Client:
                 "tenant": self._spec.tenant,
                 "wire": self._spec.wire,
             },
-            alive_s=life.asked_s,
+            alive_s=life.called_s,
             failed_s=time.monotonic(),
             code=str(error.code),
             message=error.message[:300],
@@ -243,7 +243,7 @@ def _say(**event: Any) -> None:
 
 
 def spec_text(spec: ClientSpec) -> str:
-    """The argument that a client process takes."""
+    """Encode the argument of a client process."""
     return json.dumps(asdict(spec))
 
 

@@ -1,4 +1,4 @@
-"""An environment that proves whose step it answered: it echoes player, number and a keyed digest.
+"""An environment that proves whose step it took: it echoes player, number and a keyed digest.
 
     digest(0) = H(seed, player)    digest(n) = H(digest(n - 1), n, payload)
 
@@ -29,7 +29,7 @@ _FLOOD_CHUNKS = 4096
 
 
 class EchoAction(Action):
-    """What the next digest is made of; `pad` asks for an answer with so many more characters."""
+    """The input of the next digest; `pad` requests a result with that many more characters."""
 
     payload: str = ""
     pad: int = 0
@@ -37,7 +37,7 @@ class EchoAction(Action):
 
 
 class EchoObservation(Observation):
-    """Whose step this was, and where it was taken."""
+    """The player and the location of a step."""
 
     player: str
     number: int
@@ -48,7 +48,7 @@ class EchoObservation(Observation):
 
 
 class EchoState(State):
-    """Which step was taken last."""
+    """The last step."""
 
     player: str = ""
     number: int = 0
@@ -56,12 +56,12 @@ class EchoState(State):
 
 
 def first_digest(seed: int, player: str) -> str:
-    """What a reset answers."""
+    """Return the digest of a reset."""
     return _digest(f"seed {seed}", player)
 
 
 def next_digest(before: str, number: int, payload: str) -> str:
-    """What the step after that answers."""
+    """Return the digest of the next step."""
     return _digest(before, f"{number} {payload}")
 
 
@@ -70,7 +70,7 @@ def _digest(key: str, text: str) -> str:
 
 
 class EchoEnv(Environment[EchoAction, EchoObservation, EchoState]):
-    """Echoes on the server's event loop."""
+    """An echo on the server's event loop."""
 
     action_type = EchoAction
     observation_type = EchoObservation
@@ -116,7 +116,7 @@ class EchoEnv(Environment[EchoAction, EchoObservation, EchoState]):
 
 
 class ThreadedEchoEnv(EchoEnv):
-    """Echoes in threads."""
+    """An echo in threads."""
 
     steps_on_event_loop = False
 
@@ -138,7 +138,7 @@ def _fail() -> NoReturn:
 
 
 def _fork() -> None:
-    """Leave a process behind that wants to outlive its worker."""
+    """Start a background process that tries to outlive its worker."""
     sleeping = f"import time; time.sleep({CHILD_LIFE_S})"
     starting = (
         "import subprocess, sys;"
@@ -166,8 +166,8 @@ def _flood_disk() -> None:
             time.sleep(0.02)
 
 
-def _nothing() -> None:
-    """Do what comes after."""
+def _do_nothing() -> None:
+    """Do nothing."""
 
 
 DEEDS: dict[str, Any] = {
@@ -179,5 +179,5 @@ DEEDS: dict[str, Any] = {
     "flood output": _flood_output,
     "flood memory": _flood_memory,
     "flood disk": _flood_disk,
-    "flood result": _nothing,
+    "flood result": _do_nothing,
 }

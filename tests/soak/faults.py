@@ -1,4 +1,4 @@
-"""What is done to the plane, each second something else, drawn from a seed.
+"""Random faults from a seed, several per minute.
 
 A fault says which sessions it may end: those of the worker, server, client or tenant that it hits,
 and those of sockets to a gateway. What only disturbs may end none.
@@ -18,20 +18,20 @@ from ludus.proto.errors import EnvError
 from tests.soak.book import Book, Fault, Place
 from tests.soak.environment import first_digest, next_digest
 from tests.soak.fleet import GATEWAYS, KINDS, TENANTS, Fleet
-from tests.soak.members import Member, send, workers_of
+from tests.soak.members import Member, list_workers, send
 from tests.soak.messages import HALF_SENT, MALFORMED, OVERSIZED, Address, Send, attempt
 from tests.soak.wires import SdkDoor
 
 MAX_PAUSE_S = 6.0
 SILENT_S = 4.5
-"""A server that is silent for five seconds is taken for unreachable. A step without a number that
-was under way there is not made again, and its session given up: that is so over plain HTTP."""
+"""Pause after which a server counts as unreachable. Over plain HTTP, a step without a number that
+was under way is not repeated, and its session is given up."""
 REVOKED_S = (3.0, 8.0)
 DOWN_S = (0.1, 3.0)
 _KILLS_WORKERS = ("hang", "exit", "crash", "flood memory", "flood disk")
 _DISTURBS = ("fail", "fork", "flood output", "flood result")
 _ON_THE_LOOP = ("fail", "flood result")
-"""What an environment may do to a server that runs it within itself."""
+"""Deeds of environments that a server may run inline."""
 
 Do = Callable[["Fault", random.Random], Awaitable[str]]
 
@@ -49,11 +49,11 @@ WEIGHTS = {
     **{f"malformed: {name}": 2.5 for name in MALFORMED},
     **{f"half-sent: {name}": 10.0 for name in HALF_SENT},
 }
-"""How often each kind is drawn beside the others."""
+"""Relative frequency of each kind."""
 
 
-def drawn(seed: int) -> Iterator[tuple[str, random.Random]]:
-    """Kinds of faults without end, each with what its details are drawn from.
+def draw_faults(seed: int) -> Iterator[tuple[str, random.Random]]:
+    """Yield kinds of faults without end, each with a generator for its details.
 
     Each fault has its own: how long another one takes must not change what is drawn next.
     """
@@ -64,7 +64,7 @@ def drawn(seed: int) -> Iterator[tuple[str, random.Random]]:
 
 
 class Saboteur:
-    """Does one fault after another; several may be under way."""
+    """Injects faults; several may be under way."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Saboteur:
     ) -> None:
         self._fleet = fleet
         self._book = book
-        self._drawn = drawn(fleet.options.seed)
+        self._drawn = draw_faults(fleet.options.seed)
         self._start_client = start_client
         self._find = find
         self._running: set[asyncio.Task[None]] = set()
@@ -85,11 +85,11 @@ class Saboteur:
         }
         self._is_revoked = False
         self.num_opens = 0
-        """Sessions that it may have opened: its faults hold them for a while, as others do."""
+        """Maximum number of sessions that faults keep open."""
         self._do = self._each_kind()
 
     def begin(self) -> Fault:
-        """Begin a fault of a kind that is drawn."""
+        """Start a random fault."""
         kind, draw = next(self._drawn)
         fault = Fault(len(self._book.faults), kind, "", time.monotonic())
         self._book.faults.append(fault)
@@ -99,12 +99,12 @@ class Saboteur:
         return fault
 
     async def settle(self) -> None:
-        """Wait until nothing is under way and everything is up again."""
+        """Wait until no fault is under way and all members are running."""
         while self._running:
             await asyncio.wait(self._running)
 
     async def close(self) -> None:
-        """End its own connections."""
+        """Close its connections."""
         for door in self._doors.values():
             await door.close()
 
@@ -120,9 +120,9 @@ class Saboteur:
 
     def _each_kind(self) -> dict[str, Do]:
         send = {
-            **{f"oversized: {name}": one for name, one in OVERSIZED.items()},
-            **{f"malformed: {name}": one for name, one in MALFORMED.items()},
-            **{f"half-sent: {name}": one for name, one in HALF_SENT.items()},
+            **{f"oversized: {name}": send for name, send in OVERSIZED.items()},
+            **{f"malformed: {name}": send for name, send in MALFORMED.items()},
+            **{f"half-sent: {name}": send for name, send in HALF_SENT.items()},
         }
         deeds = (*_KILLS_WORKERS, *_DISTURBS)
         return {
@@ -134,7 +134,7 @@ class Saboteur:
             "process paused": self._pause,
             "worker paused": self._pause_worker,
             **{f"environment: {deed}": partial(self._misbehave, deed) for deed in deeds},
-            **{kind: partial(self._send, one) for kind, one in send.items()},
+            **{kind: partial(self._send, deed) for kind, deed in send.items()},
         }
 
     # -- kills ---------------------------------------------------------------------------
@@ -182,23 +182,23 @@ class Saboteur:
         await asyncio.sleep(draw.uniform(*DOWN_S))
 
     def _victim(self, members: dict[str, Member], draw: random.Random) -> Member | None:
-        able = [one for one in members.values() if not one.is_kept and one.is_up]
+        able = [member for member in members.values() if not member.is_kept and member.is_up]
         return draw.choice(able) if able else None
 
     def _worker(self, draw: random.Random) -> tuple[str, int]:
-        """A server and one of its workers; 0 where it has none now."""
-        name = draw.choice([one for one in self._fleet.servers if not one.startswith("inline")])
+        """Return a server and the process id of a worker, or 0 without workers."""
+        name = draw.choice([name for name in self._fleet.servers if not name.startswith("inline")])
         server = self._fleet.servers[name]
         if not server.is_up:
             return name, 0
-        workers = workers_of(server)
+        workers = list_workers(server)
         return name, draw.choice(workers) if workers else 0
 
     # -- clocks and tokens -----------------------------------------------------------------
 
     async def _pause(self, fault: Fault, draw: random.Random) -> str:
-        """Stop a process for a while: its monotonic clock jumps."""
-        everybody = [one for one in self._fleet.long_lived if one.is_up]
+        """Pause a process, so that its monotonic clock jumps."""
+        everybody = [member for member in self._fleet.long_lived if member.is_up]
         victim = draw.choice(everybody)
         span_s = draw.uniform(0.5, MAX_PAUSE_S)
         fault.target = f"{victim.name} for {span_s:.1f} s"
@@ -223,18 +223,18 @@ class Saboteur:
         fault.hits = (Place(tenant="revoked"),)
         self._is_revoked = True
         try:
-            self._fleet.write_tenants(tuple(one for one in TENANTS if one != "revoked"))
+            self._fleet.write_tenants(tuple(tenant for tenant in TENANTS if tenant != "revoked"))
             await asyncio.sleep(draw.uniform(*REVOKED_S))
         finally:
             self._fleet.write_tenants(TENANTS)
             self._is_revoked = False
-        await asyncio.sleep(2.0)  # until every gateway has read it
+        await asyncio.sleep(2.0)  # until every gateway has read the file
         return "given back"
 
     # -- environments and messages -------------------------------------------------------------
 
     async def _misbehave(self, deed: str, fault: Fault, draw: random.Random) -> str:
-        """Open a session whose environment does what it should not."""
+        """Open a session whose environment misbehaves."""
         kind = draw.choice(KINDS if deed in _ON_THE_LOOP else KINDS[1:])
         seed, player = draw.randrange(2**31), f"saboteur/{fault.number}"
         self.num_opens += 1
@@ -261,13 +261,13 @@ class Saboteur:
     async def _goes_on(
         self, state: Callable[[], Awaitable[dict[str, object]]], seed: int, player: str, deed: str
     ) -> None:
-        """See that the session is there, and where the deed has left it."""
+        """Check that the session is open, and its state after the deed."""
         found = (await state()).get("digest")
-        before = first_digest(seed, player)
+        earlier = first_digest(seed, player)
         due = {
-            "fail": before,  # the step was not taken
-            "flood result": None,  # it was, and has no answer: the episode is over
-        }.get(deed, next_digest(before, 1, "deed"))
+            "fail": earlier,  # the step was not taken
+            "flood result": None,  # the step has no result, so the episode is over
+        }.get(deed, next_digest(earlier, 1, "deed"))
         if found != due:
             self._find(f"{player}: after {deed}: expected {due}, got {found}")
 

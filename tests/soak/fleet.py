@@ -1,4 +1,4 @@
-"""The plane that is soaked, process by process.
+"""The processes of the soak.
 
     clients --(balancer)--> gateway-kept --> inline-kept,  inline-2    on the event loop; threads
                             gateway-2    --> pool-kept,    pool-2      three workers each
@@ -37,10 +37,10 @@ _LIVES = {"inline": (4, 24), "pool": (6, 40), "process": (10, 60)}
 _SHARES = {"inline": 0.5, "pool": 0.3, "process": 0.2}
 TENANTS = ("steady", "killed", "sockets", "revoked", "saboteur")
 QUOTA = 400
-"""Of every tenant: more than it ever wants, and less than the servers hold."""
+"""Quota of every tenant: more than it uses, and less than the servers' capacity."""
 
 _CLIENTS = (
-    # name, wire, by which gateway, tenant, share of all sessions, is kept
+    # name, wire, gateway, tenant, share of all sessions, is protected from kills
     ("grpc-kept", "grpc", "", "steady", 0.35, True),
     ("http-kept", "http", "", "steady", 0.15, True),
     ("socket-kept", "ws", GATEWAYS[0], "sockets", 0.15, True),
@@ -52,14 +52,14 @@ _CLIENTS = (
 
 
 class Fleet:
-    """Every process of the plane, and the files that they share."""
+    """All processes and their shared files."""
 
     def __init__(self, options: SoakOptions) -> None:
         self.options = options
         self.folder = Path(tempfile.mkdtemp(prefix="ludus-soak-"))
         self.folder.chmod(0o711)
         self.temporary = self.folder / "tmp"
-        """Where all of them make their temporary files; empty at the end."""
+        """Folder of all temporary files, which must be empty at the end."""
         self.temporary.mkdir()
         self.temporary.chmod(0o711)
         self.logs = self.folder / "logs"
@@ -70,49 +70,50 @@ class Fleet:
         ports = iter(quiet_ports(3 * 6 + 3 * len(GATEWAYS) + 2))
         self.grpc_of: dict[str, str] = {}
         self.http_of: dict[str, str] = {}
-        """The addresses of servers, gateways and the balancer, by name."""
-        self.servers = {one.name: one for one in self._servers(ports)}
+        """Return the addresses of servers, gateways and the balancer by name."""
+        self.servers = {member.name: member for member in self._servers(ports)}
         self.write_tenants(TENANTS)
-        self.gateways = {one.name: one for one in self._gateways(ports)}
+        self.gateways = {member.name: member for member in self._gateways(ports)}
         self.balancer = self._balancer(ports)
-        self.clients = {one.name: one for one in self._clients()}
+        self.clients = {member.name: member for member in self._clients()}
 
     @property
     def long_lived(self) -> list[Member]:
-        """Those whose memory is looked at."""
+        """Members whose memory is measured."""
         return [*self.servers.values(), *self.gateways.values(), *self.clients.values()]
 
     async def start(self) -> None:
         """Start servers and gateways."""
-        await asyncio.gather(*(one.start() for one in self.servers.values()))
-        await asyncio.gather(*(one.start() for one in self.gateways.values()))
+        await asyncio.gather(*(member.start() for member in self.servers.values()))
+        await asyncio.gather(*(member.start() for member in self.gateways.values()))
         await self.balancer.start()
 
     async def stop(self) -> list[str]:
-        """End all of it; what went wrong."""
-        faults = [await one.stop() for one in (*self.gateways.values(), *self.servers.values())]
+        """Stop all processes and return the problems."""
+        members = (*self.gateways.values(), *self.servers.values())
+        faults = [await member.stop() for member in members]
         await self.balancer.kill()
         return [fault for fault in faults if fault]
 
     async def kill_clients(self) -> None:
-        """End the clients that still run."""
-        for one in self.clients.values():
-            if one.process is not None and one.process.returncode is None:
-                await one.kill()
+        """Stop the running clients."""
+        for member in self.clients.values():
+            if member.process is not None and member.process.returncode is None:
+                await member.kill()
 
     async def kill_all(self) -> None:
-        """Leave nothing behind, whatever state it is in."""
+        """Kill all processes."""
         await self.kill_clients()
-        for one in (*self.gateways.values(), *self.servers.values(), self.balancer):
-            if one.process is not None and one.process.returncode is None:
-                await one.kill()
+        for member in (*self.gateways.values(), *self.servers.values(), self.balancer):
+            if member.process is not None and member.process.returncode is None:
+                await member.kill()
 
     def remove(self) -> None:
-        """Remove its folder."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_tenants(self, names: tuple[str, ...]) -> None:
-        """Let these tenants in, and no others."""
+        """Write the list of accepted tenants."""
         path = self.folder / "tenants.toml"
         entries = [
             f'[[tenants]]\nname = "{name}"\nmax_sessions = {QUOTA}\ntoken_sha256 ='
@@ -123,14 +124,14 @@ class Fleet:
         unfinished.write_text("\n".join(entries))
         unfinished.replace(path)
 
-    def _environment(self, **more: str) -> dict[str, str]:
+    def _environment(self, **extra: str) -> dict[str, str]:
         kept = {name: text for name, text in os.environ.items() if not name.startswith("LUDUS_")}
-        own = {
+        own_options = {
             MARK_VARIABLE: self.mark,
             "TMPDIR": str(self.temporary),
             "LUDUS_SESSION_KEY": self._key,
         }
-        return {**kept, **own, **more}
+        return {**kept, **own_options, **extra}
 
     def _servers(self, ports: Iterator[int]) -> Iterator[Member]:
         for kind in KINDS:
@@ -189,8 +190,8 @@ class Fleet:
         http, grpc = next(ports), next(ports)
         pairs = [(http, self.http_of), (grpc, self.grpc_of)]
         rules = [
-            f"{port}:" + ",".join(of[name].rpartition(":")[2] for name in GATEWAYS)
-            for port, of in pairs
+            f"{port}:" + ",".join(values[name].rpartition(":")[2] for name in GATEWAYS)
+            for port, values in pairs
         ]
         self.http_of["balancer"] = f"http://127.0.0.1:{http}"
         self.grpc_of["balancer"] = f"grpc://127.0.0.1:{grpc}"
@@ -200,8 +201,8 @@ class Fleet:
 
     def _clients(self) -> Iterator[Member]:
         for name, wire, gateway, tenant, share, is_kept in _CLIENTS:
-            of = self.grpc_of if wire == "grpc" else self.http_of
-            base = of[gateway or "balancer"]
+            values = self.grpc_of if wire == "grpc" else self.http_of
+            base = values[gateway or "balancer"]
             path = "" if wire == "grpc" else "/envs"
             total = self.options.sessions * share
             spec = ClientSpec(

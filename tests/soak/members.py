@@ -1,4 +1,4 @@
-"""A process of the plane: started, killed, paused, started again, and watched meanwhile."""
+"""A process of the soak: started, killed, paused, restarted and measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LINE_CHARS = 300
 
 @dataclass(slots=True)
 class Lifetime:
-    """One process of a member, from its start to its end."""
+    """A process of a member, from its start to its end."""
 
     member: str
     pid: int
@@ -58,7 +58,7 @@ class Member:
         self.is_kept = is_kept
         self.lifetimes: list[Lifetime] = []
         self.is_up = False
-        """Started, ready, and not about to be killed."""
+        """True if it is ready and not about to be killed."""
         self.process: asyncio.subprocess.Process | None = None
         self._arguments = arguments
         self._environment = dict(environment)
@@ -68,20 +68,20 @@ class Member:
 
     @property
     def pid(self) -> int:
-        """Of the latest process."""
+        """Process id of the latest process."""
         assert self.process is not None, f"{self.name} was never started"
         return self.process.pid
 
     @property
     def ended_by_itself(self) -> str:
-        """How it ended without being told to; empty where it did not."""
+        """Unexpected end of the process; "" if there is none."""
         code = None if self.process is None else self.process.returncode
         if code is None or self._is_expected_to_end:
             return ""
-        return f"{self.name} (pid {self.pid}) ended by itself with {code}: {self._last_words()}"
+        return f"{self.name} (pid {self.pid}) exited unexpectedly with {code}: {self._last_words()}"
 
     async def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start the process and wait until it is ready."""
         with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -100,14 +100,14 @@ class Member:
         self.is_up = True
 
     def take_sample(self) -> None:
-        """Note what the process holds now."""
+        """Record the memory of the process."""
         if self.process is not None and self.process.returncode is None:
             taken = sample(self.pid, time.monotonic())
             if taken is not None:
                 self.lifetimes[-1].samples.append(taken)
 
     async def kill(self) -> None:
-        """Kill it without a word."""
+        """Kill the process."""
         self.is_up, self._is_expected_to_end = False, True
         assert self.process is not None, f"{self.name} was never started"
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ class Member:
         await self.process.wait()
 
     async def pause(self, span_s: float) -> None:
-        """Stop it for so long; its monotonic clock jumps by that."""
+        """Pause the process, so that its monotonic clock jumps."""
         pid = self.pid
         send(pid, signal.SIGSTOP)
         try:
@@ -124,7 +124,7 @@ class Member:
             send(pid, signal.SIGCONT)
 
     async def stop(self) -> str:
-        """End it with SIGTERM; what went wrong, empty where nothing did."""
+        """Stop the process with SIGTERM and return the problem, or ""."""
         self.is_up, self._is_expected_to_end = False, True
         process = self.process
         if process is None or process.returncode is not None:
@@ -138,7 +138,7 @@ class Member:
         return "" if process.returncode == 0 else f"{self.name} ended with {process.returncode}"
 
     async def order(self, word: str, *, is_last: bool = False) -> None:
-        """Tell it something on its standard input; after the last word it is to end."""
+        """Write a line to its standard input; the last line asks it to stop."""
         if self.process is None or self.process.returncode is not None:
             return
         if is_last:
@@ -149,14 +149,14 @@ class Member:
             await self.process.stdin.drain()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """What it writes to its standard output, until it ends."""
+        """Yield the lines of its standard output."""
         assert self.process is not None and self.process.stdout is not None
         stdout = self.process.stdout
         while line := await stdout.readline():
             yield line
 
     async def wait(self, within_s: float) -> bool:
-        """True when it ended within that time."""
+        """Return True if it ended in time."""
         assert self.process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), within_s)
@@ -182,7 +182,7 @@ class Member:
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; False where nobody is there any more."""
+    """Send a signal; return False if the process is gone."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -190,8 +190,8 @@ def send(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def workers_of(server: Member) -> list[int]:
-    """The worker processes of a server, without the keepers of their namespaces."""
+def list_workers(server: Member) -> list[int]:
+    """Return the worker processes of a server, without the keepers of their namespaces."""
     children = [pid for fork in child_processes(server.pid) for pid in child_processes(fork)]
     return sorted(pid for pid in children if not _is_first_of_namespace(pid))
 

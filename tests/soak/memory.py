@@ -1,4 +1,4 @@
-"""Whether a process grows: a robust slope of its memory, beside the noise around it.
+"""Memory growth of a process: a robust slope compared with the noise.
 
     samples, one a second --second half--> Theil-Sen slope, its interval from a block bootstrap
                                       --residuals--> noise
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SAMPLES = 900
-"""Whoever lives shorter is not judged: a server that was started again still fills what it
-remembers of sessions that ended, of which there are 1,024 after that time."""
+"""Minimum lifetime for a verdict, because a restarted server first fills its records of 1,024
+ended sessions."""
 BLOCK_S = 180.0
-"""Longer than memory stays on a step: shorter blocks take two steps for a trend."""
+"""Block length, longer than memory stays on a step; shorter blocks see two steps as a trend."""
 NUM_DRAWS = 400
 AT_REST_MIB = 16.0
-"""What a process may hold at the end, when its sessions have ended, above what it held while it had
-them: one observation that was too large has twice that."""
+"""Allowed memory after all sessions have ended, above the memory with sessions. A single oversized
+observation needs twice as much."""
 _MAX_POINTS = 200
 _LINE = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 
@@ -33,19 +33,19 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process holds at one moment."""
+    """The memory of a process at one moment."""
 
     at_s: float
     rss_mib: float
     pss_mib: float
     uss_mib: float
-    """What it shares with nobody."""
+    """Private memory."""
     num_files: int
     num_threads: int
 
 
 def sample(pid: int, at_s: float) -> Sample | None:
-    """The process now; None where it is gone."""
+    """Measure a process; return None if it is gone."""
     folder = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         kib = {
@@ -65,7 +65,7 @@ def sample(pid: int, at_s: float) -> Sample | None:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How a series goes on, per hour."""
+    """The trend of a series, per hour."""
 
     per_hour: float
     low: float
@@ -76,21 +76,21 @@ class Trend:
     window_s: float
     num_samples: int
     step: float = 0.0
-    """What the series moves by at once: a single step is no slope."""
+    """Step size of the series; a single step is not a trend."""
 
     @property
     def growth(self) -> float:
-        """In the window that was looked at."""
+        """Growth within the measured window."""
         return self.per_hour * self.window_s / 3600
 
     @property
     def is_flat(self) -> bool:
-        """True where the interval holds zero, or the growth is one step, or drowns in the noise."""
+        """True if the interval contains zero, or the growth is within a step or the noise."""
         return self.low <= 0 or self.growth <= max(self.noise, self.step)
 
 
-def trend_of(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) -> Trend:
-    """The trend of the second half of a series that moves by `step` at once."""
+def fit_trend(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) -> Trend:
+    """Return the trend of the second half of a series with the given step size."""
     half = at_s >= (at_s[0] + at_s[-1]) / 2
     at_s, values = at_s[half], values[half]
     slope = _theil_sen(at_s, values)
@@ -102,12 +102,12 @@ def trend_of(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) 
 
 
 def above_median(values: Floats) -> float:
-    """How far the last value is above the median of the second half."""
+    """Return the difference of the last value and the median of the second half."""
     return float(values[-1] - np.median(values[len(values) // 2 :]))
 
 
 def _theil_sen(at_s: Floats, values: Floats) -> float:
-    """The median of the slopes of all pairs, thinned out evenly where there are many."""
+    """Return the median slope of all pairs, or of an even sample of many pairs."""
     step = max(1, -(-len(at_s) // _MAX_POINTS))
     at_s, values = at_s[::step], values[::step]
     first, second = np.triu_indices(len(at_s), 1)
@@ -117,7 +117,7 @@ def _theil_sen(at_s: Floats, values: Floats) -> float:
 
 
 def _interval(at_s: Floats, values: Floats, draw: np.random.Generator) -> tuple[float, float]:
-    """The 95 % interval of the slope, from blocks drawn with replacement."""
+    """Return the 95 % interval of the slope by a block bootstrap."""
     num_blocks = max(2, round(float(at_s[-1] - at_s[0]) / BLOCK_S))
     blocks = np.array_split(np.arange(len(at_s)), num_blocks)
     slopes = []
@@ -125,7 +125,7 @@ def _interval(at_s: Floats, values: Floats, draw: np.random.Generator) -> tuple[
         drawn = draw.integers(len(blocks), size=len(blocks))
         if len(set(drawn.tolist())) < 2:
             continue
-        chosen = np.concatenate([blocks[one] for one in drawn])
+        chosen = np.concatenate([blocks[index] for index in drawn])
         slopes.append(_theil_sen(at_s[chosen], values[chosen]))
     low, high = np.quantile(slopes, [0.025, 0.975])
     return float(low), float(high)

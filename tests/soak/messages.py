@@ -1,7 +1,7 @@
-"""What no client should send: too much, nonsense, and half of something.
+"""Messages that no client should send: too large, invalid, or incomplete.
 
-Each returns what came of it, for the log; a server may refuse as it likes, so long as it and
-everybody else's sessions go on.
+Each function returns the outcome for the log. A server may refuse a message in any way, as long as
+the server and all other sessions continue.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ Send = Callable[["Address", random.Random], Awaitable[str]]
 
 
 class Address:
-    """Where it is sent, and the token that is shown."""
+    """The receiver of a message, and the token."""
 
     def __init__(self, http: str, grpc_address: str, path: str, token: str) -> None:
         self.http = http
         self.grpc = grpc_address.removeprefix("grpc://")
         self.path = path
-        """Before /reset and /ws; empty at a server of its own."""
+        """Path before /reset and /ws; "" for a server."""
         self.token = token
         self.headers = {"authorization": f"Bearer {token}"}
 
     @property
     def socket(self) -> str:
-        """The address of its /ws."""
+        """Address of /ws."""
         return self.http.replace("http", "ws", 1) + self.path + "/ws"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For gRPC."""
+        """Metadata for gRPC."""
         name = self.path.rpartition("/")[2]
-        found = (("authorization", f"Bearer {self.token}"),)
-        return (*found, (ENVIRONMENT_KEY, name)) if name else found
+        parts = (("authorization", f"Bearer {self.token}"),)
+        return (*parts, (ENVIRONMENT_KEY, name)) if name else parts
 
     @property
     def http_port(self) -> int:
-        """Its HTTP port."""
+        """HTTP port."""
         return int(self.http.rpartition(":")[2])
 
     @property
     def grpc_port(self) -> int:
-        """Its gRPC port."""
+        """gRPC port."""
         return int(self.grpc.rpartition(":")[2])
 
 
 async def attempt(send: Send, address: Address, draw: random.Random) -> str:
-    """What came of sending it; an end of the connection is an answer, too."""
+    """Send a message and return the outcome; a closed connection is an outcome too."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             return await send(address, draw)
@@ -76,7 +76,7 @@ async def attempt(send: Send, address: Address, draw: random.Random) -> str:
 
 
 async def large_body(address: Address, draw: random.Random) -> str:
-    """A body beyond the bound."""
+    """Send a body above the size limit."""
     async with httpx.AsyncClient(headers=address.headers, timeout=ANSWER_WITHIN_S) as http:
         answer = await http.post(
             f"{address.http}{address.path}/reset", content=b'{"player": "' + b"x" * _TOO_LARGE
@@ -85,14 +85,14 @@ async def large_body(address: Address, draw: random.Random) -> str:
 
 
 async def large_headers(address: Address, draw: random.Random) -> str:
-    """Headers beyond the bound."""
+    """Send headers above the size limit."""
     async with httpx.AsyncClient(headers=address.headers, timeout=ANSWER_WITHIN_S) as http:
         answer = await http.get(f"{address.http}/health", headers={"x-much": "y" * 80_000})
         return str(answer.status_code)
 
 
 async def large_frame(address: Address, draw: random.Random) -> str:
-    """A WebSocket message beyond the bound."""
+    """Send a WebSocket message above the size limit."""
     async with connect(
         address.socket, additional_headers=address.headers, open_timeout=ANSWER_WITHIN_S
     ) as socket:
@@ -102,13 +102,13 @@ async def large_frame(address: Address, draw: random.Random) -> str:
 
 
 async def large_call(address: Address, draw: random.Random) -> str:
-    """A gRPC message beyond the bound."""
+    """Send a gRPC message above the size limit."""
     step = pb.StepRequest(session_id="none", action_json=b"x" * _TOO_LARGE)
     return await _stream(address, [pb.Call(call_id=1, step=step)])
 
 
 async def strange_frames(address: Address, draw: random.Random) -> str:
-    """WebSocket messages that are none of the protocol's."""
+    """Send WebSocket messages outside the protocol."""
     frames: list[str | bytes] = [
         "no json",
         '{"type": "nonsense"}',
@@ -120,14 +120,14 @@ async def strange_frames(address: Address, draw: random.Random) -> str:
     async with connect(
         address.socket, additional_headers=address.headers, open_timeout=ANSWER_WITHIN_S
     ) as socket:
-        for one in draw.sample(frames, 3):
-            await socket.send(one)
+        for frame in draw.sample(frames, 3):
+            await socket.send(frame)
             await socket.recv()
     return "answered"
 
 
 async def strange_calls(address: Address, draw: random.Random) -> str:
-    """gRPC calls with ids of nobody, and with nothing in them."""
+    """Send gRPC calls with unknown ids, and empty calls."""
     forged = "".join(draw.choices("abcdefghijkmnpqrstuvwxyz.-_", k=draw.choice((1, 90, 400))))
     calls = [
         pb.Call(call_id=1),
@@ -140,7 +140,7 @@ async def strange_calls(address: Address, draw: random.Random) -> str:
 
 
 async def strange_bodies(address: Address, draw: random.Random) -> str:
-    """HTTP bodies that are no JSON, or none that is known."""
+    """Send HTTP bodies that are not JSON, or unknown JSON."""
     bodies = [b"{", b"[]", draw.randbytes(300), b'{"action": 1}', b'{"seed": "x"}', b"[" * 50_000]
     async with httpx.AsyncClient(headers=address.headers, timeout=ANSWER_WITHIN_S) as http:
         url = f"{address.http}{address.path}/{draw.choice(('reset', 'step', 'mcp'))}"
@@ -149,7 +149,7 @@ async def strange_bodies(address: Address, draw: random.Random) -> str:
 
 
 async def noise(address: Address, draw: random.Random) -> str:
-    """Bytes that are no protocol at all."""
+    """Send random bytes."""
     port = draw.choice((address.http_port, address.grpc_port))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(draw.choice((b"", PREFACE)) + draw.randbytes(draw.choice((10, 1000, 100_000))))
@@ -160,7 +160,7 @@ async def noise(address: Address, draw: random.Random) -> str:
 
 
 async def wrong_token(address: Address, draw: random.Random) -> str:
-    """A call with a token of nobody."""
+    """Send a call with an unknown token."""
     async with httpx.AsyncClient(timeout=ANSWER_WITHIN_S) as http:
         headers = {"authorization": f"Bearer {draw.randbytes(16).hex()}"}
         answer = await http.post(f"{address.http}{address.path}/reset", json={}, headers=headers)
@@ -168,7 +168,7 @@ async def wrong_token(address: Address, draw: random.Random) -> str:
 
 
 async def half_sent(address: Address, draw: random.Random) -> str:
-    """The beginning of a message, then silence, then an end without a word."""
+    """Send the beginning of a message, wait, and close the connection."""
     head = f"POST {address.path}/reset HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {address.token}"
     shake = (
         f"GET {address.path}/ws HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade"
@@ -195,7 +195,7 @@ async def half_sent(address: Address, draw: random.Random) -> str:
 
 
 async def _stream(address: Address, calls: list[pb.Call]) -> str:
-    """The codes of the replies, or of the end of the stream."""
+    """Return the codes of the replies, or of the end of the stream."""
     sizes = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address.grpc, options=sizes) as channel:
         stream = env_pb2_grpc.EnvServiceStub(channel).Connect(metadata=address.metadata)

@@ -11,37 +11,37 @@ import numpy as np
 from machine import setting
 
 from tests.soak.members import Lifetime
-from tests.soak.memory import AT_REST_MIB, MIN_SAMPLES, Trend, above_median, trend_of
+from tests.soak.memory import AT_REST_MIB, MIN_SAMPLES, Trend, above_median, fit_trend
 from tests.soak.soak import Soak
 
 _SERIES = {
-    "uss_mib": lambda one: one.uss_mib,
-    "files": lambda one: float(one.num_files),
-    "threads": lambda one: float(one.num_threads),
+    "uss_mib": lambda sample: sample.uss_mib,
+    "files": lambda sample: float(sample.num_files),
+    "threads": lambda sample: float(sample.num_threads),
 }
 _ARENA_MIB = 1.0
-"""What Python takes from the system at once for its small objects."""
+"""Size of Python's arenas for small objects."""
 _STEPS = {"uss_mib": _ARENA_MIB}
 
 
 class Verdict:
-    """What a soak has shown."""
+    """The result of a soak."""
 
     def __init__(self, soak: Soak) -> None:
         self._soak = soak
         named = [
-            *((life.member, life) for one in soak.fleet.long_lived for life in one.lifetimes),
-            *((f"{one.member} fork server", one) for one in soak.fork_servers.values()),
+            *((life.member, life) for member in soak.fleet.long_lived for life in member.lifetimes),
+            *((f"{server.member} fork server", server) for server in soak.fork_servers.values()),
         ]
         self._lives = {
             f"{name} ({life.pid})": life for name, life in named if len(life.samples) >= MIN_SAMPLES
         }
-        self.trends = {name: trends_of(life) for name, life in self._lives.items()}
-        """By process and series, of those that lived long enough."""
+        self.trends = {name: fit_trends(life) for name, life in self._lives.items()}
+        """Trends by process and series, of processes that lived long enough."""
 
     @property
     def growing(self) -> list[str]:
-        """Series that are not flat."""
+        """Return the series that are not flat."""
         return [
             f"{name}: {series} {trend.per_hour:+.2f} an hour"
             f" ({trend.low:+.2f} to {trend.high:+.2f}), noise {trend.noise:.3f}"
@@ -52,9 +52,9 @@ class Verdict:
 
     @property
     def holding(self) -> list[str]:
-        """Processes that have not let go of what they held for sessions, when all have ended."""
+        """Return the processes that keep memory after all sessions have ended."""
         above = {
-            name: above_median(np.array([one.uss_mib for one in life.samples]))
+            name: above_median(np.array([sample.uss_mib for sample in life.samples]))
             for name, life in self._lives.items()
         }
         return [
@@ -65,12 +65,12 @@ class Verdict:
 
     @property
     def has_passed(self) -> bool:
-        """True when everything holds that the soak is to show."""
+        """True if the soak passed."""
         book = self._soak.book
         return not (book.violations or book.unexplained() or self.growing or self.holding)
 
     def lines(self) -> list[str]:
-        """The table."""
+        """Return the table."""
         soak, book = self._soak, self._soak.book
         counts = soak.counts
         kinds = Counter(fault.kind.partition(":")[0] for fault in book.faults)
@@ -95,8 +95,8 @@ class Verdict:
                 f"  {'flat' if trend.is_flat else 'GROWS'}"
             )
         table += [*self.growing, *self.holding]
-        table += [f"not hit: {one}" for one in book.unexplained()[:20]]
-        table += [f"violation: {one}" for one in book.violations[:40]]
+        table += [f"not hit: {loss}" for loss in book.unexplained()[:20]]
+        table += [f"violation: {violation}" for violation in book.violations[:40]]
         return [*table, "PASSED" if self.has_passed else "FAILED"]
 
     def write(self, path: Path) -> None:
@@ -118,10 +118,10 @@ class Verdict:
             "minutes_of_faults": round(soak.fault_s / 60, 2),
             "sessions_at_once": soak.options.sessions,
             "counts": dict(sorted(soak.counts.items())),
-            "num_faults": dict(sorted(Counter(one.kind for one in book.faults).items())),
+            "num_faults": dict(sorted(Counter(fault.kind for fault in book.faults).items())),
             "num_lost": len(book.lost),
             "lost_by_fault": dict(sorted(book.losses_by_fault().items())),
-            "lost_and_not_hit": [str(one) for one in book.unexplained()],
+            "lost_and_not_hit": [str(loss) for loss in book.unexplained()],
             "violations": book.violations,
             "exact_counts": soak.num_counts + 1,
             "memory_per_hour": {
@@ -133,28 +133,28 @@ class Verdict:
                 for name, life in self._lives.items()
             },
             "faults": [
-                f"{one.begun_s - begun_s:.1f} s {one.kind}: {one.target} ({one.outcome})"
-                for one in book.faults
+                f"{fault.begun_s - begun_s:.1f} s {fault.kind}: {fault.target} ({fault.outcome})"
+                for fault in book.faults
             ],
         }
 
 
-def trends_of(life: Lifetime) -> dict[str, Trend]:
-    """The trends of one process."""
-    at_s = np.array([one.at_s for one in life.samples])
+def fit_trends(life: Lifetime) -> dict[str, Trend]:
+    """Return the trends of a process."""
+    at_s = np.array([sample.at_s for sample in life.samples])
     return {
-        name: trend_of(
-            at_s, np.array([value(one) for one in life.samples]), step=_STEPS.get(name, 0.0)
+        name: fit_trend(
+            at_s, np.array([value(sample) for sample in life.samples]), step=_STEPS.get(name, 0.0)
         )
         for name, value in _SERIES.items()
     }
 
 
 def _by_minute(life: Lifetime) -> list[float]:
-    """The mean of each minute of a process's life."""
+    """Return the mean of each minute of a process's life."""
     minutes: dict[int, list[float]] = {}
-    for one in life.samples:
-        minutes.setdefault(int((one.at_s - life.begun_s) / 60), []).append(one.uss_mib)
+    for sample in life.samples:
+        minutes.setdefault(int((sample.at_s - life.begun_s) / 60), []).append(sample.uss_mib)
     return [float(np.mean(values)) for values in minutes.values()]
 
 

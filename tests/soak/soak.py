@@ -1,4 +1,4 @@
-"""The soak: a plane under faults, clients that verify every answer, and the counts in between.
+"""The soak: processes under faults, clients that verify every result, and counts in between.
 
 warm up --> [faults, each second one | every few minutes: hold, count exactly] --> end, count
                     |
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 class Soak:
-    """One run of it."""
+    """A run of the soak."""
 
     def __init__(self, options: SoakOptions, say: Say) -> None:
         self.options = options
@@ -44,43 +44,44 @@ class Soak:
         self.fleet = Fleet(options)
         self.census = Census(self.fleet)
         self.fork_servers: dict[int, Lifetime] = {}
-        """Of the servers that are kept."""
+        """Samples of the servers that are never killed."""
         self.loads: list[float] = []
-        """Of the machine, each ten seconds."""
+        """Samples of the machine, every ten seconds."""
         self.num_counts = 0
         self.fault_s = 0.0
-        """For how long there were faults."""
+        """Time with faults, in seconds."""
         self._say = say
         self._held: dict[str, Counter[str]] = {}
         self._opening: dict[str, int] = {}
         self._counts: dict[tuple[str, int], Counter[str]] = {}
-        """Of each client process."""
+        """Counts of each client process."""
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._begun_s = time.monotonic()
         self._clients_play = False
         self._is_disturbed = False
-        """From the first fault to the last count; what is looked at each second belongs to it."""
+        """Time from the first fault to the last count, in seconds."""
         self.saboteur = Saboteur(self.fleet, self.book, self.start_client, self._find)
 
     @property
     def counts(self) -> Counter[str]:
-        """What all clients counted, those that were killed too."""
+        """Total counts of all clients, including killed ones."""
         return sum(self._counts.values(), Counter())
 
     @property
     def held(self) -> Counter[str]:
-        """Sessions that clients hold, by server."""
+        """Number of open sessions of clients, by server."""
         return sum(self._held.values(), Counter())
 
     async def run(self) -> None:
-        """Run it to its end; the book then says what was found."""
+        """Run the soak; the book then contains the findings."""
         watching: list[asyncio.Task[None]] = []
         try:
             await self.fleet.start()
             self._tell("all servers and gateways are up")
             await self._warm_up()
-            await asyncio.gather(*(self.start_client(one) for one in self._clients))
-            watching = [asyncio.create_task(one) for one in (self._sample(), self._progress())]
+            await asyncio.gather(*(self.start_client(client) for client in self._clients))
+            watchers = (self._sample(), self._progress())
+            watching = [asyncio.create_task(watcher) for watcher in watchers]
             await self._order("play")
             await self._until_full()
             await self._faults()
@@ -96,7 +97,7 @@ class Soak:
     # -- phases --------------------------------------------------------------------------
 
     async def _warm_up(self) -> None:
-        """Fill what servers and the gateway remember of sessions that ended."""
+        """Fill the records of ended sessions on servers and gateways."""
         num = 2 * self.options.warm_up_opens
         for kind in KINDS if num else ():
             address = f"{self.fleet.grpc_of['gateway-kept']}/{kind}"
@@ -123,7 +124,7 @@ class Soak:
             await asyncio.sleep(0.2)
 
     async def _faults(self) -> None:
-        """Disturb, and count in between."""
+        """Inject faults, and count in between."""
         self._is_disturbed = True
         left_s, pause_s = self.options.minutes * 60, 1 / self.options.faults_per_s
         while left_s > 0:
@@ -140,7 +141,7 @@ class Soak:
         self._is_disturbed = False
 
     async def _count(self) -> None:
-        """Stop everything that changes numbers, and compare them all."""
+        """Stop all changes and compare the counts."""
         await self.saboteur.settle()
         await self._order("hold")
         difference = await self.census.exact(self._still_held)
@@ -150,14 +151,14 @@ class Soak:
                 f"count {self.num_counts}: after {self.options.settle_s:g} s still {difference}"
             )
         else:
-            self._tell(f"count {self.num_counts}: {self.held.total()} places for as many sessions")
+            self._tell(f"count {self.num_counts}: {self.held.total()} sessions, slots agree")
         await self._order("play")
 
     def _still_held(self) -> Counter[str]:
         return Counter({"opening": 1}) if any(self._opening.values()) else self.held
 
     async def _end(self) -> None:
-        """Let every client end its sessions; no place may be left."""
+        """Let every client close its sessions; no slot may stay occupied."""
         self._tell("the sessions end")
         await self._order("end")
         for client in self._clients:
@@ -171,16 +172,16 @@ class Soak:
         self._tell("every session has ended; each tenant takes its whole quota")
 
     async def _quotas(self) -> None:
-        """Take the whole quota of each tenant at each gateway: what leaked would be missing."""
+        """Open the whole quota of each tenant at each gateway; a leak would refuse some."""
         for name, gateway in self.fleet.gateways.items():
             for tenant in TENANTS:
                 if missing := await self._missing_at(name, tenant):
                     self._find(f"{name}: {tenant} could not open {missing} of {QUOTA} sessions")
-            if num := await self.census.drained(gateway):
+            if num := await self.census.count_drained(gateway):
                 self._find(f"{name} still tracks {num} sessions")
 
     async def _missing_at(self, gateway: str, tenant: str) -> int:
-        """Places of the tenant's quota that do not come back there."""
+        """Return the number of slots that the tenant's quota has lost."""
         address = f"{self.fleet.grpc_of[gateway]}/inline"
         deadline_s = time.monotonic() + self.options.settle_s
         async with await AsyncEnvClient.connect(
@@ -193,7 +194,7 @@ class Soak:
         return missing
 
     async def _tear_down(self) -> None:
-        """End the plane; nothing of it may be left."""
+        """Stop all processes; nothing may be left."""
         await self.census.close()
         try:
             await self.fleet.kill_clients()
@@ -202,7 +203,7 @@ class Soak:
             await asyncio.sleep(0.5)
             if left := self.census.left_processes():
                 self._find(f"processes are left at the end: {left}")
-            if files := [one.name for one in self.fleet.temporary.iterdir()]:
+            if files := [path.name for path in self.fleet.temporary.iterdir()]:
                 self._find(f"files are left at the end: {files}")
         finally:
             await self.fleet.kill_all()
@@ -214,7 +215,7 @@ class Soak:
         return list(self.fleet.clients.values())
 
     async def start_client(self, client: Member) -> None:
-        """Start a client process and follow what it says."""
+        """Start a client process and read its events."""
         await client.start()
         self._reading[client.name] = asyncio.create_task(self._read(client))
         if self._clients_play:
@@ -226,7 +227,7 @@ class Soak:
             await client.order(word, is_last=word == "end")
 
     async def _read(self, client: Member) -> None:
-        """Follow one client process to its end."""
+        """Read the events of a client process until its end."""
         pid = client.pid
         async for line in client.lines():
             try:
@@ -269,16 +270,17 @@ class Soak:
         for name, server in self.fleet.servers.items():
             if not server.is_kept or name.startswith("inline"):
                 continue
-            known = next((p for p, one in self.fork_servers.items() if one.member == name), None)
-            if known is None and (children := child_processes(server.pid)):
-                known = children[0]
-                self.fork_servers[known] = Lifetime(name, known, time.monotonic())
-            taken = None if known is None else sample(known, time.monotonic())
-            if known is not None and taken is not None:
-                self.fork_servers[known].samples.append(taken)
+            pids = [pid for pid, life in self.fork_servers.items() if life.member == name]
+            pid = pids[0] if pids else None
+            if pid is None and (children := child_processes(server.pid)):
+                pid = children[0]
+                self.fork_servers[pid] = Lifetime(name, pid, time.monotonic())
+            measured = None if pid is None else sample(pid, time.monotonic())
+            if pid is not None and measured is not None:
+                self.fork_servers[pid].samples.append(measured)
 
     async def _progress(self) -> None:
-        told: set[str] = set()
+        reported_losses: set[str] = set()
         while True:
             await asyncio.sleep(PROGRESS_S - REPORT_S)
             self.loads.append(os.getloadavg()[0])
@@ -292,33 +294,36 @@ class Soak:
                 f" {len(self.book.unexplained())} unexplained,"
                 f" {len(self.book.violations)} violations; load {self.loads[-1]:.1f}"
             )
-            self._tell_unexplained(told)
+            self._tell_unexplained(reported_losses)
 
     def _held_and_ended(self) -> tuple[int, int]:
-        """Sessions that are open or being opened, and those that have ended."""
+        """Count sessions that are open or being opened, and ended sessions."""
         held = self.held.total() + sum(self._opening.values())
         return held, self.counts["opened"] + self.saboteur.num_opens - self.held.total()
 
-    def _tell_unexplained(self, told: set[str]) -> None:
-        """Tell each loss that no fault explains, as soon as every fault has said what it hits."""
-        for one in self.book.unexplained():
-            if one.player not in told and one.failed_s < time.monotonic() - _TOLD_AFTER_S:
-                told.add(one.player)
-                self._tell(f"NOT HIT: {one}")
+    def _tell_unexplained(self, reported_losses: set[str]) -> None:
+        """Report each loss that no fault explains, once all faults are recorded."""
+        for loss in self.book.unexplained():
+            if (
+                loss.player not in reported_losses
+                and loss.failed_s < time.monotonic() - _TOLD_AFTER_S
+            ):
+                reported_losses.add(loss.player)
+                self._tell(f"NOT HIT: {loss}")
 
-    def _find(self, what: str) -> None:
-        self.book.violations.append(what)
-        self._tell(f"VIOLATION: {what}")
+    def _find(self, problem: str) -> None:
+        self.book.violations.append(problem)
+        self._tell(f"VIOLATION: {problem}")
 
-    def _tell(self, what: str) -> None:
-        self._say(f"{time.monotonic() - self._begun_s:7.1f} s  {what}")
+    def _tell(self, problem: str) -> None:
+        self._say(f"{time.monotonic() - self._begun_s:7.1f} s  {problem}")
 
 
 async def _missing_places(client: AsyncEnvClient) -> int:
-    """How many sessions of a whole quota could not be opened; -1 where there was room for more."""
-    asked = [client.open(seed=number, options={"player": "quota"}) for number in range(QUOTA)]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    sessions = [one[0] for one in answers if not isinstance(one, BaseException)]
+    """Return the number of quota sessions that could not be opened; -1 if more could be."""
+    requested = [client.open(seed=number, options={"player": "quota"}) for number in range(QUOTA)]
+    answers = await asyncio.gather(*requested, return_exceptions=True)
+    sessions = [answer[0] for answer in answers if not isinstance(answer, BaseException)]
     missing = QUOTA - len(sessions)
     try:
         session, _ = await client.open(seed=0)

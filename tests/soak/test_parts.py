@@ -1,4 +1,4 @@
-"""What judges a soak finds what it is to find: growth, foreign losses, answers out of order."""
+"""The checks of a soak detect growth, unexplained losses and wrong results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from tests.soak.book import Book, Fault, LostSession, Place
 from tests.soak.client import Client, ClientSpec
 from tests.soak.environment import EchoEnv, first_digest
-from tests.soak.faults import WEIGHTS, drawn
-from tests.soak.memory import AT_REST_MIB, above_median, trend_of
+from tests.soak.faults import WEIGHTS, draw_faults
+from tests.soak.memory import AT_REST_MIB, above_median, fit_trend
 
 
 def noisy(growth_per_hour: float, num_samples: int = 1200, noise: float = 0.3) -> Any:
-    """A process of 80 MiB that is looked at each second, and moves in steps of half a minute."""
+    """Samples of an 80 MiB process, one per second, with steps every half minute."""
     draw = np.random.default_rng(7)
     at_s = np.arange(num_samples, dtype=float)
     steps = np.repeat(draw.normal(0.0, noise, -(-num_samples // 30)), 30)[:num_samples]
@@ -26,11 +26,11 @@ def noisy(growth_per_hour: float, num_samples: int = 1200, noise: float = 0.3) -
 
 @pytest.mark.parametrize("growth_per_hour", [0.0, -20.0])
 def test_memory_that_only_moves_is_flat(growth_per_hour: float) -> None:
-    assert trend_of(*noisy(growth_per_hour)).is_flat
+    assert fit_trend(*noisy(growth_per_hour)).is_flat
 
 
 def test_memory_that_grows_through_its_noise_is_found() -> None:
-    trend = trend_of(*noisy(20.0))
+    trend = fit_trend(*noisy(20.0))
     assert not trend.is_flat
     assert trend.low < 20.0 < trend.high
     assert trend.growth == pytest.approx(20.0 / 6, rel=0.3)
@@ -38,16 +38,16 @@ def test_memory_that_grows_through_its_noise_is_found() -> None:
 
 def test_what_is_filled_once_at_the_start_is_no_growth() -> None:
     at_s, values = noisy(0.0)
-    assert trend_of(at_s, values - 40.0 * (at_s < 300)).is_flat
+    assert fit_trend(at_s, values - 40.0 * (at_s < 300)).is_flat
 
 
 def test_a_single_step_is_no_slope_and_several_are() -> None:
     at_s = np.arange(1200, dtype=float)
     steps = 80.0 + 0.9 * (at_s > 900)
-    assert trend_of(at_s, steps, step=1.0).is_flat
+    assert fit_trend(at_s, steps, step=1.0).is_flat
     for later_s in range(650, 1200, 100):
         steps = steps + 0.9 * (at_s > later_s)
-    assert not trend_of(at_s, steps, step=1.0).is_flat
+    assert not fit_trend(at_s, steps, step=1.0).is_flat
 
 
 def test_what_is_held_at_the_end_is_no_noise_and_what_was_let_go_is() -> None:
@@ -57,10 +57,10 @@ def test_what_is_held_at_the_end_is_no_noise_and_what_was_let_go_is() -> None:
     assert above_median(let_go) < AT_REST_MIB
 
 
-def lost(alive_s: float, failed_s: float, **place: Any) -> LostSession:
-    """A session on worker 7 of a server, that was lost between the two moments."""
-    there = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **place})
-    return LostSession("one", there, alive_s, failed_s, "SESSION_LOST", "")
+def lost(alive_s: float, failed_s: float, **location: Any) -> LostSession:
+    """A session on worker 7 of a server that was lost between the two times."""
+    lost_session = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **location})
+    return LostSession("one", lost_session, alive_s, failed_s, "SESSION_LOST", "")
 
 
 def worker_killed(at_s: float) -> Fault:
@@ -94,7 +94,7 @@ def test_what_only_disturbs_explains_no_loss() -> None:
 
 
 class _Sessions:
-    """A door to one environment in this process, whose answers a test may tamper with."""
+    """An opener of one environment in this process, whose results a test may change."""
 
     def __init__(self, tamper: Any) -> None:
         self._tamper = tamper
@@ -108,8 +108,8 @@ class _Sessions:
 
     async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         transition = self._environment.step(EchoEnv.action_type(**action))
-        before, self.last = self.last, transition.observation.model_dump()
-        return self._tamper(self._environment, before, self.last), transition.terminated
+        earlier, self.last = self.last, transition.observation.model_dump()
+        return self._tamper(self._environment, earlier, self.last), transition.terminated
 
     async def state(self) -> dict[str, Any]:
         return self._environment.state.model_dump()
@@ -118,16 +118,16 @@ class _Sessions:
         pass
 
 
-def taken_twice(environment: EchoEnv, before: Any, now: Any) -> Any:
-    """The answer of the same step, taken once more."""
+def taken_twice(environment: EchoEnv, earlier: Any, now: Any) -> Any:
+    """Return the result of the same step again."""
     return environment.step(EchoEnv.action_type(payload="again")).observation.model_dump()
 
 
 TAMPERING = {
-    "the right answer": lambda environment, before, now: now,
-    "the answer before": lambda environment, before, now: before,
-    "another session's": lambda environment, before, now: now | {"player": "other"},
-    "another payload's": lambda environment, before, now: now | {"digest": first_digest(1, "x")},
+    "the right answer": lambda environment, earlier, now: now,
+    "the answer before": lambda environment, earlier, now: earlier,
+    "another session's": lambda environment, earlier, now: now | {"player": "other"},
+    "another payload's": lambda environment, earlier, now: now | {"digest": first_digest(1, "x")},
     "a step taken twice": taken_twice,
 }
 
@@ -148,9 +148,9 @@ async def test_a_client_tells_the_right_answer_from_every_other(
 
 
 def test_the_same_seed_draws_the_same_faults_with_the_same_details() -> None:
-    def first_of(seed: int) -> list[tuple[str, float]]:
-        return [(kind, draw.random()) for kind, draw in itertools.islice(drawn(seed), 50)]
+    def take_first(seed: int) -> list[tuple[str, float]]:
+        return [(kind, draw.random()) for kind, draw in itertools.islice(draw_faults(seed), 50)]
 
-    assert first_of(1) == first_of(1)
-    assert first_of(1) != first_of(2)
-    assert {kind for kind, _ in itertools.islice(drawn(1), 3000)} == set(WEIGHTS)
+    assert take_first(1) == take_first(1)
+    assert take_first(1) != take_first(2)
+    assert {kind for kind, _ in itertools.islice(draw_faults(1), 3000)} == set(WEIGHTS)

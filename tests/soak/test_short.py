@@ -1,4 +1,4 @@
-"""The soak in its short form: every part of it runs, and thirty faults find nothing."""
+"""A short soak runs every part, and thirty faults find no problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 async def test_thirty_faults_end_no_session_that_was_not_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Mostly, a short soak waits until what was left behind has had its time.
+    # A short soak mostly waits for lingering sessions to end.
     options = SoakOptions(
         minutes=0.25,
         sessions=60,
@@ -38,7 +38,7 @@ async def test_thirty_faults_end_no_session_that_was_not_hit(
     assert soak.counts["came to their end"] > 20
     assert len(soak.book.faults) >= 20
 
-    # Too short a life to be judged, but what judges must be able to.
+    # The processes lived too briefly for a verdict, but the check must work.
     monkeypatch.setattr(report, "MIN_SAMPLES", 12)
     verdict = Verdict(soak)
     verdict.write(tmp_path / "soak.json")

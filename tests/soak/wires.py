@@ -1,4 +1,4 @@
-"""One session over one wire, as a client of that wire holds it: gRPC, WebSocket or plain HTTP."""
+"""A session over one wire, as a client of that wire uses it: gRPC, WebSocket or plain HTTP."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _PAUSE_S = 0.25
 
 
 class PlayedSession(Protocol):
-    """A session that is open."""
+    """An open session."""
 
     first: JsonObject
-    """The observation of its reset."""
+    """Observation of the reset."""
 
     async def step(self, action: JsonObject) -> tuple[JsonObject, bool]:
-        """The observation, and whether the episode is over."""
+        """Take a step; return the observation and whether the episode is over."""
 
     async def state(self) -> JsonObject:
-        """Where the episode stands."""
+        """Return the state of the episode."""
 
     async def close(self) -> None:
-        """Free it."""
+        """Close the session."""
 
 
 class Door(Protocol):
-    """What opens sessions of one environment."""
+    """An opener of one environment's sessions."""
 
     async def open(self, seed: int, player: str, num_steps: int) -> PlayedSession:
-        """A new session.
+        """Open a session.
 
         Raises:
             EnvError: it was refused, or the way there is broken.
         """
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
 
 class _SdkSession:
@@ -73,7 +73,7 @@ class _SdkSession:
 
 
 class SdkDoor:
-    """Our client: gRPC or WebSocket, by the address; connects when it is first needed."""
+    """Our client over gRPC or WebSocket, by the address, connected at first use."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token = address, token
@@ -111,14 +111,14 @@ class _HttpSession:
         self.first = first
 
     async def step(self, action: JsonObject) -> tuple[JsonObject, bool]:
-        """The observation; a step without a number is not made twice, so the state is asked."""
+        """Take a step without a number; after an error, read the state instead of repeating it."""
         for _ in range(100):
             try:
                 answer = await self._door.post("step", {"action": action}, self._named)
             except _NoAnswer:
                 state = await self.state()
                 if state["number"] == self._number:
-                    continue  # it was never taken
+                    continue  # the step was not taken
                 observation = {**self.first, **state}
                 done = state["number"] >= self._num_steps
             else:
@@ -135,11 +135,11 @@ class _HttpSession:
 
 
 class _NoAnswer(Exception):
-    """The connection broke, or there is no way to the server now."""
+    """The connection broke, or the server is not reachable."""
 
 
 class HttpDoor:
-    """OpenEnv's plain HTTP, each call on its own."""
+    """OpenEnv's plain HTTP, with a request per call."""
 
     def __init__(self, address: str, token: str) -> None:
         self._http = httpx.AsyncClient(
@@ -148,7 +148,7 @@ class HttpDoor:
             timeout=RECONNECT_S,
             limits=httpx.Limits(max_connections=64, keepalive_expiry=5.0),
         )
-        # A cookie says that whoever resets is the player from before; here each one is another.
+        # Drop the cookie of the earlier player, because each reset here is a new player.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
 
     async def open(self, seed: int, player: str, num_steps: int) -> PlayedSession:
@@ -199,13 +199,13 @@ class HttpDoor:
             raise _NoAnswer(f"{type(error).__name__}: {error}") from None
         if response.status_code == 200:
             return _HttpAnswer(response.json(), response.headers)
-        error = _error_of(response)
+        error = _read_error(response)
         if error.code == ErrorCode.UNAVAILABLE:
             raise _NoAnswer(error.message)
         raise error
 
 
-def _error_of(response: httpx.Response) -> EnvError:
+def _read_error(response: httpx.Response) -> EnvError:
     detail: Any = None
     with contextlib.suppress(ValueError):
         detail = response.json().get("detail")
@@ -214,6 +214,6 @@ def _error_of(response: httpx.Response) -> EnvError:
     return error_from_wire(detail["code"], detail.get("message", ""))
 
 
-def door_of(wire: str, address: str, token: str) -> Door:
-    """What opens sessions over that wire."""
+def make_door(wire: str, address: str, token: str) -> Door:
+    """Return an opener of sessions over the wire."""
     return HttpDoor(address, token) if wire == "http" else SdkDoor(address, token)
