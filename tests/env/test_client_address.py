@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.http.app import build_app
-from ludus.env.security.client_tls import ssl_context
+from ludus.env.security.tls import client_ssl_context
 from ludus.env.transports.address import parse_address
 from ludus.env.transports.interface import RemoteServer
 from ludus.proto.errors import (
@@ -153,7 +153,7 @@ async def test_an_unusable_authority_is_a_configuration_error(tmp_path):
             )
     nothing.write_text("not a certificate")
     with pytest.raises(ConfigError, match="PEM"):
-        ssl_context(str(nothing))
+        client_ssl_context(str(nothing))
 
 
 async def test_basic_credentials_and_tokens_travel_on_every_wire():

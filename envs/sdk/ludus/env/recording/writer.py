@@ -117,6 +117,7 @@ class RecordingSessions:
         self._seeds = DefaultSeeds(self._options.first_seed)
         self._environment = self._describe()
         self._immediate = inner.immediate
+        self.immediate: ImmediateCalls | None = self if inner.immediate else None
         inner.events.on_end.append(self._on_end)
         # Members that need no recording.
         self.description, self.events, self.counts = inner.description, inner.events, inner.counts
@@ -134,10 +135,6 @@ class RecordingSessions:
     @property
     def unavailable_reason(self) -> str:
         return self.inner.unavailable_reason
-
-    @property
-    def immediate(self) -> ImmediateCalls | None:
-        return None if self._immediate is None else self
 
     @property
     def num_running(self) -> int:

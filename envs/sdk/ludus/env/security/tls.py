@@ -1,4 +1,4 @@
-"""TLS of servers, from files that may be replaced while the server runs.
+"""TLS of servers and clients; a server's files may be replaced while it runs.
 
     cert, key, client_ca --stat at each new connection--> changed? --check--> new handshakes
                                                              |
@@ -20,7 +20,6 @@ from typing import Any
 
 import grpc
 
-from ludus.env.security import client_tls
 from ludus.proto.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,13 @@ def client_ssl_context(
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate do not match.
     """
-    context = client_tls.ssl_context(str(ca_file) if ca_file else None)
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ca_file = {ca_file} must contain certificates in PEM form: {error};"
+            " give the authority that signed the server's certificate"
+        ) from error
     if identity is not None:
         _load_pair(context, identity)
     return context
@@ -99,13 +104,12 @@ def client_channel_credentials(
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate do not match.
     """
-    if identity is None:
-        return client_tls.grpc_credentials(str(ca_file) if ca_file else None)
-    client_ssl_context(ca_file, identity)  # gRPC reports bad files only as failed handshakes
+    if ca_file or identity:
+        client_ssl_context(ca_file, identity)  # gRPC reports bad files only as failed handshakes
     return grpc.ssl_channel_credentials(
         root_certificates=_read(ca_file, "ca_file") if ca_file else None,
-        private_key=_read(identity.key, "key"),
-        certificate_chain=_read(identity.cert, "cert"),
+        private_key=_read(identity.key, "key") if identity else None,
+        certificate_chain=_read(identity.cert, "cert") if identity else None,
     )
 
 

@@ -34,7 +34,7 @@ from ludus.env.sessions.interface import (
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone, Tombstones
-from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     CallTimeoutError,
     EnvError,
@@ -74,17 +74,14 @@ class SessionCore:
         self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
         self._seeds = DefaultSeeds(self.options.first_seed)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._description = dataclasses.replace(
+        self.immediate: ImmediateCalls | None = self if host.runs_inline else None
+        self.description = dataclasses.replace(
             host.description,
             max_sessions=self.options.max_sessions,
             is_deterministic=self.options.is_deterministic,
             server_id=self.options.server_id,
             idle_timeout_s=self.options.idle_timeout_s,
         )
-
-    @property
-    def immediate(self) -> ImmediateCalls | None:
-        return self if self.host.runs_inline else None
 
     @property
     def worker_counts(self) -> WorkerCounts | None:
@@ -98,10 +95,6 @@ class SessionCore:
     def is_stuck(self) -> bool:
         """True if only a new server process could serve sessions again."""
         return self.host.is_stuck
-
-    @property
-    def description(self) -> EnvironmentDescription:
-        return self._description
 
     @property
     def load(self) -> Load:
@@ -290,7 +283,7 @@ class SessionCore:
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
             f"{len(group)} sessions with seed {seed} returned different first observations;"
-            f" see: ludus env check {self._description.name}"
+            f" see: ludus env check {self.description.name}"
         )
 
     async def _open_reserved(
@@ -338,7 +331,7 @@ class SessionCore:
             last_used_s=time.monotonic(),
         )
         self.open_sessions[session_id] = entry
-        if self._description.tools:
+        if self.description.tools:
             entry.tools_id = secrets.token_urlsafe(18)
             self._session_ids[entry.tools_id] = session_id
         if args.linger_s > 0:
