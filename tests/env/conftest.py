@@ -1,4 +1,4 @@
-"""What the tests of the SDK share."""
+"""Fixtures of the SDK's tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +12,19 @@ from tests.env.served import WIRES
 
 @pytest.fixture(params=WIRES)
 def wire(request: pytest.FixtureRequest) -> str:
-    """Each of our client's wires, for `served.server_address`."""
+    """Return each wire of the client, for `served.server_address`."""
     return request.param
 
 
 @pytest.fixture
 def core_clock(monkeypatch: pytest.MonkeyPatch) -> CoreClock:
-    """What a test moves on instead of waiting for a session to be idle for long enough."""
+    """Return a clock that a test advances instead of waiting for a session to become idle."""
     return CoreClock(monkeypatch)
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Closed until the test opens it; no step is held beyond the test."""
+    """Yield a closed gate, which is opened at the latest after the test."""
     folder = tmp_path / "gate"
     folder.mkdir()
     gate = Gate(folder)

@@ -1,4 +1,4 @@
-"""The one fake environment of these tests: it counts, and misbehaves when told to."""
+"""The fake environment of these tests: it counts, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NUM_STEPS = 5
 
 
 class CountAction(Action):
-    """Adds a number."""
+    """Add a number."""
 
     add: int
 
 
 class CountObservation(Observation):
-    """The sum so far, and a number that shows the seed."""
+    """The sum so far, and a number that depends on the seed."""
 
     total: int
     luck: int
@@ -126,13 +126,13 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
 
 
 class ThreadedCountingEnv(CountingEnv):
-    """The same in the server's threads."""
+    """The counting environment in the server's threads."""
 
     steps_on_event_loop = False
 
 
 class GatedCountingEnv(ThreadedCountingEnv):
-    """The same in threads; a step that adds 98 waits at the gate in the folder."""
+    """The counting environment in threads; a step that adds 98 waits for the gate in the folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class GatedCountingEnv(ThreadedCountingEnv):
 
 
 class Gate:
-    """What holds steps of its environments, in whichever process, until it is opened."""
+    """A gate that delays steps of its environments, in any process, until it is opened."""
 
     def __init__(self, folder: Path) -> None:
         self.factory = partial(GatedCountingEnv, folder=str(folder))
@@ -155,7 +155,7 @@ class Gate:
 
     @property
     def num_entered(self) -> int:
-        """Steps that were held, or still are."""
+        """Number of steps that have reached the gate."""
         return len(list(self.folder.glob("entered-*")))
 
     def open(self) -> None:
@@ -163,13 +163,13 @@ class Gate:
 
 
 class LonelyCountingEnv(CountingEnv):
-    """The same, of which a process holds one at a time."""
+    """The counting environment, of which a process can have only one."""
 
     one_per_process = True
 
 
 class Deed(IntEnum):
-    """What an unruly environment does when this number is added."""
+    """Misbehavior of an unruly environment when this number is added."""
 
     REPORT = -1_000_001
     HANG = -1_000_002
@@ -182,7 +182,7 @@ class Deed(IntEnum):
 
 
 class UnrulyEnv(CountingEnv):
-    """Does what no environment should do, as the action says."""
+    """Misbehaves as the action requests."""
 
     name = "unruly"
 
@@ -196,30 +196,30 @@ class UnrulyEnv(CountingEnv):
     def step(self, action: CountAction) -> Transition[CountObservation]:
         if action.add not in set(Deed):
             return super().step(action)
-        told = _do(Deed(action.add))
-        return Transition(self._observe(), info=told)
+        info = _do(Deed(action.add))
+        return Transition(self._observe(), info=info)
 
 
 class UnrulyThreadedEnv(UnrulyEnv):
-    """The same in threads."""
+    """The unruly environment in threads."""
 
     steps_on_event_loop = False
 
 
 class GloballyRandomEnv(CountingEnv):
-    """Its luck comes from the process, not from the seed."""
+    """A counting environment whose `luck` does not depend on the seed."""
 
     def _observe(self, note: str = "") -> CountObservation:
         return CountObservation(total=self._state.total, luck=random.SystemRandom().getrandbits(40))
 
 
 def die_while_being_built() -> CountingEnv:
-    """A factory that takes its process with it."""
+    """A factory that exits its process."""
     os._exit(3)
 
 
 def die_from_the_second_on(folder: str) -> CountingEnv:
-    """A factory that works once, where its first product is the server's description."""
+    """A factory that works only once, for the server's description."""
     built = os.path.join(folder, "built")
     if os.path.exists(built):
         os._exit(3)

@@ -1,4 +1,4 @@
-"""An environment that does what no environment should, in whichever of its parts it is told to."""
+"""An environment that misbehaves in the requested phase."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ludus.proto.errors import EnvError
 
 
 class Phase(StrEnum):
-    """Where it happens."""
+    """The phase of a deed."""
 
     BUILD = "build"
     RESET = "reset"
@@ -46,7 +46,7 @@ class HollowError(EnvError):
 
 
 class SpeechlessError(Exception):
-    """An error that cannot be asked what it says."""
+    """An error whose text cannot be read."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -88,7 +88,7 @@ def _print() -> None:
 
 
 def _fork(in_copy: Callable[[], Any]) -> None:
-    """Return in a copy, too; in the process itself once the copy has ended."""
+    """Return in a forked copy, and in the process itself after the copy has exited."""
     pid = os.fork()
     if pid == 0:
         in_copy()
@@ -107,13 +107,13 @@ FATAL: dict[str, Callable[[], Any]] = {
     CRASH: lambda: ctypes.string_at(0),
     FILL_DISK: _fill_disk,
 }
-"""What ends a process, at once or by its limit."""
+"""Deeds that end a process, at once or by a limit."""
 HARMLESS: dict[str, Callable[[], Any]] = {
     "fork": lambda: _fork(lambda: None),
     "fork, and raise in the copy": lambda: _fork(RAISES["SystemExit"]),
     "print": _print,
 }
-"""What is nobody's business."""
+"""Deeds that may have no effect on other sessions."""
 _STRANGE_RESULTS: dict[str, Callable[[Transition[Any]], Any]] = {
     "None": lambda good: None,
     "a reward of NaN": lambda good: Transition(good.observation, reward=float("nan")),
@@ -147,7 +147,7 @@ STRANGE: dict[Phase, dict[str, Any]] = {
 
 
 class MoveAction(Action):
-    """Adds a number; `deed` says what to do wrong in this step."""
+    """Add a number; `deed` is the misbehavior of this step."""
 
     add: int = 1
     deed: str = ""
@@ -182,7 +182,7 @@ class _Renderer:
 
 
 class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
-    """Adds numbers for ever.
+    """Adds numbers without end.
 
     Args:
         folder: while it holds a file `build`, nothing can be built; the file names the deed.
@@ -198,9 +198,9 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
         self._total = 0
         self._deeds: dict[Phase, str] = {}
         self.text_renderer = _Renderer(self)
-        told = self._folder / "build"
-        if told.exists():
-            self._deeds[Phase.BUILD] = told.read_text()
+        build_deed = self._folder / "build"
+        if build_deed.exists():
+            self._deeds[Phase.BUILD] = build_deed.read_text()
         self.does(Phase.BUILD, None)
 
     @property
@@ -208,7 +208,7 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
         return [Tool("look", "Looks.", {"type": "object"})]
 
     def does(self, phase: Phase, good: Any) -> Any:
-        """What is right in this phase, once the deed is done."""
+        """Do the deed of this phase, then return the correct value."""
         deed = self._deeds.pop(phase, "")
         if deed == HANG:
             (self._folder / f"hung-{time.monotonic_ns()}").touch()
@@ -250,7 +250,7 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
 
 
 class MisbehavingOnLoopEnv(MisbehavingEnv):
-    """The same on the server's event loop."""
+    """The misbehaving environment on the server's event loop."""
 
     steps_on_event_loop = True
 
@@ -265,6 +265,6 @@ HOSTS: dict[str, tuple[type[MisbehavingEnv], dict[str, Any]]] = {
 
 
 def factory_in(folder: Path, host: str) -> tuple[Callable[[], MisbehavingEnv], dict[str, Any]]:
-    """The factory and the server's options that let it live there."""
+    """Return the factory and the server's options for a host."""
     environment, options = HOSTS[host]
     return partial(environment, folder=str(folder)), options

@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 import pytest
-from tests.env.served import running
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.grpc import backlog as backlog_module
@@ -18,6 +17,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import turns_of_the_loop
 from tests.env.raw_stream import RawStream
+from tests.env.served import running
 from tests.gateway.gateways import run_gateway
 
 FACTORIES = [CountingEnv, ThreadedCountingEnv]

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from tests.env.served import running
 
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.raw_stream import RawStream
+from tests.env.served import running
 from tests.env.tool_env import ToolEnv
 from tests.gateway.gateways import run_gateway
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from ludus.env.programs.client import MAX_OUTPUT_BYTES, Confinement, ProgramHost, ProgramResult
+from ludus.env.programs.client import MAX_OUTPUT_BYTES, CompletedProgram, Confinement, ProgramHost
 from ludus.proto.errors import UnavailableError
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProgramHost]:
         yield up
 
 
-async def run(host: ProgramHost, script: str, *readable: str) -> ProgramResult:
+async def run(host: ProgramHost, script: str, *readable: str) -> CompletedProgram:
     return await host.run(
         ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable=readable
     )

@@ -39,7 +39,7 @@ Confinement = Literal["offered", "required", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramResult:
+class CompletedProgram:
     """The output and the exit status of a program."""
 
     exit: ProgramExit
@@ -94,7 +94,7 @@ class ProgramHost:
         variables: Mapping[str, str],
         folder: str,
         readable: Iterable[str] = (),
-    ) -> ProgramResult:
+    ) -> CompletedProgram:
         """Run a program until it exits and return its result.
 
         Args:
@@ -136,7 +136,7 @@ class ProgramHost:
                 raise UnavailableError(f"the launcher of programs has died: {error}") from error
 
 
-async def _collect_result(life_line: socket.socket, out: int, err: int) -> ProgramResult:
+async def _collect_result(life_line: socket.socket, out: int, err: int) -> CompletedProgram:
     reader, writer = await asyncio.open_unix_connection(sock=life_line)
     try:
         output, errors, status = await asyncio.gather(
@@ -149,7 +149,7 @@ async def _collect_result(life_line: socket.socket, out: int, err: int) -> Progr
     if len(status) < EXIT_STATUS.size:
         raise UnavailableError("the minder of the program has died")
     (wait_status,) = EXIT_STATUS.unpack(status[: EXIT_STATUS.size])
-    return ProgramResult(ProgramExit(wait_status), output, errors)
+    return CompletedProgram(ProgramExit(wait_status), output, errors)
 
 
 async def _read_end(descriptor: int, max_bytes: int) -> str:

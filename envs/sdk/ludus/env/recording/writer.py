@@ -63,7 +63,7 @@ _REPEATABLE = (ActionError, ExecutionError, ToolError)
 
 
 @dataclass(slots=True, eq=False)
-class _RunningEpisode:
+class _OpenEpisode:
     episode: RecordedEpisode
     step_index: int = 0
     num_bytes: int = 0
@@ -107,7 +107,7 @@ class RecordingSessions:
         if path.suffix != SUFFIX:
             path = path / f"{inner.description.server_id or 'episodes'}{SUFFIX}"
         self.file = RecordingFile(path, self._options.max_file_bytes)
-        self._running: OrderedDict[str, _RunningEpisode] = OrderedDict()
+        self._running: OrderedDict[str, _OpenEpisode] = OrderedDict()
         self._num_bytes = 0
         """Size of all running episodes."""
         self._session_ids: dict[str, str] = {}
@@ -252,12 +252,12 @@ class RecordingSessions:
             first=self._record_result(first),
             started_at=timestamp(),
         )
-        running = self._running[session_id] = _RunningEpisode(episode, first.step_index)
+        running = self._running[session_id] = _OpenEpisode(episode, first.step_index)
         self._count(running, len(episode.model_dump_json(exclude_none=True)))
         if len(self._running) > MAX_RUNNING:
             self._end(next(iter(self._running)), "abandoned")
 
-    def _count(self, running: _RunningEpisode, num_bytes: int) -> None:
+    def _count(self, running: _OpenEpisode, num_bytes: int) -> None:
         running.num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._running and self._num_bytes > self._options.max_running_bytes:
@@ -271,7 +271,7 @@ class RecordingSessions:
 
     @contextlib.contextmanager
     def _recording(
-        self, session_id: str, running: _RunningEpisode, step: RecordedStep
+        self, session_id: str, running: _OpenEpisode, step: RecordedStep
     ) -> Iterator[RecordedStep]:
         """Yield the step during its call: record an error, and delay the episode's end."""
         running.num_calls += 1
@@ -285,16 +285,14 @@ class RecordingSessions:
             if running.end_reason and not running.num_calls:
                 self._write(session_id, running)
 
-    def _add_error(self, running: _RunningEpisode, step: RecordedStep, error: EnvError) -> None:
+    def _add_error(self, running: _OpenEpisode, step: RecordedStep, error: EnvError) -> None:
         if isinstance(error, _REPEATABLE):
             step.error = str(error.code)
             self._add_step(running, step)
         elif isinstance(error, InfrastructureError):
             running.end_reason = running.end_reason or f"lost: {error.code}"
 
-    def _add_result(
-        self, running: _RunningEpisode, step: RecordedStep, result: EncodedResult
-    ) -> None:
+    def _add_result(self, running: _OpenEpisode, step: RecordedStep, result: EncodedResult) -> None:
         if result.step_index != running.step_index + 1:  # a repeated step
             return
         running.step_index += 1
@@ -303,7 +301,7 @@ class RecordingSessions:
         if result.done:
             running.end_reason = "terminated" if result.terminated else "truncated"
 
-    def _add_step(self, running: _RunningEpisode, step: RecordedStep) -> None:
+    def _add_step(self, running: _OpenEpisode, step: RecordedStep) -> None:
         if running.is_cut or running.is_written:
             return
         num_bytes = len(step.model_dump_json(exclude_none=True))
@@ -322,7 +320,7 @@ class RecordingSessions:
         if not running.num_calls:
             self._write(session_id, running)
 
-    def _write(self, session_id: str, running: _RunningEpisode) -> None:
+    def _write(self, session_id: str, running: _OpenEpisode) -> None:
         if self._running.get(session_id) is running:
             del self._running[session_id]
         if running.is_written:
