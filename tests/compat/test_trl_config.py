@@ -209,7 +209,7 @@ def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: st
         ({"warmup_steps": None}, "warmup_steps must be a whole number of 0 or more, or a share"),
         (
             {"num_generations": 0},
-            "num_generations must be a whole number of 2 or more.*, but it is 0",
+            "num_generations must be a whole number of 2 or more.*is 0",
         ),
         ({"num_iterations": 1.5}, "num_iterations must be a whole number of 1 or more"),
         ({"generation_batch_size": 0}, "generation_batch_size must be a whole number of 1"),

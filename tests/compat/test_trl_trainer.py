@@ -97,7 +97,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ),
         (
             {"train_dataset": {"prompt": "abcdefgh"}},
-            "one per row, in column 'prompt', but it has 'abc",
+            "in column 'prompt', but it has 'abc",
         ),
         ({"train_dataset": {"prompt": ["a"] * 8, "answer": 5}}, "in column 'answer', but it has 5"),
         (
