@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
     ("arguments", "told"),
     [
         (["groupsize=3"], "groupsize: unknown, did you mean 'group_size'?"),
-        (["blackjack_env.server_url=http://localhost:1"], "no environment answers at"),
+        (["blackjack_env.server_url=http://localhost:1"], "no environment responds at"),
         (["group_size"], "expected section.field=value, got 'group_size'"),
     ],
 )

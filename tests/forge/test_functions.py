@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.forge.functions import Functions, group_advantages, reward_term
+from ludus.trainer.compat.forge.functions import Functions, make_group_function, make_reward_term
 
 PROMPTS = [[{"role": "system", "content": "Play."}, {"role": "user", "content": "hard 16 vs 10"}]]
 COMPLETIONS = [
@@ -31,7 +31,7 @@ class Rewarding:
 
 @pytest.mark.parametrize("reward", [evaluate_response, Rewarding, Rewarding()])
 async def test_a_reward_sees_the_first_prompt_the_last_answer_and_the_return(reward: Any) -> None:
-    term = reward_term(reward)
+    term = make_reward_term(reward)
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [0.5]
 
 
@@ -43,23 +43,23 @@ def test_advantages_are_those_of_a_class_an_object_or_a_function() -> None:
 
     group = [SimpleNamespace(reward=reward) for reward in (1.0, 3.0)]
     for one in (Centred, Centred(), Centred().compute):
-        assert group_advantages(one)(group) == [-1.0, 1.0]
+        assert make_group_function(one)(group) == [-1.0, 1.0]
 
 
 async def test_a_reward_may_leave_an_episode_out() -> None:
-    term = reward_term(lambda prompt, response, game_reward: None)
+    term = make_reward_term(lambda prompt, response, game_reward: None)
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [None]
 
 
 @pytest.mark.parametrize("reward", [5, object, lambda answer, won: 1.0])
 def test_what_cannot_be_called_as_a_reward_is_said_at_once(reward: Any) -> None:
-    with pytest.raises(ConfigError, match=r"reward expected a function of \(prompt, response, gam"):
-        reward_term(reward)
+    with pytest.raises(ConfigError, match=r"reward must be a function of \(prompt, response, gam"):
+        make_reward_term(reward)
     with pytest.raises(ConfigError, match=r"compute_advantages expected a function of \(group\)"):
-        group_advantages(reward)
+        make_group_function(reward)
 
 
 def test_what_is_not_given_changes_nothing() -> None:
-    assert Functions().of_environment == {} == Functions().of_algorithm
-    fields = Functions(compute_advantages=len).of_algorithm
+    assert Functions().environment_fields == {} == Functions().algorithm_fields
+    fields = Functions(compute_advantages=len).algorithm_fields
     assert (fields["scale"], fields["baseline"]) == ("none", "mean")

@@ -14,12 +14,12 @@ from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge import load_forge_config
 from ludus.trainer.compat.forge.known_keys import known_keys
-from ludus.trainer.compat.forge.mapping import Mapped, run_tree
+from ludus.trainer.compat.forge.mapping import MappedConfig, run_tree
 from ludus.trainer.compat.forge.values import KINDS
 from tests.forge.tutorial_config import tutorial_config
 
 
-def mapped(*overrides: str, has_gpu: bool = True) -> Mapped:
+def mapped(*overrides: str, has_gpu: bool = True) -> MappedConfig:
     config = load_forge_config(tutorial_config(), overrides)
     return run_tree(config, name="blackjack", has_gpu=has_gpu)
 
@@ -97,7 +97,7 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("trainer.optimiser.lr=1", "trainer.optimiser.lr: unknown"),
         ("rollout.temperature=1", "fields of Ludus stand in section ludus"),
         ("local_batch_size=6", "local_batch_size = 6 on 1 ranks is no multiple of group_size = 4"),
-        ("trainer.optimizer.name=Adam", "trainer.optimizer.name = 'Adam': expected AdamW"),
+        ("trainer.optimizer.name=Adam", "trainer.optimizer.name = 'Adam' must be AdamW"),
         ("trainer.activation_checkpoint.mode=half", "expected one of none, selective, full"),
         ("trainer.parallelism.tensor_parallel_degree=2", "data_parallel_shard_degree"),
         ("replay_buffer.max_policy_age=3", "these mean one thing here; make them equal"),
@@ -107,25 +107,25 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("policy.engine_args.dtype=float32", "log-probs of the two are compared"),
         ("policy.engine_args.dtype=float16", "expected one of auto, bfloat16, float32"),
         ("trainer.training.seq_len=100", "is less than the 544 tokens"),
-        ("group_size=four", "group_size = 'four': expected a whole number"),
-        ("group_size=0", "group_size = 0: expected a whole number of 2 or more"),
-        ("max_res_tokens=0", "max_res_tokens = 0: expected a whole number of 1 or more"),
-        ("rollout_threads=-1", "rollout_threads = -1: expected a whole number of 1 or more"),
-        ("actors.trainer.procs=0", "actors.trainer.procs = 0: expected a whole number of 1"),
-        ("trainer.lr_scheduler.min_lr_factor=low", "min_lr_factor = 'low': expected a number"),
-        ("trainer.optimizer.lr=-1", "optimizer.lr = -1: expected a number above 0, at most 1"),
-        ("trainer.optimizer.lr=nan", "trainer.optimizer.lr = 'nan': expected a number above 0"),
-        ("trainer.optimizer.beta2=1", "beta2 = 1: expected a number of 0 or more, below 1"),
-        ("trainer.training.steps=0", "steps = 0: expected a whole number of 1 or more, or -1"),
+        ("group_size=four", "group_size = 'four' must be a whole number"),
+        ("group_size=0", "group_size = 0 must be a whole number of 2 or more"),
+        ("max_res_tokens=0", "max_res_tokens = 0 must be a whole number of 1 or more"),
+        ("rollout_threads=-1", "rollout_threads = -1 must be a whole number of 1 or more"),
+        ("actors.trainer.procs=0", "actors.trainer.procs = 0 must be a whole number of 1"),
+        ("trainer.lr_scheduler.min_lr_factor=low", "min_lr_factor = 'low' must be a number"),
+        ("trainer.optimizer.lr=-1", "optimizer.lr = -1 must be a number above 0, at most 1"),
+        ("trainer.optimizer.lr=nan", "trainer.optimizer.lr = 'nan' must be a number above 0"),
+        ("trainer.optimizer.beta2=1", "beta2 = 1 must be a number of 0 or more, below 1"),
+        ("trainer.training.steps=0", "steps = 0 must be a whole number of 1 or more, or -1"),
         ("trainer.optimizer.weight_decay=1e6", "weight_decay = 1e+06 times trainer.optimizer.lr"),
         ("trainer.lr_scheduler.decay_type=sqrt", "expected one of constant, linear, cosine"),
-        ("trainer.compile.enable=1", "trainer.compile.enable = 1: expected true or false"),
+        ("trainer.compile.enable=1", "trainer.compile.enable = 1 must be true or false"),
         ("policy.sampling_params.temperature=3", "sampling_params.temperature = 3, but vLLM"),
         ("policy.engine_args.max_model_len=99", "max_model_len = 99 is less than the 544 tokens"),
         ("max_seq_len=32", "max_res_tokens = 32 leaves no room for a prompt in max_seq_len = 32"),
-        ("model=5", "model = 5: expected a text: a folder, or the id of a model"),
-        ("blackjack_env.server_url=5", "blackjack_env.server_url = 5: expected a text"),
-        ("policy=5", "policy: expected a section with keys of its own, got a value"),
+        ("model=5", "model = 5 must be a text: a folder, or the id of a model"),
+        ("blackjack_env.server_url=5", "blackjack_env.server_url = 5 must be a text"),
+        ("policy=5", "policy must be a section with keys of its own, got a value"),
         ("model=${modell}", "refers to a key that is not there"),
         ("model=${model}", "refers to itself"),
     ],
@@ -183,7 +183,7 @@ def test_checkpoints_are_written_as_the_file_says() -> None:
     off = run_of("trainer.checkpoint.enable=false").training
     assert off.checkpoint_every_steps > off.num_steps
     assert run_of("trainer.checkpoint.keep_latest_k=0").training.keep_checkpoints > 1000
-    with pytest.raises(ConfigError, match=r"enable = 'maybe': expected true or false"):
+    with pytest.raises(ConfigError, match=r"enable = 'maybe' must be true or false"):
         mapped("trainer.checkpoint.enable=maybe")
 
 

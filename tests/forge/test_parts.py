@@ -25,7 +25,7 @@ from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
-from ludus.trainer.compat.forge.part_settings import settings_of
+from ludus.trainer.compat.forge.part_settings import make_part_settings
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines.factory import has_vllm
 from tests.learner.tiny_policy import make_policy_folder
@@ -165,21 +165,21 @@ async def test_the_buffer_says_nothing_while_it_holds_too_few() -> None:
     assert await buffer.sample.call_one(curr_policy_version=3, batch_size=3) is None
     assert await buffer.sample.call_one(curr_policy_version=3) == 1, "one rank's batch, collated"
     assert await buffer.size.call_one() == 0
-    with pytest.raises(ConfigError, match="expected a whole policy_version, got None"):
+    with pytest.raises(ConfigError, match="policy_version must be a whole number, got None"):
         await buffer.add.call_one(object())
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 0}, {"max_policy_age": -1}, {"dp_size": 0}])
 async def test_a_buffer_of_no_size_is_refused(size: dict[str, int]) -> None:
     [(name, value)] = size.items()
-    with pytest.raises(ConfigError, match=rf"ReplayBuffer\({name}={value}\) expected a whole"):
+    with pytest.raises(ConfigError, match=rf"ReplayBuffer\({name}={value}\) must be a whole"):
         await ReplayBuffer.as_actor(**{"batch_size": 2, "max_policy_age": 0, **size})
 
 
 @pytest.mark.parametrize("rewards", [[], [float("nan"), 1.0], [None, 1.0], ["a"]])
 async def test_advantages_of_rewards_that_are_none_are_refused(rewards: list[Any]) -> None:
     part = await ComputeAdvantages.as_actor()
-    with pytest.raises(ConfigError, match="group expected episodes with a finite reward each"):
+    with pytest.raises(ConfigError, match="each episode of a group must have a finite reward"):
         await part.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
 
 
@@ -321,11 +321,11 @@ async def test_a_part_of_ones_own_is_called_as_there() -> None:
     assert await part.double.route(2) == await part.double.call_one(2) == 4
     assert await part.half.call(3) == await part.half.fanout(3) == [1.5]
     assert part.half(5) == 2.5
-    with pytest.raises(ConfigError, match="procs = 2: expected 1"):
+    with pytest.raises(ConfigError, match="procs = 2 must be 1"):
         Doubler.options(procs=2)
     with pytest.raises(ConfigError, match="got processes"):
         Doubler.options(processes=1)
-    with pytest.raises(ConfigError, match="num_replicas = -1: expected a whole number from 1"):
+    with pytest.raises(ConfigError, match="num_replicas = -1 must be a whole number from 1"):
         Doubler.options(num_replicas=-1)
     with pytest.raises(ConfigError, match="expected 1 for an actor; call as_service"):
         await Doubler.options(num_replicas=2).as_actor()
@@ -334,15 +334,15 @@ async def test_a_part_of_ones_own_is_called_as_there() -> None:
 
 
 async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2: expected 1"):
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 must be 1"):
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"tensor_parallel_degree": 2}
         )
-    with pytest.raises(ConfigError, match="shard_degree = 2: expected 1, since this part is one"):
+    with pytest.raises(ConfigError, match="shard_degree = 2 must be 1, since this part is one"):
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"data_parallel_shard_degree": 2}
         )
-    with pytest.raises(ConfigError, match="num_replicas = 2: expected 1 with vLLM"):
+    with pytest.raises(ConfigError, match="num_replicas = 2 must be 1 with vLLM"):
         await make_generator(model_path, engine="vllm", num_replicas=2)
     with pytest.raises(ConfigError, match="expected the name of a model"):
         await ReferenceModel.as_service()
@@ -357,8 +357,8 @@ async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
 @pytest.mark.parametrize(
     ("section", "fields", "told"),
     [
-        ("trainer", {"optimizer": {"lr": -1}}, r"^optimizer\.lr = -1: expected a number above 0"),
-        ("trainer", {"training": {"seq_len": 1}}, r"^training\.seq_len = 1: expected a whole"),
+        ("trainer", {"optimizer": {"lr": -1}}, r"^optimizer\.lr = -1 must be a number above 0"),
+        ("trainer", {"training": {"seq_len": 1}}, r"^training\.seq_len = 1 must be a whole"),
         ("policy", {"engine_args": {"max_model_len": -4}}, r"^engine_args\.max_model_len = -4"),
     ],
 )
@@ -367,4 +367,4 @@ def test_a_parts_value_is_refused_by_the_name_of_its_field(
 ) -> None:
     longest = next(iter(next(iter(fields.values())).values()))
     with pytest.raises(ConfigError, match=told):
-        settings_of(section, fields, longest=longest)
+        make_part_settings(section, fields, max_tokens=longest)

@@ -14,8 +14,8 @@ from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.compat.forge import GRPOTrainer
-from ludus.trainer.compat.forge.server import with_comparisons
-from ludus.trainer.compat.forge.training import _name_of, run_of
+from ludus.trainer.compat.forge.server import add_baselines
+from ludus.trainer.compat.forge.training import load_forge_run, make_run_name
 from ludus.trainer.driver.loops.steps import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import RunningServer, serving
@@ -77,41 +77,41 @@ async def test_a_run_without_games_that_can_be_won_has_no_win_rate() -> None:
 @pytest.mark.parametrize("steps", [0, 6])
 async def test_more_steps_than_the_files_are_refused(steps: int) -> None:
     _, trainer = trainer_of(5)
-    with pytest.raises(ConfigError, match=f"steps expected 1 to 5, got {steps}: the run has 5"):
+    with pytest.raises(ConfigError, match=f"steps must be between 1 and 5, got {steps}"):
         await trainer.run(steps=steps)
 
 
 async def test_a_run_of_ludus_is_taken_as_it_is(tmp_path: Path) -> None:
     run = LanguageModelRun(name="mine")
-    assert await run_of(run) == run
-    assert (await run_of(run, ["training.num_steps=7"])).training.num_steps == 7
+    assert await load_forge_run(run) == run
+    assert (await load_forge_run(run, ["training.num_steps=7"])).training.num_steps == 7
     path = tmp_path / "mine.toml"
     path.write_text('name = "file"\n[training]\nnum_steps = 3\n')
-    assert (await run_of(path)).name == "file"
+    assert (await load_forge_run(path)).name == "file"
 
 
 async def test_a_run_has_a_free_name_unless_it_is_named(tmp_path: Path) -> None:
     config = tutorial_config()
     overrides = [GRPC, f"ludus.output_dir={tmp_path}"]
-    assert (await run_of(config, overrides)).name == "forge"
+    assert (await load_forge_run(config, overrides)).name == "forge"
     for name in ("forge", "forge-2"):
         (tmp_path / name).mkdir()
-    assert (await run_of(config, overrides)).name == "forge-3"
-    assert (await run_of(config, [*overrides, "ludus.name=mine"])).name == "mine"
-    assert (await run_of(config, overrides, overwrite=True)).name == "forge"
-    assert (await run_of(config, overrides, resume=Resume.ALWAYS)).name == "forge"
+    assert (await load_forge_run(config, overrides)).name == "forge-3"
+    assert (await load_forge_run(config, [*overrides, "ludus.name=mine"])).name == "mine"
+    assert (await load_forge_run(config, overrides, overwrite=True)).name == "forge"
+    assert (await load_forge_run(config, overrides, resume=Resume.ALWAYS)).name == "forge"
 
 
 async def test_keys_that_mean_nothing_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    await run_of(tutorial_config(), [GRPC])
+    await load_forge_run(tutorial_config(), [GRPC])
     printed = capsys.readouterr().err
     assert "are not honoured: metric_logging.wandb.group" in printed
     assert "actors.compute_advantages.mesh_name" in printed
 
 
 async def test_a_server_that_is_not_there_is_named_with_how_to_start_one() -> None:
-    with pytest.raises(ConfigError, match=r"no environment answers at 'http://localhost:1'"):
-        await with_comparisons({"kind": "remote", "address": "http://localhost:1"}, None)
+    with pytest.raises(ConfigError, match=r"no environment responds at 'http://localhost:1'"):
+        await add_baselines({"kind": "remote", "address": "http://localhost:1"}, None)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +125,15 @@ async def test_the_server_says_which_game_and_which_policies_there_are(
     server: RunningServer,
 ) -> None:
     section = {"kind": "remote", "address": server.http}
-    environments = await with_comparisons(dict(section), "tic_tac_toe")
+    environments = await add_baselines(dict(section), "tic_tac_toe")
     assert environments["tic_tac_toe"]["baselines"] == ["random", "minimax"]
     assert environments["tic_tac_toe"]["optimal_policy"] == "minimax"
-    own = await with_comparisons({**section, "baselines": ["random"]}, None)
+    own = await add_baselines({**section, "baselines": ["random"]}, None)
     assert own["tic_tac_toe"]["baselines"] == ["random"]
-    with pytest.raises(ConfigError, match=r"game_name = 'blackjack', but .* plays 'tic_tac_toe'"):
-        await with_comparisons(dict(section), "blackjack")
+    with pytest.raises(ConfigError, match=r"game_name = 'blackjack', but .* serves 'tic_tac_toe'"):
+        await add_baselines(dict(section), "blackjack")
 
 
 @pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
 def test_a_run_has_a_name_whatever_its_file_is_called(file: str) -> None:
-    assert LanguageModelRun(name=_name_of(Path(file))).name
+    assert LanguageModelRun(name=make_run_name(Path(file))).name

@@ -1,14 +1,14 @@
-"""Forge's calls (https://github.com/meta-pytorch/torchforge) over what is here.
+"""The API of Forge (https://github.com/meta-pytorch/torchforge), implemented by Ludus.
 
-A run, as its tutorial has it:
+A run, as in Forge's tutorial:
 
     trainer = await setup_forge_training("blackjack.yaml")
     results = await trainer.run(steps=100)
     completions = await trainer.policy.generate("hard 16 vs 10")
     await trainer.shutdown()
 
-Parts by name, for a loop of one's own, in this process: Generator, RLTrainer, ReplayBuffer,
-ReferenceModel, ComputeAdvantages, and ForgeActor with `endpoint` for parts of one's own.
+For a custom loop in this process, there are Generator, RLTrainer, ReplayBuffer, ReferenceModel,
+ComputeAdvantages, and ForgeActor with `endpoint` for custom parts.
 """
 
 from ludus.trainer.compat.forge.actors.advantages import ComputeAdvantages

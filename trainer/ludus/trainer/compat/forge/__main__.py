@@ -1,7 +1,7 @@
-"""`python -m ludus.trainer.compat.forge --config X.yaml [key=value ...]`: trains as Forge's does.
+"""`python -m ludus.trainer.compat.forge --config X.yaml [key=value ...]`: trains from Forge's YAML.
 
-In place of `python -m apps.grpo.main` and `apps.grpo.blackjack_main_fixed`; overrides are written
-as there. Ctrl-C ends the run after its step, with a checkpoint.
+Replaces `python -m apps.grpo.main` and `apps.grpo.blackjack_main_fixed`, with the same syntax of
+overrides. Ctrl-C stops the run after its current step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ludus.proto.runs import Resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 bad input, 130 stopped by a signal, 1 anything else."""
+    """Return the exit code: 0 done, 2 invalid input, 130 stopped by a signal, 1 anything else."""
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -38,27 +38,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _train(args: argparse.Namespace) -> None:
-    from ludus.trainer.compat.forge.training import run_of
+    from ludus.trainer.compat.forge.training import load_forge_run
     from ludus.trainer.driver.commands import train
 
     resume = Resume(args.resume)
-    run = await run_of(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
+    run = await load_forge_run(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
     folder = await train(run, resume=resume, overwrite=args.overwrite)
     sys.stdout.write(f"{folder}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer.compat.forge")
-    parser.add_argument("--config", type=Path, required=True, help="Forge's YAML")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group_size=8, ...")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run of that name")
+    parser.add_argument("--config", type=Path, required=True, help="Forge configuration, YAML.")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="Override of a key, for example group_size=8.",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace an existing run of the same name."
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
         const=Resume.ALWAYS,
         default=Resume.NEVER,
         choices=[Resume.ALWAYS, Resume.AUTO],
-        help="continue from the newest checkpoint; with =auto begin anew where there is none",
+        help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
     )
     return parser
 

@@ -1,6 +1,6 @@
-"""Forge's YAML as it is written: a tree with attributes, whose `${...}` are looked up when read.
+"""Forge's YAML: a tree with attribute access, whose `${...}` references are resolved on access.
 
-file or mapping --load_forge_config--> ForgeConfig --changes, overrides--> Leaves --> mapping.py
+file or mapping --load_forge_config--> ForgeConfig --changes, overrides--> ForgeKeys --> mapping.py
 
 cfg = load_forge_config("blackjack.yaml")
 cfg.blackjack_env.server_url = "http://localhost:8005"
@@ -18,16 +18,16 @@ import yaml
 
 from ludus.proto.config import apply_overrides
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.compat.forge.values import checked
+from ludus.trainer.compat.forge.values import check_value
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _VARIABLE = "oc.env:"
 _MAX_DEPTH = 10
-"""References that refer to references: more are a circle."""
+"""Maximum nesting of references; deeper nesting is a cycle."""
 
 
 class ForgeConfig(dict[str, Any]):
-    """A section of Forge's configuration: keys are attributes, too."""
+    """A section of Forge's configuration, whose keys are also attributes."""
 
     def __init__(self, tree: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ForgeConfig(dict[str, Any]):
         super().__setitem__(key, ForgeConfig(value) if is_section else value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which is `default` where there was none."""
+        """Return the value of a key; set it to `default` first if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -59,29 +59,26 @@ class ForgeConfig(dict[str, Any]):
 def load_forge_config(
     source: Path | str | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> ForgeConfig:
-    """The configuration of a YAML file or of a mapping, a copy, after `a.b=value` overrides.
+    """Load a YAML file, or copy a mapping, and apply `a.b=value` overrides.
 
     Raises:
-        NotFoundError: the file is not there.
-        ConfigError: it cannot be read, or holds no sections.
+        NotFoundError: the file does not exist.
+        ConfigError: the file cannot be read or has no sections.
     """
     if not isinstance(source, (str, Path, Mapping)):
         raise ConfigError(
-            "the configuration expected the path of a YAML file, or a mapping of its sections, got "
+            "the configuration must be the path of a YAML file or a mapping of its sections, got "
             f"{source!r:.80}"
         )
     tree = source if isinstance(source, Mapping) else _read(Path(source))
-    config = _copied(tree)
+    config = _copy(tree)
     apply_overrides(config, overrides)
     return config
 
 
-def _copied(tree: Mapping[str, Any]) -> ForgeConfig:
+def _copy(tree: Mapping[str, Any]) -> ForgeConfig:
     return ForgeConfig(
-        {
-            key: _copied(value) if isinstance(value, Mapping) else value
-            for key, value in tree.items()
-        }
+        {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     )
 
 
@@ -90,25 +87,29 @@ def _read(path: Path) -> Mapping[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotFoundError(
-            f"no configuration at '{path}'; Forge's tutorial has one in examples/tutorial"
+            f"there is no file '{path}'; examples/tutorial contains the file of Forge's tutorial"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"'{path}' cannot be read: {error}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"'{path}' expected sections with keys, got {type(tree).__name__}")
+        raise ConfigError(f"'{path}' must contain sections with keys, got {type(tree).__name__}")
     return tree
 
 
-class Leaves:
-    """The values of a configuration by their dotted keys, and which of them were asked for."""
+class ForgeKeys:
+    """The values of a configuration by dotted key, with a record of the keys that were read."""
 
-    def __init__(self, config: Mapping[str, Any], *, apart: str) -> None:
-        """`apart` is a section that is not Forge's, and in which nothing is asked for."""
+    def __init__(self, config: Mapping[str, Any], *, excluded: str) -> None:
+        """Flatten the configuration.
+
+        Args:
+            excluded: the section that does not belong to Forge.
+        """
         self._config = config
         self._values = {
-            key: value for key, value in _flat(config, "") if not key.startswith(f"{apart}.")
+            key: value for key, value in _flatten(config, "") if not key.startswith(f"{excluded}.")
         }
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -117,92 +118,95 @@ class Leaves:
         return key in self._values
 
     @property
-    def unasked(self) -> list[str]:
-        """The keys that nobody has asked for, in the order of the file."""
-        return [key for key in self._values if key not in self._asked]
+    def unread(self) -> list[str]:
+        """Keys that have not been read, in file order."""
+        return [key for key in self._values if key not in self._read]
 
     def get(self, *keys: str) -> Any:
-        """The value that these keys have, all of them asked for; None where none is set.
+        """Return the common value of several keys; None if none is set.
 
         Raises:
-            ConfigError: they have several, one refers to what is not there, or one is none that
-                the key can have (`values`).
+            ConfigError: the keys have different values, a reference cannot be resolved, or a value
+                is invalid for its key (`values`).
         """
-        self._asked.update(keys)
-        set_ = [key for key in keys if self._values.get(key) is not None]
-        named = {key: checked(key, self._resolved(key), typed=self._typed(key)) for key in set_}
-        values = list(named.values())
-        if any(value != values[0] for value in values[1:]):
-            said = ", ".join(f"{key} = {value!r}" for key, value in named.items())
-            raise ConfigError(f"{said}: these mean one thing here; make them equal")
-        return values[0] if values else None
+        self._read.update(keys)
+        values = {
+            key: check_value(key, self._resolve(key), source_key=self._find_source_key(key))
+            for key in keys
+            if self._values.get(key) is not None
+        }
+        first = next(iter(values.values()), None)
+        if any(value != first for value in values.values()):
+            pairs = ", ".join(f"{key} = {value!r}" for key, value in values.items())
+            raise ConfigError(f"{pairs}: these keys have the same meaning; make them equal")
+        return first
 
-    def whole(self, *keys: str) -> int | None:
-        """The same of keys whose values are whole numbers."""
+    def get_int(self, *keys: str) -> int | None:
+        """Return the common value of several integer keys; None if none is set."""
         value: int | None = self.get(*keys)
         return value
 
-    def count(self, *keys: str, default: int) -> int:
-        """The same; `default` where none is set."""
-        value = self.whole(*keys)
+    def get_count(self, *keys: str, default: int) -> int:
+        """Return the common value of several integer keys, or a default."""
+        value = self.get_int(*keys)
         return default if value is None else value
 
-    def number(self, key: str) -> float | None:
-        """The same of one key whose value is a number."""
+    def get_float(self, key: str) -> float | None:
+        """Return the value of a numeric key; None if it is not set."""
         value: float | None = self.get(key)
         return value
 
-    def take_where_true(self, *keys: str) -> None:
-        """Ask for what is done anyway; a key that says otherwise stays one that nobody asks for."""
-        self._asked.update(key for key in keys if self._values.get(key) is True)
+    def mark_read_if_true(self, *keys: str) -> None:
+        """Mark keys as read whose value is true, because Ludus always does what they ask for."""
+        self._read.update(key for key in keys if self._values.get(key) is True)
 
-    def _typed(self, key: str) -> str:
-        """The key at which the value stands that this one refers to."""
+    def _find_source_key(self, key: str) -> str:
+        """Return the key that a reference points to, or the key itself."""
         for _ in range(_MAX_DEPTH):
-            alone = _REFERENCE.fullmatch(str(self._values[key]))
-            if alone is None or alone[1] not in self._values:
+            match = _REFERENCE.fullmatch(str(self._values[key]))
+            if match is None or match[1] not in self._values:
                 break
-            key = alone[1]
+            key = match[1]
         return key
 
-    def _resolved(self, key: str) -> Any:
-        return _looked_up(self._values[key], self._config, key, 0)
+    def _resolve(self, key: str) -> Any:
+        return _resolve_references(self._values[key], self._config, key, 0)
 
 
-def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _looked_up(value: Any, config: Mapping[str, Any], key: str, depth: int) -> Any:
-    """The value with what it refers to in place of each `${...}`."""
+def _resolve_references(value: Any, config: Mapping[str, Any], key: str, depth: int) -> Any:
+    """Return the value with every `${...}` replaced by the value it refers to."""
     if not isinstance(value, str) or "${" not in value:
         return value
     if depth == _MAX_DEPTH:
         raise ConfigError(f"{key} = '{value}' refers to itself")
-    alone = _REFERENCE.fullmatch(value)
-    if alone:
-        return _looked_up(_referent(alone[1], config, key), config, key, depth + 1)
-    text = _REFERENCE.sub(lambda found: str(_referent(found[1], config, key)), value)
-    return _looked_up(text, config, key, depth + 1)
+    match = _REFERENCE.fullmatch(value)
+    if match:
+        return _resolve_references(_look_up(match[1], config, key), config, key, depth + 1)
+    text = _REFERENCE.sub(lambda match: str(_look_up(match[1], config, key)), value)
+    return _resolve_references(text, config, key, depth + 1)
 
 
-def _referent(reference: str, config: Mapping[str, Any], key: str) -> Any:
+def _look_up(reference: str, config: Mapping[str, Any], key: str) -> Any:
     if reference.startswith(_VARIABLE):
         name, has_default, default = reference.removeprefix(_VARIABLE).partition(",")
-        found = os.environ.get(name.strip(), default.strip() if has_default else None)
-        if found is None:
+        variable = os.environ.get(name.strip(), default.strip() if has_default else None)
+        if variable is None:
             raise ConfigError(
                 f"{key}: the environment variable {name.strip()} is not set; set it, or write "
                 f"${{{_VARIABLE}{name.strip()},default}}"
             )
-        return found
+        return variable
     node: Any = config
     for part in reference.strip().split("."):
         if not isinstance(node, Mapping) or part not in node:
-            raise ConfigError(f"{key}: '${{{reference}}}' refers to a key that is not there")
+            raise ConfigError(f"{key}: '${{{reference}}}' refers to a key that does not exist")
         node = node[part]
     return node

@@ -1,4 +1,4 @@
-"""Functions as Forge's users write them, as those that a run of Ludus calls."""
+"""Adapters from functions in Forge's form to functions of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GroupFunction = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """What a program puts in the place of parts of a run; None leaves a part as it is."""
+    """Functions that replace parts of a run; None keeps the default."""
 
     reward: Any = None
     compute_advantages: Any = None
@@ -24,32 +24,32 @@ class Functions:
     parse: Callable[..., Any] | None = None
 
     @property
-    def of_environment(self) -> dict[str, Any]:
+    def environment_fields(self) -> dict[str, Any]:
         """Fields of an environment's section."""
-        rewards = None if self.reward is None else [{"function": reward_term(self.reward)}]
+        rewards = None if self.reward is None else [{"function": make_reward_term(self.reward)}]
         fields = {"rewards": rewards, "render": self.render, "parse": self.parse}
         return {name: value for name, value in fields.items() if value is not None}
 
     @property
-    def of_algorithm(self) -> dict[str, Any]:
-        """Fields of section `algorithm`, with those that they replace as if nothing was said."""
+    def algorithm_fields(self) -> dict[str, Any]:
+        """Fields of section `algorithm`; the fields they replace get neutral values."""
         if self.compute_advantages is None:
             return {}
-        replaced = {"baseline": "mean", "scale": "none", "credit": "episode"}
-        return {"advantages": group_advantages(self.compute_advantages), **replaced}
+        neutral = {"baseline": "mean", "scale": "none", "credit": "episode"}
+        return {"advantages": make_group_function(self.compute_advantages), **neutral}
 
 
 NO_FUNCTIONS = Functions()
 
 
-def reward_term(reward: Any) -> RewardTerm:
-    """A term of the reward that asks `evaluate_response(prompt, response, game_reward)`.
+def make_reward_term(reward: Any) -> RewardTerm:
+    """Return a reward term that calls `evaluate_response(prompt, response, game_reward)`.
 
     Args:
-        reward: that function, or a class or an object that has it.
+        reward: the function, or a class or an object that has it as a method.
 
     Raises:
-        ConfigError: it is none, or takes other arguments.
+        ConfigError: `reward` is not such a function.
     """
     evaluate = _method(reward, "evaluate_response")
     _check_call(evaluate, "reward", prompt="", response="", game_reward=0.0)
@@ -59,57 +59,57 @@ def reward_term(reward: Any) -> RewardTerm:
         completions: Sequence[list[Message]],
         episode_return: Sequence[float],
     ) -> list[float | None]:
-        """What each episode is worth, by its first prompt, its last answer and its return."""
-        asked = zip(prompts, completions, episode_return, strict=True)
-        said = [
-            evaluate(prompt=_text(prompt), response=_last_answer(answers), game_reward=paid)
-            for prompt, answers, paid in asked
+        """Compute each episode's reward from its first prompt, last response and return."""
+        results = [
+            evaluate(prompt=_text(prompt), response=_last_response(messages), game_reward=value)
+            for prompt, messages, value in zip(prompts, completions, episode_return, strict=True)
         ]
-        worth = [await one if inspect.isawaitable(one) else one for one in said]
-        return [None if one is None else float(one) for one in worth]
+        rewards = [await result if inspect.isawaitable(result) else result for result in results]
+        return [None if reward is None else float(reward) for reward in rewards]
 
     return evaluate_response
 
 
-def group_advantages(compute_advantages: Any) -> GroupFunction:
-    """The function of a group that `compute(group)` is.
+def make_group_function(compute_advantages: Any) -> GroupFunction:
+    """Return a function of a group that calls `compute(group)`.
 
     Args:
-        compute_advantages: that function, or a class or an object that has it.
+        compute_advantages: the function, or a class or an object that has it as a method.
 
     Raises:
-        ConfigError: it is none, or takes other arguments.
+        ConfigError: `compute_advantages` is not such a function.
     """
     compute = _method(compute_advantages, "compute")
     _check_call(compute, "compute_advantages", [])
 
-    def compute_of(group: Sequence[Any]) -> Any:
+    def compute_group(group: Sequence[Any]) -> Any:
         return compute(group)
 
-    return compute_of
+    return compute_group
 
 
 def _method(owner: Any, name: str) -> Callable[..., Any]:
     owner = owner() if inspect.isclass(owner) else owner
-    found: Callable[..., Any] = getattr(owner, name, owner)
-    return found
+    method: Callable[..., Any] = getattr(owner, name, owner)
+    return method
 
 
-def _check_call(function: Any, field: str, *args: Any, **named: Any) -> None:
-    """Check that the function can be called so."""
-    asked = ", ".join(named) or "group"
+def _check_call(function: Any, field: str, *args: Any, **kwargs: Any) -> None:
+    """Check that the function can be called with these arguments."""
+    parameters = ", ".join(kwargs) or "group"
     if not callable(function):
         raise ConfigError(
-            f"{field} expected a function of ({asked}), or what has it, got {function!r:.60}"
+            f"{field} must be a function of ({parameters}), or an object with such a method, got "
+            f"{function!r:.60}"
         )
     try:
-        inspect.signature(function).bind(*args, **named)
+        inspect.signature(function).bind(*args, **kwargs)
     except ValueError:
-        return  # some builtins tell no parameters
+        return  # some builtins have no signature
     except TypeError as error:
         raise ConfigError(
-            f"{field} expected a function of ({asked}), got one to which that is no call: {error}; "
-            "name its parameters so"
+            f"{field} must be a function of ({parameters}), but cannot be called with them: "
+            f"{error}; rename its parameters"
         ) from None
 
 
@@ -117,5 +117,5 @@ def _text(messages: Sequence[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _last_answer(messages: Sequence[Message]) -> str:
+def _last_response(messages: Sequence[Message]) -> str:
     return next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")

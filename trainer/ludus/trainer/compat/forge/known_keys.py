@@ -1,4 +1,4 @@
-"""The keys that Forge's files have, whether or not they mean anything here: the rest are typos.
+"""All keys of Forge's files, supported or not; any other key is a typing error.
 
 Sources: https://github.com/meta-pytorch/torchforge, apps/grpo/*.yaml and apps/blackjack/*.yaml, the
 configuration of https://github.com/pytorch/torchtitan, and vLLM's EngineArgs and SamplingParams.
@@ -84,10 +84,10 @@ _SECTIONS: Mapping[str, str] = {
 
 
 def known_keys() -> frozenset[str]:
-    """All keys, dotted."""
-    return frozenset(_keys())
+    """Return all dotted keys."""
+    return frozenset(_generate_keys())
 
 
-def _keys() -> Iterator[str]:
+def _generate_keys() -> Iterator[str]:
     for section, names in _SECTIONS.items():
         yield from (section + name for name in names.split())

@@ -1,4 +1,4 @@
-"""The tutorial's loss of logits, for `RLTrainer(loss=...)`, and the log-probs in it.
+"""The tutorial's loss on logits, for `RLTrainer(loss=...)`, and its log-probs.
 
 Shapes: B = samples, S = request and response, R = response, V = vocabulary.
 """
@@ -13,10 +13,16 @@ from ludus.trainer.algorithms.policy_loss import kl
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs [B, R] of `token_ids` [B, R], the end of what `logits` [B, S, V] are of."""
+    """Return the log-probs [B, R] of the last R tokens, `token_ids` [B, R].
+
+    Args:
+        logits: [B, S, V], for the whole sequences.
+    """
     num_tokens = token_ids.shape[1]
-    before = logits[:, -num_tokens - 1 : -1].float()
-    return token_logprobs(before if temperature == 1 else before / temperature, token_ids)
+    predictions = logits[:, -num_tokens - 1 : -1].float()
+    if temperature != 1:
+        predictions = predictions / temperature
+    return token_logprobs(predictions, token_ids)
 
 
 def simple_grpo_loss(
@@ -27,9 +33,9 @@ def simple_grpo_loss(
     padding_mask: Tensor,
     beta: float = 0.1,
 ) -> Tensor:
-    """The mean over samples of the mean over their tokens of beta * k3 - r * A.
+    """Return the mean over samples of the mean over their tokens of beta * k3 - r * A.
 
-    r = exp(lp - sg[lp]) is 1 and has the gradient of lp: nothing is clipped, and nothing corrects
+    r = exp(lp - sg[lp]) equals 1 and has the gradient of lp. There is no clipping and no correction
     for samples of older weights (arXiv 2402.03300, with one update per batch).
     """
     logprobs = compute_logprobs(logits, response)

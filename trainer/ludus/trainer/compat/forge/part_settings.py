@@ -1,4 +1,4 @@
-"""What a part is made from: sections of Forge's configuration, as a run of Ludus has them."""
+"""Settings of a part: sections of Forge's configuration, converted to a run of Ludus."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.configuration import ForgeConfig
-from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
-from ludus.trainer.compat.forge.values import checked
+from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
+from ludus.trainer.compat.forge.values import check_value
 
 _log = logging.getLogger(__name__)
 
-_OF_THE_LOOP = {"training": ("local_batch_size", "global_batch_size"), "sampling_params": ("n",)}
-"""By section, what the loop around the parts decides."""
+_LOOP_FIELDS = {"training": ("local_batch_size", "global_batch_size"), "sampling_params": ("n",)}
+"""Fields by section that the loop around the parts determines."""
 
 
-def settings_of(
-    section: str, fields: Mapping[str, Any], *, longest: int | None, engine: str | None = None
+def make_part_settings(
+    section: str, fields: Mapping[str, Any], *, max_tokens: int | None, engine: str | None = None
 ) -> LanguageModelRun:
-    """The run that the fields of a section of Forge's file belong to.
+    """Convert the fields of a section of Forge's file to a run configuration.
 
     Args:
-        longest: tokens of a sequence.
-        engine: generator.kind, where the machine is not to decide it.
+        max_tokens: the maximum length of a sequence.
+        engine: the value of generator.kind; None chooses it for this machine.
 
     Raises:
-        ConfigError: fields that Forge does not have, or that mean what nothing here does.
+        ConfigError: a field does not exist in Forge or is not supported.
     """
     tree: dict[str, Any] = {
-        "max_seq_len": longest,
-        section: {name: _without_the_loop(name, value) for name, value in fields.items()},
-        OWN_SECTION: {"environment": {"kind": "local"}},
+        "max_seq_len": max_tokens,
+        section: {name: _drop_loop_fields(name, value) for name, value in fields.items()},
+        LUDUS_SECTION: {"environment": {"kind": "local"}},
     }
     if engine is not None:
-        tree[OWN_SECTION]["generator"] = {"kind": engine}
+        tree[LUDUS_SECTION]["generator"] = {"kind": engine}
     for name, value in fields.items():
-        for field, one in value.items() if isinstance(value, Mapping) else ():
-            checked(f"{section}.{name}.{field}", one, typed=f"{name}.{field}")
+        for field, item in value.items() if isinstance(value, Mapping) else ():
+            check_value(f"{section}.{name}.{field}", item, source_key=f"{name}.{field}")
     mapped = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
     if mapped.unused:
-        _log.warning("not honoured: %s", ", ".join(mapped.unused))
+        _log.warning("these fields have no effect: %s", ", ".join(mapped.unused))
     run = run_config_from(mapped.tree, source=f"section {section}")
     return require_language_model(run, "a part of Forge")
 
 
-def path_of_model(run: LanguageModelRun) -> str:
-    """The folder or Hugging Face id of the part's model.
+def part_model_path(run: LanguageModelRun) -> str:
+    """Return the folder or Hugging Face id of the part's model.
 
     Raises:
-        ConfigError: none is named.
+        ConfigError: the part has no model.
     """
     if not isinstance(run.model, PretrainedModel):
         raise ConfigError(
-            "expected the name of a model, as a Hugging Face id or a folder that save_pretrained "
-            "wrote, got none; set engine_args.model, or model.hf_assets_path"
+            "a model is required, as a Hugging Face id or a folder that save_pretrained wrote; set "
+            "engine_args.model or model.hf_assets_path"
         )
     return run.model.path
 
 
-def _without_the_loop(name: str, value: Any) -> Any:
-    if name not in _OF_THE_LOOP or not isinstance(value, Mapping):
+def _drop_loop_fields(name: str, value: Any) -> Any:
+    if name not in _LOOP_FIELDS or not isinstance(value, Mapping):
         return value
-    return {key: one for key, one in value.items() if key not in _OF_THE_LOOP[name]}
+    return {key: item for key, item in value.items() if key not in _LOOP_FIELDS[name]}

@@ -1,4 +1,4 @@
-"""`trainer.policy`: what is asked of the policy that is trained."""
+"""`trainer.policy`: completions of the policy in training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SAMPLING_PARAMETERS = {"n": "num", "temperature": "temperature", "max_tokens": "
     "top_p": "top_p",
     "seed": "seed",
 }
-"""Of vLLM, by what they are called here."""
+"""Names of vLLM's sampling parameters and of their Ludus counterparts."""
 
 
 class ForgePolicy:
-    """The policy, as the rollout workers hold it."""
+    """The policy with the weights of the rollout workers."""
 
     def __init__(self, policy: Policy) -> None:
         self.generate = Generation(policy)
@@ -36,41 +36,42 @@ class Generation:
         *,
         sampling_params: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """The answers to a user's words, or to the messages of a conversation.
+        """Return completions of a user message or of a conversation.
 
         Args:
-            sampling_params: n, temperature, top_p, max_tokens and seed; what is left out is as in
-                the rollouts, and one answer.
+            sampling_params: n, temperature, top_p, max_tokens and seed. Default: the settings of
+                rollouts, and one completion.
 
         Raises:
-            ConfigError: another parameter, or a prompt that leaves no room for an answer.
+            ConfigError: a parameter is unknown, or the prompt leaves no room for a completion.
         """
-        return await self._answers(self._policy.prompt_ids(prompt), sampling_params)
+        return await self._complete(self._policy.prompt_ids(prompt), sampling_params)
 
     async def route(
         self, prompt: str, *, sampling_params: Mapping[str, Any] | None = None
     ) -> list[Completion]:
-        """The answers to a text that went through the chat template already."""
-        return await self._answers(self._policy.chat.encode(prompt), sampling_params)
+        """Return completions of a text to which the chat template has already been applied."""
+        return await self._complete(self._policy.chat.encode(prompt), sampling_params)
 
-    async def _answers(
+    async def _complete(
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
     ) -> list[Completion]:
-        answers = await self._policy.complete(prompt_ids, **own_words(sampling_params or {}))
+        options = translate_sampling_params(sampling_params or {})
+        completions = await self._policy.complete(prompt_ids, **options)
         text = self._policy.chat.decode_prompt(prompt_ids)
-        return [Completion.of(answer, text) for answer in answers]
+        return [Completion.convert(completion, text) for completion in completions]
 
 
-def own_words(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by their names here.
+def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with Ludus' names.
 
     Raises:
-        ConfigError: one that is not known.
+        ConfigError: a parameter is unknown.
     """
     unknown = sorted(sampling_params.keys() - SAMPLING_PARAMETERS.keys())
     if unknown:
         raise ConfigError(
-            f"sampling_params expected {', '.join(SAMPLING_PARAMETERS)}, got {', '.join(unknown)}; "
-            "leave those out"
+            f"sampling_params supports {', '.join(SAMPLING_PARAMETERS)}, got {', '.join(unknown)}; "
+            "remove the others"
         )
     return {SAMPLING_PARAMETERS[name]: value for name, value in sampling_params.items()}

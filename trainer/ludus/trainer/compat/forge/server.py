@@ -1,7 +1,7 @@
-"""The server at which a run plays, asked before the run begins.
+"""Queries the environment server before a run starts.
 
-Forge's file names an address alone. Which game is played there, and so which fixed policies the
-trained one is to be compared with, the server says.
+Forge's file contains only an address. The server reports its game, from which the baselines of the
+run follow.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from ludus.trainer.core.functions import import_object
 _PACKAGE = "openspiel_env"
 _POLICIES = f"{_PACKAGE}.policies:fixed_policies"
 _OPTIMAL = ("basic_strategy", "follow_ball", "minimax")
-"""The best policy of a game, by the name that it has there."""
-_ANSWERS_WITHIN_S = 3.0
-_SPEAKS_NO_GRPC = ("http", "ws")
+"""Names of optimal policies, one per game."""
+_CONNECT_TIMEOUT_S = 3.0
+_HTTP_SCHEMES = ("http", "ws")
 
 
-async def with_comparisons(
-    environment: dict[str, Any], game: str | None
-) -> dict[str, dict[str, Any]]:
-    """The environment's section by its name, the game's, with policies to compare with.
+async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[str, dict[str, Any]]:
+    """Return the environment's section with baselines, by the name of its game.
 
-    A server that is reached over gRPC is not asked: Ray forks, which must come first.
+    A server with a gRPC address is not queried, because Ray must fork before this process uses
+    gRPC.
 
     Args:
-        game: that the configuration expects there; None expects any.
+        game: the game in the configuration; None accepts any game.
 
     Raises:
-        ConfigError: no server answers, or it plays another game.
+        ConfigError: the server does not respond or serves another game.
     """
     address = str(environment.get("address", ""))
-    if not address.startswith(_SPEAKS_NO_GRPC):
+    if not address.startswith(_HTTP_SCHEMES):
         return {environment_name(environment): environment}
-    description = await _described(address)
-    played = description.options.get("game")
-    if game is not None and played is not None and game != played:
+    description = await _describe(address)
+    served_game = description.options.get("game")
+    if game is not None and served_game is not None and game != served_game:
         raise ConfigError(
-            f"blackjack_env.game_name = '{game}', but '{address}' plays '{played}'; start the "
-            "server of the game, or leave game_name out"
+            f"blackjack_env.game_name = '{game}', but '{address}' serves '{served_game}'; start a "
+            "server of the game, or remove game_name"
         )
-    name = environment_name({"package": played or description.name})
-    return {name: {**_comparisons(description), **environment}}
+    name = environment_name({"package": served_game or description.name})
+    return {name: {**_baseline_fields(description), **environment}}
 
 
-def _comparisons(description: EnvironmentDescription) -> dict[str, Any]:
-    """Fields of an environment's section; none where no policies are known."""
+def _baseline_fields(description: EnvironmentDescription) -> dict[str, Any]:
+    """Return the fields with baselines; empty if the game has no known policies."""
     if "game" not in description.options or importlib.util.find_spec(_PACKAGE) is None:
         return {}
     names = list(import_object(_POLICIES, "environment.policies")(description.options))
@@ -63,14 +62,14 @@ def _comparisons(description: EnvironmentDescription) -> dict[str, Any]:
     }
 
 
-async def _described(address: str) -> EnvironmentDescription:
+async def _describe(address: str) -> EnvironmentDescription:
     try:
         async with await AsyncEnvClient.connect(
-            address, ConnectOptions(connect_timeout_s=_ANSWERS_WITHIN_S)
+            address, ConnectOptions(connect_timeout_s=_CONNECT_TIMEOUT_S)
         ) as client:
             return await client.describe()
     except (UnavailableError, AuthenticationError) as error:
         raise ConfigError(
-            f"no environment answers at '{address}': {error}; start one, for example with "
+            f"no environment responds at '{address}': {error}; start one, for example with "
             "OPENSPIEL_GAME=blackjack python -m envs.openspiel_env.server.app --port 8004"
         ) from error

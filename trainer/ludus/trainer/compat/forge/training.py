@@ -1,7 +1,7 @@
 """`setup_forge_training` and the trainer it returns, over `ludus.trainer.Trainer`.
 
 trainer = await setup_forge_training("blackjack.yaml")
-results = await trainer.run(steps=100)        # again: it goes on
+results = await trainer.run(steps=100)        # again: continues
 await trainer.shutdown()
 """
 
@@ -25,107 +25,107 @@ from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
 from ludus.trainer.compat.forge.configuration import load_forge_config
 from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
-from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
+from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
 from ludus.trainer.compat.forge.policy import ForgePolicy
-from ludus.trainer.compat.forge.server import with_comparisons
+from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.driver.trainer import Trainer
 
 _TOML = ".toml"
 _NAME = "forge"
-_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-"""What the name of a run cannot have."""
+_INVALID_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""Characters that the name of a run cannot contain."""
 _MAX_NAME = 40
-_NUM_TOLD, _MAX_TURNS, _MAX_SHOWN = 20, 6, 60
+_NUM_PRINTED, _MAX_TURNS, _MAX_CHARS = 20, 6, 60
 
 
 Configuration: TypeAlias = LanguageModelRun | Mapping[str, Any] | Path | str
-"""Forge's, as a YAML file or a mapping; or a run of Ludus, as a LanguageModelRun or a TOML file."""
+"""A Forge configuration (YAML, mapping) or a run of Ludus (LanguageModelRun, TOML)."""
 
 
 class Results(TypedDict):
-    """What `run` returns; each list has one entry per step of that call."""
+    """Return value of `run`; each list has one entry per step of the call."""
 
     iterations: list[int]
-    """Steps trained so far."""
+    """Numbers of the trained steps."""
     win_rates: list[float]
-    """Share of the games played since the step before that the environment calls a success: what
-    the reward makes of a draw is no win. Where none was, that of the step before; not a number
-    where the environment does not say."""
+    """Share of episodes since the previous step that the environment reports as a success. A step
+    without finished episodes repeats the previous value; NaN if the environment reports none."""
     losses: list[float]
     rewards: list[float]
-    """Mean reward of the same games, as it is learned from."""
+    """Mean training reward of the same episodes."""
     run_dir: str
-    """The run's folder."""
+    """Path of the run folder."""
 
 
 class GRPOTrainer:
-    """A run under way: trained in parts, asked, judged and ended."""
+    """A started run, which can be trained in parts, sampled from and evaluated."""
 
     def __init__(self, trainer: Trainer, stack: AsyncExitStack) -> None:
-        """`stack` ends the trainer; see `setup_forge_training`."""
+        """Wrap a started trainer, which `stack` closes; see `setup_forge_training`."""
         self._trainer = trainer
         self._stack = stack
         self.summary: Summary | None = None
-        """What the run came to, once its last step is trained."""
+        """Final results of the run, after its last step."""
 
     @property
     def run_config(self) -> LanguageModelRun:
-        """What the configuration came to."""
+        """Configuration of the run."""
         return self._trainer.run
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """Path of the run folder."""
         return self._trainer.folder
 
     @property
     def policy(self) -> ForgePolicy:
-        """The policy with its newest weights."""
+        """The policy with its latest weights."""
         return ForgePolicy(self._trainer.policy)
 
     async def run(
         self, steps: int | None = None, *, on_step: Callable[[Step], None] | None = None
     ) -> Results:
-        """What so many more steps of training came to.
+        """Train further steps and return their results.
 
-        Schedules follow the steps of the file, not those of a call: run(70) twice is run(140).
-        With the file's last step the run is judged, and `summary` has what it came to.
+        Schedules follow the number of steps in the file, so run(70) twice equals run(140). After
+        the last step of the file, the policy is evaluated and `summary` is set.
 
         Args:
-            steps: None is all that are left.
-            on_step: called after each; None writes a line to standard output now and then.
+            steps: the number of steps; None trains all remaining steps.
+            on_step: called after each step; None prints some of the steps.
 
         Raises:
-            ConfigError: more steps than are left.
-            LudusError: what ended the run.
+            ConfigError: fewer steps remain.
+            LudusError: the run failed.
         """
-        left = self.run_config.training.num_steps - self._trainer.num_steps_trained
-        steps = left if steps is None else steps
-        if not 1 <= steps <= left:
+        num_remaining = self.run_config.training.num_steps - self._trainer.num_steps_trained
+        steps = num_remaining if steps is None else steps
+        if not 1 <= steps <= num_remaining:
             raise ConfigError(
-                f"steps expected 1 to {left}, got {steps}: the run has "
-                f"{self.run_config.training.num_steps} steps, by which its schedules go, and "
-                f"{self._trainer.num_steps_trained} are trained; raise trainer.training.steps"
+                f"steps must be between 1 and {num_remaining}, got {steps}: "
+                f"{self._trainer.num_steps_trained} of the run's "
+                f"{self.run_config.training.num_steps} steps are trained; raise "
+                "trainer.training.steps"
             )
-        on_step = on_step or _Told(steps)
-        done: list[Step] = []
-        async with aclosing(self._trainer.steps()) as trained:
-            async for step in trained:
-                done.append(step)
+        on_step = on_step or _StepPrinter(steps)
+        trained: list[Step] = []
+        async with aclosing(self._trainer.steps()) as all_steps:
+            async for step in all_steps:
+                trained.append(step)
                 on_step(step)
-                if len(done) == steps:
+                if len(trained) == steps:
                     break
-        if steps == left:
+        if steps == num_remaining:
             self.summary = await self._trainer.train()
-        return _results(done, self.run_dir)
+        return _make_results(trained, self.run_dir)
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
-        """By environment: the policy as it is now, beside the fixed policies on the same seeds."""
+        """Evaluate the current policy and the baselines on the same seeds, by environment."""
         return await self._trainer.evaluate(num_games)
 
     async def save(self) -> Path:
-        """The folder of a checkpoint of now."""
+        """Write a checkpoint and return its folder."""
         return await self._trainer.save()
 
     async def __aenter__(self) -> Self:
@@ -140,7 +140,7 @@ class GRPOTrainer:
         await self._stack.__aexit__(kind, error, traceback)
 
     async def shutdown(self) -> None:
-        """End all processes of the run; what has not trained its last step leaves a checkpoint."""
+        """Stop all processes of the run; an unfinished run writes a checkpoint."""
         await self._stack.aclose()
 
 
@@ -155,26 +155,26 @@ async def setup_forge_training(
     resume: Resume | str = Resume.NEVER,
     overwrite: bool = False,
 ) -> GRPOTrainer:
-    """The trainer, when servers, learner and generators are there and hold the first weights.
+    """Start servers, learner and engines, and return the trainer.
 
     Args:
-        config: Forge's configuration, as a YAML file or a mapping; or a run of Ludus, as a
-            LanguageModelRun or a TOML file.
-        overrides: each "section.key=value", in the words of `config`.
-        reward: `evaluate_response(prompt, response, game_reward)`, or what has it; takes the
-            place of the environment's own return.
-        compute_advantages: `compute(group)`, or what has it; each episode of the group has its
-            `reward`.
+        config: a Forge configuration (YAML file or mapping) or a run of Ludus (LanguageModelRun or
+            TOML file).
+        overrides: "section.key=value" strings, with the keys of `config`.
+        reward: `evaluate_response(prompt, response, game_reward)`, or an object with this method;
+            replaces the environment's return.
+        compute_advantages: `compute(group)`, or an object with this method; each episode of the
+            group has a `reward`.
         render: (observation, first) -> messages; with `parse`, replaces the environment's text.
         parse: (text, observation) -> action.
-        resume: "always" continues from the newest checkpoint, "auto" where there is one.
-        overwrite: replaces the run of that name. Unless the configuration names the run, it
-            gets a name that is free.
+        resume: "always" resumes from the latest checkpoint, "auto" if there is one.
+        overwrite: replaces the run of the same name. Otherwise, a run that the configuration does
+            not name gets an unused name.
 
     Raises:
-        UserError: what cannot work as it is configured.
+        UserError: the configuration is invalid.
     """
-    run = await run_of(
+    run = await load_forge_run(
         config,
         overrides,
         resume=Resume(resume),
@@ -187,7 +187,7 @@ async def setup_forge_training(
     return GRPOTrainer(trainer, stack)
 
 
-async def run_of(
+async def load_forge_run(
     config: Configuration,
     overrides: Sequence[str] = (),
     *,
@@ -195,72 +195,69 @@ async def run_of(
     overwrite: bool = False,
     functions: Functions = NO_FUNCTIONS,
 ) -> LanguageModelRun:
-    """The run that a configuration of Forge's comes to; see `setup_forge_training`.
+    """Return the run for a configuration; see `setup_forge_training`.
 
     Raises:
-        UserError: what cannot work as it is configured.
+        UserError: the configuration is invalid.
     """
     keeps_name = overwrite or resume != Resume.NEVER
-    tree = await _run_tree(config, overrides, keeps_name=keeps_name)
-    return Trainer(_with(tree, functions)).run
+    tree = await _load_sections(config, overrides, keeps_name=keeps_name)
+    return Trainer(_add_functions(tree, functions)).run
 
 
-async def _run_tree(
+async def _load_sections(
     config: Configuration,
     overrides: Sequence[str],
     *,
     keeps_name: bool,
 ) -> dict[str, Any]:
-    """The sections of the run."""
+    """Return the sections of the run."""
     if isinstance(config, LanguageModelRun):
         return Trainer(config, overrides=overrides).run.model_dump(mode="json")
     if isinstance(config, (str, Path)) and Path(config).suffix == _TOML:
         return load_run_config(Path(config), overrides).model_dump(mode="json")
     cfg = load_forge_config(config, overrides)
-    name = _NAME if isinstance(config, Mapping) else _name_of(Path(config))
+    name = _NAME if isinstance(config, Mapping) else make_run_name(Path(config))
     mapped = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
-    _tell_unused(mapped.unused)
+    _warn_unused(mapped.unused)
     tree = mapped.tree
-    if not keeps_name and "name" not in (cfg.get(OWN_SECTION) or {}):
+    if not keeps_name and "name" not in (cfg.get(LUDUS_SECTION) or {}):
         tree["name"] = _free_name(name, Path(tree.get("output_dir", "runs")))
     if "environment" in tree:
         game = (cfg.get("blackjack_env") or {}).get("game_name")
-        tree["environments"] = await with_comparisons(tree.pop("environment"), game)
+        tree["environments"] = await add_baselines(tree.pop("environment"), game)
     return tree
 
 
-def _tell_unused(keys: Sequence[str]) -> None:
+def _warn_unused(keys: Sequence[str]) -> None:
     if keys:
-        sys.stderr.write(
-            "warning: these keys of Forge's configuration mean nothing here, and are not honoured: "
-            f"{', '.join(keys)}\n"
-        )
+        sys.stderr.write(f"warning: these Forge keys have no effect: {', '.join(keys)}\n")
 
 
-def _name_of(file: Path) -> str:
-    """The name of a run of that file."""
-    return _NO_NAME.sub("-", file.stem).lstrip("._-")[:_MAX_NAME] or _NAME
+def make_run_name(file: Path) -> str:
+    """Derive the name of a run from the name of its file."""
+    return _INVALID_IN_NAME.sub("-", file.stem).lstrip("._-")[:_MAX_NAME] or _NAME
 
 
 def _free_name(name: str, folder: Path) -> str:
-    """The name, with a number where there is such a run."""
+    """Return the name, with a number appended if such a run exists."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(one for one in names if not (folder / one).exists())
+    return next(candidate for candidate in names if not (folder / candidate).exists())
 
 
-def _with(tree: dict[str, Any], functions: Functions) -> dict[str, Any]:
-    """The sections with the functions in them, in every environment."""
+def _add_functions(tree: dict[str, Any], functions: Functions) -> dict[str, Any]:
+    """Add the functions to the algorithm and to every environment."""
     for section in tree.get("environments", {}).values():
-        section |= functions.of_environment
-    if functions.of_algorithm:
-        tree["algorithm"] = {**tree.get("algorithm", {}), **functions.of_algorithm}
+        section |= functions.environment_fields
+    if functions.algorithm_fields:
+        tree["algorithm"] = {**tree.get("algorithm", {}), **functions.algorithm_fields}
     return tree
 
 
-def _results(steps: Sequence[Step], run_dir: Path) -> Results:
+def _make_results(steps: Sequence[Step], run_dir: Path) -> Results:
     def values(metric: TrainMetric) -> list[float]:
-        found = (step.values.get(metric) for step in steps)
-        return list(itertools.accumulate(found, _or_before, initial=math.nan))[1:]
+        series = (step.values.get(metric) for step in steps)
+        return list(itertools.accumulate(series, _fill_gap, initial=math.nan))[1:]
 
     return Results(
         iterations=[step.number for step in steps],
@@ -271,19 +268,19 @@ def _results(steps: Sequence[Step], run_dir: Path) -> Results:
     )
 
 
-def _or_before(before: float, value: float | None) -> float:
-    """The value, or the one before where games of one batch have ended with those of another."""
-    return before if value is None else value
+def _fill_gap(previous: float, value: float | None) -> float:
+    """Return the value, or the previous one if no episode ended in the step."""
+    return previous if value is None else value
 
 
-class _Told:
-    """Writes some of the steps to standard output, with one game word for word."""
+class _StepPrinter:
+    """Prints some of the steps to standard output, each with one episode."""
 
     def __init__(self, num_steps: int) -> None:
-        self._every = max(1, num_steps // _NUM_TOLD)
+        self._every = max(1, num_steps // _NUM_PRINTED)
         self._num_seen = 0
         self._values: dict[str, float] = {}
-        """The newest of each."""
+        """Latest value of each metric."""
 
     def __call__(self, step: Step) -> None:
         self._values |= step.values
@@ -296,18 +293,18 @@ class _Told:
             f"reward {values.get(TrainMetric.REWARD_MEAN, math.nan):+.3f}  "
             f"loss {values.get(TrainMetric.LOSS, math.nan):+.4f}"
         )
-        sys.stdout.write(f"{line}{_game(step)}\n")
+        sys.stdout.write(f"{line}{_format_episode(step)}\n")
         sys.stdout.flush()
 
 
-def _game(step: Step) -> str:
-    """One of the games that the step learned from, in a line; empty where there is none."""
+def _format_episode(step: Step) -> str:
+    """Format one training episode of the step as a line; empty if there is no transcript."""
     if not step.transcripts:
         return ""
-    game = step.transcripts[0]
+    transcript = step.transcripts[0]
     turns = [
-        f"{' '.join(turn.shown[-1].text.split())[:_MAX_SHOWN] if turn.shown else ''} "
-        f"-> {' '.join(turn.answer.split())[:_MAX_SHOWN]}"
-        for turn in game.turns[:_MAX_TURNS]
+        f"{' '.join(turn.shown[-1].text.split())[:_MAX_CHARS] if turn.shown else ''} "
+        f"-> {' '.join(turn.answer.split())[:_MAX_CHARS]}"
+        for turn in transcript.turns[:_MAX_TURNS]
     ]
-    return f"  [{'; '.join(turns)}: {game.episode_return:+g}]" if turns else ""
+    return f"  [{'; '.join(turns)}: {transcript.episode_return:+g}]" if turns else ""

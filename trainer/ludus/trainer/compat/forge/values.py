@@ -1,8 +1,8 @@
-"""What the values of Forge's keys are, where they mean something here.
+"""Types and ranges of the supported Forge keys.
 
-key --KINDS--> type --pydantic--> the value is of it, or is refused by the key that was typed
+key --KINDS--> type --pydantic--> a valid value, or an error that names the key in the file
 
-Ranges are those of the run's settings: said here, they are said by Forge's names.
+The ranges are those of the run's settings. They are repeated here so that errors use Forge's names.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ludus.proto.config.section import (
 from ludus.proto.errors import ConfigError
 
 Model = Annotated[
-    str, Field(min_length=1, description="a text: a folder, or the id of a model of Hugging Face")
+    str, Field(min_length=1, description="text: a folder, or a Hugging Face model id")
 ]
-Text = Annotated[str, Field(description="a text")]
-Several = Annotated[int, Field(ge=2)]
-"""Games of a group, which are compared; or tokens of a sequence, of which some are an answer."""
+Text = Annotated[str, Field(description="text")]
+AtLeastTwo = Annotated[int, Field(ge=2)]
+"""Number of episodes in a group, or of tokens in a sequence with prompt and completion."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float32"]
 
@@ -41,7 +41,7 @@ _ENGINES = tuple(f"policy.{name}." for name in ("engine_args", "engine_config"))
 _SAMPLINGS = tuple(f"policy.{name}." for name in ("sampling_params", "sampling_config"))
 _MODELS = ("trainer", "ref_model")
 
-ONE_WAY_DEGREES = tuple(
+UNSUPPORTED_DEGREES = tuple(
     f"{part}.parallelism.{kind}_degree"
     for part in _MODELS
     for kind in (
@@ -49,12 +49,12 @@ ONE_WAY_DEGREES = tuple(
         *("context_parallel", "expert_parallel", "expert_tensor_parallel"),
     )
 )
-"""Of parallelism that is not there: all are to be 1."""
+"""Degrees of kinds of parallelism that are not supported; all must be 1."""
 
 KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("group_size", "grpo.group_size"), Several),
+    **dict.fromkeys(("group_size", "grpo.group_size"), AtLeastTwo),
     **dict.fromkeys(
-        ("max_seq_len", "blackjack_env.max_seq_len", "trainer.training.seq_len"), Several
+        ("max_seq_len", "blackjack_env.max_seq_len", "trainer.training.seq_len"), AtLeastTwo
     ),
     **dict.fromkeys(
         (
@@ -64,7 +64,7 @@ KINDS: Mapping[str, Any] = {
             *("trainer.checkpoint.interval", "trainer.checkpoint.keep_latest_k"),
             "trainer.parallelism.data_parallel_shard_degree",
             *("actors.trainer.procs", "services.policy.num_replicas", "blackjack_env.max_turns"),
-            *ONE_WAY_DEGREES,
+            *UNSUPPORTED_DEGREES,
         ),
         PositiveInt,
     ),
@@ -110,7 +110,7 @@ KINDS: Mapping[str, Any] = {
             "dtype": Literal["auto", "bfloat16", "float32"],
             "enforce_eager": bool,
             "gpu_memory_utilization": Share,
-            "max_model_len": Several,
+            "max_model_len": AtLeastTwo,
             "max_num_seqs": PositiveInt,
             "pipeline_parallel_size": PositiveInt,
             "tensor_parallel_size": PositiveInt,
@@ -130,46 +130,46 @@ KINDS: Mapping[str, Any] = {
         }.items()
     },
 }
-"""By key; values of other keys mean nothing here, or are looked at where they do."""
+"""Type of each key. Values of other keys are ignored or checked elsewhere."""
 
 ALL = -1
-"""vLLM's top_k that samples from all tokens, and Forge's number of steps or shards."""
-_ALSO: Mapping[str, int] = {
+"""Value that means all: tokens in top_k, steps, or shards."""
+_VALUES_FOR_ALL: Mapping[str, int] = {
     "trainer.training.steps": ALL,
     "trainer.parallelism.data_parallel_shard_degree": ALL,
     "replay_buffer.dp_size": ALL,
     "trainer.checkpoint.keep_latest_k": 0,
     **{f"{sampling}top_k": ALL for sampling in _SAMPLINGS},
 }
-"""The one value beyond the range that stands for all."""
+"""Value outside the range that means all, by key."""
 
 
-def checked(key: str, value: Any, *, typed: str) -> Any:
-    """The value of a key as one of its kind: a number that YAML takes for a text is a number.
+def check_value(key: str, value: Any, *, source_key: str) -> Any:
+    """Convert the value of a key to its type; text that contains a number becomes a number.
 
     Args:
-        typed: the key to name, where this one refers to another.
+        source_key: the key to name in errors, if this key refers to another.
 
     Raises:
-        ConfigError: it is of another kind, or out of range.
+        ConfigError: the value has another type or is out of range.
     """
     kind = KINDS.get(key)
     if kind is None or value is None:
         return value
-    if key in _ALSO and str(value) == str(_ALSO[key]):
-        return _ALSO[key]
-    is_mistaken = isinstance(value, bool) and kind is not bool
+    if key in _VALUES_FOR_ALL and str(value) == str(_VALUES_FOR_ALL[key]):
+        return _VALUES_FOR_ALL[key]
+    is_misplaced_bool = isinstance(value, bool) and kind is not bool
     try:
-        if not is_mistaken:
+        if not is_misplaced_bool:
             return _adapter(kind).validate_python(_plain(value), strict=kind is bool or None)
     except ValidationError:
         pass
-    also = f", or {_ALSO[key]} for all" if key in _ALSO else ""
-    raise ConfigError(f"{typed} = {value!r:.80}: expected {_in_words(kind)}{also}")
+    alternative = f", or {_VALUES_FOR_ALL[key]} for all" if key in _VALUES_FOR_ALL else ""
+    raise ConfigError(f"{source_key} = {value!r:.80} must be {_describe(kind)}{alternative}")
 
 
 def _plain(value: Any) -> Any:
-    """A program's mapping may hold numpy's numbers, and paths."""
+    """Convert numpy numbers and paths, which a mapping may contain, to plain values."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if isinstance(value, np.generic) else value
@@ -180,21 +180,21 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
-def _in_words(kind: Any) -> str:
-    """What a value of this kind is: "a number above 0, at most 1"."""
+def _describe(kind: Any) -> str:
+    """Describe the values of a type: "a number above 0, at most 1"."""
     if kind is bool:
         return "true or false"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     base, *notes = get_args(kind)
     fields = [note for note in notes if isinstance(note, FieldInfo)]
-    said = next((field.description for field in fields if field.description), None)
+    description = next((field.description for field in fields if field.description), None)
     number = "a whole number" if base is int else "a number"
-    bounds = (_bound_in_words(bound) for field in fields for bound in field.metadata)
-    return said or number + "".join(bounds)
+    bounds = (_describe_bound(bound) for field in fields for bound in field.metadata)
+    return description or number + "".join(bounds)
 
 
-def _bound_in_words(bound: Any) -> str:
+def _describe_bound(bound: Any) -> str:
     match bound:
         case Gt(gt=limit):
             return f" above {limit}"
@@ -204,4 +204,4 @@ def _bound_in_words(bound: Any) -> str:
             return f", below {limit}"
         case Le(le=limit):
             return f", at most {limit}"
-    raise NotImplementedError(f"no words for {bound!r}")
+    raise NotImplementedError(f"no description for {bound!r}")

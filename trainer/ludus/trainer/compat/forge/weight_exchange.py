@@ -1,8 +1,8 @@
-"""How weights get from an RLTrainer to the Generators of the same process: Forge's torchstore.
+"""Transfer of weights from an RLTrainer to Generators of the same process, as Forge's torchstore.
 
-    RLTrainer.push_weights(v) --checksums, canary--> files --checked--> Generator.update_weights(v)
+    RLTrainer.push_weights(v) --checksums, canary--> files --verify--> Generator.update_weights(v)
 
-They are the versions, files and canary prompts of a run (`ludus.trainer.weights`).
+Versions, files and canary prompts are those of a run (`ludus.trainer.weights`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ludus.trainer.weights.folder import FolderFiles
 
 
 class WeightExchange:
-    """The versions of weights that were pushed last."""
+    """The latest versions of pushed weights."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ludus-weights-")
@@ -29,29 +29,29 @@ class WeightExchange:
         self._published: dict[int, PublishedWeights] = {}
 
     def push(self, manifest: WeightManifest, state: StateDict) -> None:
-        """Publish a version; of those pushed before it a few stay."""
-        # Whoever trains once more in this process begins with small numbers again.
+        """Publish a version; a few earlier versions are kept."""
+        # A second training in this process starts with small version numbers again.
         self._published.pop(manifest.version, None)
         self._published[manifest.version] = self._store.publish(manifest, state)
         for version in list(self._published)[: -self._config.keep_versions]:
             del self._published[version]
 
     def pull(self, version: int) -> tuple[WeightManifest, FetchedWeights]:
-        """A version, whose checksums are right.
+        """Return a version after verifying its checksums.
 
         Raises:
-            WeightSyncError: it was never pushed, or is gone.
+            WeightSyncError: the version was never pushed or is no longer kept.
         """
         published = self._published.get(version)
         if published is None:
             raise WeightSyncError(
-                f"weights version {version} is not there; expected one of "
-                f"{sorted(self._published)}: call push_weights with it first"
+                f"weights version {version} is not available; available versions: "
+                f"{sorted(self._published)}; call push_weights with it first"
             )
         return published.manifest, self._store.fetch(published)
 
 
 @functools.cache
 def process_exchange() -> WeightExchange:
-    """The one of this process; its files go with the process."""
+    """Return the exchange of this process, whose files are deleted at exit."""
     return WeightExchange()

@@ -1,1 +1,1 @@
-"""Forge's parts by name, in this process: for loops of one's own."""
+"""Forge's parts for custom loops in this process."""

@@ -17,26 +17,26 @@ from ludus.trainer.compat.forge.controller.endpoint import endpoint
 
 @dataclass
 class ComputeAdvantages(ForgeActor):
-    """A_i = (r_i - mean) / (std + 1e-4), std with n - 1; 0 where all rewards are equal.
+    """Computes A_i = (r_i - mean) / (std + 1e-4), std with n - 1; 0 if all rewards are equal.
 
-    A class of one's own with a `compute` takes its place in a run, too: see
+    A custom class with a `compute` method can replace it in a run; see
     `setup_forge_training(compute_advantages=...)`.
     """
 
     @endpoint
     def compute(self, group: Sequence[Any]) -> list[float]:
-        """One advantage for each episode of the group, which has a `reward`.
+        """Return an advantage for each episode of the group, from its `reward`.
 
         Raises:
-            ConfigError: there is none, or one is worth no finite number.
+            ConfigError: the group is empty, or a reward is missing or not finite.
         """
-        said: list[Any] = [getattr(one, "reward", None) for one in group]
-        if not said or not all(map(_is_finite, said)):
+        rewards: list[Any] = [getattr(episode, "reward", None) for episode in group]
+        if not rewards or not all(map(_is_finite, rewards)):
             raise ConfigError(
-                f"group expected episodes with a finite reward each, got the rewards {said!r:.100}"
+                f"each episode of a group must have a finite reward, got {rewards!r:.100}"
             )
-        rewards = torch.tensor([[float(one) for one in said]], dtype=torch.float64)
-        advantages: list[float] = group_advantages(rewards, "mean", "group")[0].tolist()
+        values = torch.tensor([[float(reward) for reward in rewards]], dtype=torch.float64)
+        advantages: list[float] = group_advantages(values, "mean", "group")[0].tolist()
         return advantages
 
 

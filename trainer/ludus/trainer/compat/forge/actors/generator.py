@@ -1,4 +1,4 @@
-"""An engine that answers prompts, by Forge's name."""
+"""Forge's Generator: an engine that completes prompts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
-from ludus.trainer.compat.forge.policy import own_words
+from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
+from ludus.trainer.compat.forge.policy import translate_sampling_params
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
@@ -27,102 +27,105 @@ from ludus.trainer.rollout.engines.factory import make_engine
 from ludus.trainer.rollout.engines.vllm_process import prepare_process
 from ludus.trainer.weights import CanaryJudge, check_canary
 
-_LONGEST = 2048
+_MAX_TOKENS = 2048
 
 
 @dataclass
 class Generator(ForgeActor):
-    """An engine; which one, `engine` says, or whether there is a GPU."""
+    """An inference engine, chosen by `engine` or by the presence of a GPU."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's: model, and what else there is (`known_keys`)."""
+    """Arguments of vLLM: model and others (`known_keys`)."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's: n, max_tokens, temperature, top_p."""
+    """Parameters of vLLM: n, max_tokens, temperature, top_p."""
     seed: int = 0
-    """Decides, with the number of the call, what is sampled."""
+    """Seed of the samples, combined with the index of the call."""
     engine: str | None = None
-    """"vllm" or "transformers"; None takes vLLM on a GPU and transformers on a CPU."""
+    """"vllm" or "transformers". None: vLLM on a GPU, transformers on a CPU."""
 
     def setup(self) -> None:
         """Load the model.
 
         Raises:
-            UserError: there is none, or the settings mean what no engine here does.
+            UserError: the model is missing, or a setting is not supported.
         """
         fields = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
-        longest = self.engine_args.get("max_model_len", _LONGEST)
-        self._run = settings_of("policy", fields, longest=longest, engine=self.engine)
+        max_tokens = self.engine_args.get("max_model_len", _MAX_TOKENS)
+        self._run = make_part_settings("policy", fields, max_tokens=max_tokens, engine=self.engine)
         if isinstance(self._run.generator, VllmGenerator):
             self._prepare_for_vllm()
-        path = path_of_model(self._run)
+        path = part_model_path(self._run)
         self._chat = ChatTokenizer.load(path, self._run.model)
         self._generator = AsyncEngine(make_engine(self._run, path, self._chat))
         self._judge = CanaryJudge(self._run.weights.canary)
         self._version = 0
-        # Replicas that take turns sample what one would.
+        # Replicas that take turns sample the same completions as a single one.
         self._calls = itertools.count(self.replica, self.num_replicas)
 
     @endpoint
     async def generate(
         self, prompt: str, *, sampling_params: Mapping[str, Any] | None = None
     ) -> list[Completion]:
-        """The answers to a text that went through the chat template already.
+        """Return completions of a text to which the chat template has already been applied.
 
         Args:
-            sampling_params: in place of the generator's own.
+            sampling_params: overrides of the generator's parameters.
 
         Raises:
-            ConfigError: parameters that are not known.
+            ConfigError: a parameter is unknown.
         """
-        asked = {**self.sampling_params, **(sampling_params or {})}
-        words = own_words(asked)
+        options = translate_sampling_params({**self.sampling_params, **(sampling_params or {})})
         rollout, call = self._run.rollout, next(self._calls)
         sampling = Sampling(
-            temperature=words.get("temperature", rollout.temperature),
-            max_tokens=words.get("max_tokens", rollout.max_completion_tokens),
-            top_p=words.get("top_p", rollout.top_p),
+            temperature=options.get("temperature", rollout.temperature),
+            max_tokens=options.get("max_tokens", rollout.max_completion_tokens),
+            top_p=options.get("top_p", rollout.top_p),
         )
         prompt_ids = self._chat.encode(prompt)
-        seed = words.get("seed", self.seed)
+        seed = options.get("seed", self.seed)
         keys = [
-            derive_key(seed, Stream.ANSWER, call, number) for number in range(words.get("num", 1))
+            derive_key(seed, Stream.ANSWER, call, index) for index in range(options.get("num", 1))
         ]
-        said = await asyncio.gather(*(self._generator(prompt_ids, sampling, key) for key in keys))
-        answers = [
-            PolicyCompletion(self._chat.decode(one.token_ids), prompt_ids, one) for one in said
+        completions = await asyncio.gather(
+            *(self._generator(prompt_ids, sampling, key) for key in keys)
+        )
+        return [
+            Completion.convert(
+                PolicyCompletion(self._chat.decode(item.token_ids), prompt_ids, item), prompt
+            )
+            for item in completions
         ]
-        return [Completion.of(answer, prompt) for answer in answers]
 
     @endpoint
     async def update_weights(self, version: int) -> None:
-        """Sample with weights that an RLTrainer of this process has pushed.
+        """Load weights that an RLTrainer of this process has pushed.
 
         Raises:
-            WeightSyncError: they are not there, or did not arrive whole.
-            CanaryError: the engine does not sample from them.
+            WeightSyncError: the version is not available or did not arrive completely.
+            CanaryError: the engine does not use the new weights.
         """
         manifest, fetched = await asyncio.to_thread(process_exchange().pull, version)
         await self._generator.load_weights(fetched.state, version)
-        answers = await self._generator.score(manifest.canary)
+        logprobs = await self._generator.score(manifest.canary)
         canary, dtype = self._run.weights.canary, self._run.learner.dtype
-        self._judge.check(check_canary(manifest, answers, canary, dtype), worker=0)
+        self._judge.check(check_canary(manifest, logprobs, canary, dtype), worker=0)
         self._version = version
 
     @endpoint
     async def get_version(self) -> int:
-        """Of the weights that sample now."""
+        """Return the version of the weights in use."""
         return self._version
 
     async def shutdown(self) -> None:
-        """End the engine; vLLM's takes the process group with it, so RLTrainers end before it."""
+        """Close the engine; vLLM also destroys the process group, so shut RLTrainers down first."""
         self._generator.close()
 
     def _prepare_for_vllm(self) -> None:
         if self.num_replicas > 1:
             raise ConfigError(
-                f"num_replicas = {self.num_replicas}: expected 1 with vLLM, whose engines would "
-                "meet in this process; set engine='transformers', or let setup_forge_training "
-                "spread a run over processes"
+                f"num_replicas = {self.num_replicas} must be 1 with vLLM, because a process can "
+                "run one vLLM engine; set engine='transformers', or use setup_forge_training, "
+                "which runs several processes"
             )
-        # vLLM reads them when the engine's module imports it, which has not happened yet.
+        # vLLM reads these variables when it is imported, which has not happened yet.
         prepare_process(torch.get_num_threads(), on_gpu=torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""The policy as it was before training, by Forge's name."""
+"""Forge's ReferenceModel: the policy before training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.losses import compute_logprobs
-from ludus.trainer.compat.forge.padding import rows_of
-from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
+from ludus.trainer.compat.forge.padding import make_rows
+from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 
 
 @dataclass
 class ReferenceModel(ForgeActor):
-    """Log-probs of responses; the fields are sections of Forge's `ref_model`."""
+    """Log-probs of responses. The fields are sections of Forge's `ref_model`."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class ReferenceModel(ForgeActor):
         """Load the model.
 
         Raises:
-            UserError: there is none, or the settings mean what nothing here does.
+            UserError: the model is missing, or a setting is not supported.
         """
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        run = settings_of("ref_model", fields, longest=None)
-        path = path_of_model(run)
+        run = make_part_settings("ref_model", fields, max_tokens=None)
+        path = part_model_path(run)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_language_model(path).to(device).eval()
         self._pad_id = load_tokenizer(path).pad_token_id
@@ -44,12 +44,13 @@ class ReferenceModel(ForgeActor):
     def forward(
         self, input_ids: Tensor, max_req_tokens: int, return_logprobs: bool = True
     ) -> Tensor:
-        """Log-probs [B, R] of what follows the requests in `input_ids` [B, S]; else all logits.
+        """Return the log-probs [B, R] of the responses in `input_ids` [B, S], or all logits.
 
         Args:
-            max_req_tokens: S - R; requests are filled up on their left, responses on their right.
+            max_req_tokens: S - R. Requests are padded on the left, responses on the right.
+            return_logprobs: False returns the logits [B, S, V].
         """
-        rows = rows_of(input_ids.to(self._model.device), self._pad_id)
+        rows = make_rows(input_ids.to(self._model.device), self._pad_id)
         with torch.inference_mode():
             logits = self._model(
                 input_ids=rows.token_ids,

@@ -1,4 +1,4 @@
-"""A replay buffer that forgets what is too old."""
+"""Forge's ReplayBuffer, which drops stale episodes."""
 
 from __future__ import annotations
 
@@ -14,79 +14,81 @@ from ludus.trainer.core.streams import Stream, make_random
 
 @dataclass
 class ReplayBuffer(ForgeActor):
-    """Episodes, each given out once, at random, while it is not older than `max_policy_age`."""
+    """Episodes that are sampled at random, at most once, and up to an age of `max_policy_age`."""
 
     batch_size: int
-    """Episodes for one data-parallel rank."""
+    """Number of episodes per data-parallel rank."""
     max_policy_age: int
-    """Versions between the weights that played an episode and those that it trains."""
+    """Maximum difference between the trained version and the version that played an episode."""
     dp_size: int = 1
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     collate: Callable[[list[list[Any]]], Any] | None = None
-    """Makes what the ranks train on of their episodes [dp_size, batch_size]."""
+    """Function from episodes [dp_size, batch_size] to training input."""
     seed: int = 0
     _episodes: list[Any] = field(default_factory=list, init=False)
 
     def setup(self) -> None:
-        """Take the random numbers of the seed.
+        """Check the settings and create the random generator.
 
         Raises:
-            ConfigError: a number can be none of such a buffer.
+            ConfigError: a setting is out of range.
         """
-        for name, least in (("batch_size", 1), ("dp_size", 1), ("max_policy_age", 0)):
+        for name, minimum in (("batch_size", 1), ("dp_size", 1), ("max_policy_age", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or value < minimum:
                 raise ConfigError(
-                    f"ReplayBuffer({name}={value!r}) expected a whole number of {least} or more"
+                    f"ReplayBuffer({name}={value!r}) must be a whole number of {minimum} or more"
                 )
-        self._draw = make_random(self.seed, Stream.REPLAY_BUFFER)
+        self._random = make_random(self.seed, Stream.REPLAY_BUFFER)
 
     @endpoint
     async def add(self, episode: Any) -> None:
-        """Keep an episode, which has a `policy_version`.
+        """Add an episode.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the episode has no `policy_version`.
         """
         version = getattr(episode, "policy_version", None)
         if not isinstance(version, int):
-            raise ConfigError(f"episode expected a whole policy_version, got {version!r}")
+            raise ConfigError(f"episode.policy_version must be a whole number, got {version!r}")
         self._episodes.append(episode)
 
     @endpoint
     async def sample(self, curr_policy_version: int, batch_size: int | None = None) -> Any:
-        """Episodes for each rank, or what `collate` makes of them; None while there are too few.
+        """Sample episodes for each rank and collate them; return None if there are too few.
 
         Args:
-            batch_size: in place of the buffer's own.
+            batch_size: override of the buffer's batch size.
         """
-        self._forget(curr_policy_version)
+        self._drop_stale(curr_policy_version)
         size = batch_size or self.batch_size
-        wanted = self.dp_size * size
-        if len(self._episodes) < wanted:
+        num_episodes = self.dp_size * size
+        if len(self._episodes) < num_episodes:
             return None
-        places = self._draw.sample(range(len(self._episodes)), wanted)
-        taken = [self._episodes[place] for place in places]
-        gone = set(places)
-        self._episodes = [one for place, one in enumerate(self._episodes) if place not in gone]
-        batches = [taken[rank * size : (rank + 1) * size] for rank in range(self.dp_size)]
+        indices = self._random.sample(range(len(self._episodes)), num_episodes)
+        sampled = [self._episodes[index] for index in indices]
+        removed = set(indices)
+        self._episodes = [
+            episode for index, episode in enumerate(self._episodes) if index not in removed
+        ]
+        batches = [sampled[rank * size : (rank + 1) * size] for rank in range(self.dp_size)]
         return batches if self.collate is None else self.collate(batches)
 
     @endpoint
     async def evict(self, curr_policy_version: int) -> None:
-        """Forget what is too old."""
-        self._forget(curr_policy_version)
+        """Drop stale episodes."""
+        self._drop_stale(curr_policy_version)
 
     @endpoint
     async def clear(self) -> None:
-        """Forget all."""
+        """Drop all episodes."""
         self._episodes = []
 
     @endpoint
     async def size(self) -> int:
-        """Episodes that are kept."""
+        """Return the number of episodes."""
         return len(self._episodes)
 
-    def _forget(self, version: int) -> None:
+    def _drop_stale(self, version: int) -> None:
         oldest = version - self.max_policy_age
-        self._episodes = [one for one in self._episodes if one.policy_version >= oldest]
+        self._episodes = [episode for episode in self._episodes if episode.policy_version >= oldest]

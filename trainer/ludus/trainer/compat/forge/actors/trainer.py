@@ -1,4 +1,4 @@
-"""The policy and its optimizer, by Forge's name."""
+"""Forge's RLTrainer: the policy and its optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.losses import simple_grpo_loss
-from ludus.trainer.compat.forge.padding import rows_of
-from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
+from ludus.trainer.compat.forge.padding import make_rows
+from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.driver.build import make_learner_spec
@@ -28,15 +28,15 @@ from ludus.trainer.run.schedule import compute_coefficients
 from ludus.trainer.weights import make_manifest
 
 _CANARY = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
-"""Any tokens tell weights apart; every vocabulary has these."""
+"""Canary tokens that exist in every vocabulary."""
 
 
 @dataclass
 class RLTrainer(ForgeActor):
-    """A learner of one rank, and a loss; the other fields are sections of Forge's `trainer`."""
+    """A learner with one rank and a loss. The other fields are sections of Forge's `trainer`."""
 
     loss: Callable[..., Tensor] = simple_grpo_loss
-    """(logits, **target) -> scalar"""
+    """Loss function: (logits, **target) -> scalar."""
     model: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     lr_scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -46,31 +46,31 @@ class RLTrainer(ForgeActor):
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     activation_checkpoint: Mapping[str, Any] = field(default_factory=dict)
     use_dcp: bool = False
-    """As there; weights travel as the run's own files either way."""
+    """Accepted for compatibility, without effect."""
 
     def setup(self) -> None:
-        """Load the model and make its optimizer.
+        """Load the model and create its optimizer.
 
         Raises:
-            UserError: there is no model, or the settings mean what no learner here does.
+            UserError: the model is missing, or a setting is not supported.
         """
         fields = {
             name: value
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Mapping)
         }
-        self._run = settings_of("trainer", fields, longest=self.training.get("seq_len"))
+        self._run = make_part_settings("trainer", fields, max_tokens=self.training.get("seq_len"))
         if self._run.learner.num_ranks > 1:
             raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = {self._run.learner.num_ranks}: expected "
-                "1, since this part is one rank; setup_forge_training trains on several"
+                f"parallelism.data_parallel_shard_degree = {self._run.learner.num_ranks} must be "
+                "1, because this part is a single rank; setup_forge_training trains on several"
             )
-        path = path_of_model(self._run)
+        path = part_model_path(self._run)
         self._pad_id = load_tokenizer(path).pad_token_id
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            kind = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._learner = Learner(make_learner_spec(self._run, path))
         self._num_steps = 0
 
@@ -78,23 +78,26 @@ class RLTrainer(ForgeActor):
     def train_step(
         self, inputs: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]]
     ) -> float:
-        """The loss of an update, the mean over what came for each data-parallel rank.
+        """Update the policy and return the loss, averaged over the data-parallel ranks.
 
         Args:
-            inputs: "tokens" [B, S] each; requests are filled up on their left.
-            targets: what the loss takes beside the logits.
+            inputs: "tokens" [B, S] for each rank; requests are padded on the left.
+            targets: arguments of the loss in addition to the logits, for each rank.
 
         Raises:
-            ConfigError: not as many inputs as targets.
+            ConfigError: the numbers of inputs and targets differ.
         """
         if len(inputs) != len(targets) or not inputs:
             raise ConfigError(
-                f"expected inputs and targets of equal number, got {len(inputs)} and {len(targets)}"
+                f"inputs and targets must have the same number, got {len(inputs)} and "
+                f"{len(targets)}"
             )
         rate = compute_coefficients(self._run, self._num_steps).learning_rate
         losses = [
-            LogitsLoss(*rows_of(given["tokens"], self._pad_id), partial(_loss, self.loss, target))
-            for given, target in zip(inputs, targets, strict=True)
+            LogitsLoss(
+                *make_rows(item["tokens"], self._pad_id), partial(_compute_loss, self.loss, target)
+            )
+            for item, target in zip(inputs, targets, strict=True)
         ]
         mean = self._learner.step_on_logits(losses, rate)
         self._num_steps += 1
@@ -102,19 +105,21 @@ class RLTrainer(ForgeActor):
 
     @endpoint
     def push_weights(self, policy_version: int) -> None:
-        """Publish the policy, for the Generators of this process."""
+        """Publish the policy for the Generators of this process."""
         state = self._learner.full_state()
-        answers = self._learner.score_completions(_CANARY)
-        process_exchange().push(make_manifest(policy_version, state, _CANARY, answers), state)
+        logprobs = self._learner.score_completions(_CANARY)
+        process_exchange().push(make_manifest(policy_version, state, _CANARY, logprobs), state)
 
     async def shutdown(self) -> None:
-        """Let go of the model, and leave the process group, where the part has made it."""
+        """Release the model, and leave the process group if this part created it."""
         del self._learner
         if self._owns_group and dist.is_initialized():
             leave_process_group()
 
 
-def _loss(loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+def _compute_loss(
+    loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor
+) -> Tensor:
     moved = {
         name: value.to(logits.device) if isinstance(value, Tensor) else value
         for name, value in target.items()

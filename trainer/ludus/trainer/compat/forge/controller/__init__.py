@@ -1,1 +1,1 @@
-"""Parts that are called as Forge's actors and services are."""
+"""Actors and services with Forge's calling conventions."""

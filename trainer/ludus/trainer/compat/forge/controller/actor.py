@@ -1,4 +1,4 @@
-"""The base of parts, which are made by `options(...).as_actor(...)` or `.as_service(...)`."""
+"""Base class of parts, created by `options(...).as_actor(...)` or `.as_service(...)`."""
 
 from __future__ import annotations
 
@@ -8,88 +8,89 @@ from typing import Any, Generic, Self, TypeVar
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.endpoint import BoundEndpoint
-from ludus.trainer.compat.forge.controller.service import Service
+from ludus.trainer.compat.forge.controller.service import ReplicatedService
 
 ActorT = TypeVar("ActorT", bound="ForgeActor")
-_ONE = ("procs", "hosts")
-_OPTIONS = (*_ONE, "num_replicas", "with_gpus", "mesh_name")
+_SINGLE = ("procs", "hosts")
+_OPTIONS = (*_SINGLE, "num_replicas", "with_gpus", "mesh_name")
 
 
 class ForgeActor:
-    """A part. What it needs a while for is in `setup`, a method or an endpoint."""
+    """A part. Slow initialization belongs in `setup`, a method or an endpoint."""
 
     replica, num_replicas = 0, 1
-    """Which replica of a service the part is, of how many; known before `setup`."""
+    """Index of this replica in its service, and number of replicas; set before `setup`."""
 
     @classmethod
     def options(cls, **options: Any) -> ActorOptions[Self]:
-        """Makes the part; it lives in this process, on a GPU where there is one.
+        """Set options of the part, which runs in this process, on a GPU if there is one.
 
         Raises:
-            ConfigError: options that Forge does not have, more than one process, or a number of
-                replicas that is none.
+            ConfigError: an option is unknown or out of range, or asks for several processes.
         """
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
-            raise ConfigError(f"options expected {', '.join(_OPTIONS)}, got {', '.join(unknown)}")
-        for name in _ONE:
+            raise ConfigError(f"options supports {', '.join(_OPTIONS)}, got {', '.join(unknown)}")
+        for name in _SINGLE:
             if options.get(name) not in (None, 0, 1):
                 raise ConfigError(
-                    f"{name} = {options[name]}: expected 1, since a part by its name lives in this "
-                    "process; setup_forge_training spreads a run over processes"
+                    f"{name} = {options[name]} must be 1, because the part runs in this process; "
+                    "setup_forge_training runs several processes"
                 )
         num_replicas = options.get("num_replicas") or 1
         if not isinstance(num_replicas, int) or num_replicas < 1:
-            raise ConfigError(f"num_replicas = {num_replicas!r}: expected a whole number from 1")
+            raise ConfigError(
+                f"num_replicas = {num_replicas!r} must be a whole number of 1 or more"
+            )
         return ActorOptions(cls, num_replicas)
 
     @classmethod
     async def as_actor(cls, *args: Any, **kwargs: Any) -> Self:
-        """The part, set up; arguments are its constructor's."""
+        """Create the part with the constructor's arguments and set it up."""
         return await _set_up(cls(*args, **kwargs))
 
     @classmethod
     async def as_service(cls, *args: Any, **kwargs: Any) -> Any:
-        """The same: without `options` a service has one replica."""
+        """Create the part as a service with one replica."""
         return await cls.as_actor(*args, **kwargs)
 
     async def shutdown(self) -> None:
-        """End what the part has started."""
+        """Stop everything the part has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions(Generic[ActorT]):
-    """What `options` returns."""
+    """Options of a part that has not been created yet."""
 
     _part: type[ActorT]
     _num_replicas: int
 
     async def as_actor(self, *args: Any, **kwargs: Any) -> ActorT:
-        """See ForgeActor.as_actor.
+        """Create and set up the part; see ForgeActor.as_actor.
 
         Raises:
-            ConfigError: replicas were asked for, which a service alone has.
+            ConfigError: several replicas are requested, which only a service supports.
         """
         if self._num_replicas > 1:
             raise ConfigError(
-                f"num_replicas = {self._num_replicas}: expected 1 for an actor; call as_service"
+                f"num_replicas = {self._num_replicas} must be 1 for an actor; call as_service"
             )
         return await self._part.as_actor(*args, **kwargs)
 
     async def as_service(self, *args: Any, **kwargs: Any) -> Any:
-        """The part; of several replicas a Service, which has the part's endpoints."""
+        """Create the part, or a ReplicatedService if there are several replicas."""
         if self._num_replicas == 1:
             return await self._part.as_service(*args, **kwargs)
         replicas: list[ActorT] = []
         try:
-            for number in range(self._num_replicas):
+            for index in range(self._num_replicas):
                 part = self._part(*args, **kwargs)
-                part.replica, part.num_replicas = number, self._num_replicas
+                part.replica, part.num_replicas = index, self._num_replicas
                 replicas.append(await _set_up(part))
         except BaseException:
-            await Service(replicas).shutdown()
+            await ReplicatedService(replicas).shutdown()
             raise
-        return Service(replicas)
+        return ReplicatedService(replicas)
 
 
 async def _set_up(part: ActorT) -> ActorT:
@@ -97,7 +98,7 @@ async def _set_up(part: ActorT) -> ActorT:
     if isinstance(setup, BoundEndpoint):
         await setup.call_one()
     elif setup is not None:
-        done = setup()
-        if inspect.isawaitable(done):
-            await done
+        result = setup()
+        if inspect.isawaitable(result):
+            await result
     return part

@@ -1,11 +1,11 @@
-"""`@endpoint`: a method that is called as one of an actor of Forge's.
+"""`@endpoint`: a method with the calling conventions of Forge's actors.
 
-    await actor.method.call_one(x)    its answer           await service.method.route(x)
-    await actor.method.call(x)        [its answer]         await service.method.fanout(x)
-    actor.method(x)                   what the method returns, called as any other
+    await actor.method.call_one(x)    the result           await service.method.route(x)
+    await actor.method.call(x)        [the result]         await service.method.fanout(x)
+    actor.method(x)                   a plain call
 
-A part lives in this process. Its coroutines interleave on the event loop; what else it does runs in
-a thread, one call after the other.
+A part runs in this process. Its coroutines interleave on the event loop; other methods run in a
+thread, one call at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOCK = "_one_call_at_a_time"
 
 
 class endpoint:
-    """The decorator."""
+    """The decorator of an endpoint."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -34,7 +34,7 @@ class endpoint:
 
 
 class BoundEndpoint:
-    """The method of one part."""
+    """An endpoint of one part."""
 
     def __init__(self, function: Callable[..., Any], instance: Any) -> None:
         self._function = function
@@ -42,28 +42,28 @@ class BoundEndpoint:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns."""
+        """Call the method directly."""
         return self._function(self._instance, *args, **kwargs)
 
     async def call_one(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer of an actor."""
+        """Call the endpoint and return its result."""
         if inspect.iscoroutinefunction(self._function):
             return await self(*args, **kwargs)
         async with self._lock():
             return await asyncio.to_thread(partial(self, *args, **kwargs))
 
     async def call(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The answers of all its processes, of which there is one."""
+        """Return the results of all processes, of which there is one."""
         return [await self.call_one(*args, **kwargs)]
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer of one replica of a service."""
+        """Return the result of one replica of a service."""
         return await self.call_one(*args, **kwargs)
 
     choose = route
 
     async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The answers of all replicas, of which there is one."""
+        """Return the results of all replicas, of which there is one."""
         return await self.call(*args, **kwargs)
 
     def _lock(self) -> asyncio.Lock:

@@ -1,4 +1,4 @@
-"""Replicas of a part, as one service: `route` asks one of them, `fanout` all."""
+"""Replicas of a part as one service: `route` calls one replica, `fanout` calls all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ludus.trainer.compat.forge.controller.endpoint import BoundEndpoint
 
 
-class Service:
-    """Replicas in this process, whose endpoints are called by their names."""
+class ReplicatedService:
+    """Replicas in this process with a common set of endpoints."""
 
     def __init__(self, replicas: Sequence[Any]) -> None:
         self.replicas = replicas
@@ -20,16 +20,15 @@ class Service:
     def __getattr__(self, name: str) -> ServiceEndpoint:
         if name not in self._endpoints:
             bound = [getattr(replica, name) for replica in self.replicas]
-            if not bound or not all(isinstance(one, BoundEndpoint) for one in bound):
+            if not bound or not all(isinstance(method, BoundEndpoint) for method in bound):
                 raise AttributeError(
-                    f"a service is asked for endpoints of its replicas, and '{name}' is none; "
-                    "`replicas` has the parts themselves"
+                    f"'{name}' is not an endpoint of this service; its parts are in `replicas`"
                 )
             self._endpoints[name] = ServiceEndpoint(bound)
         return self._endpoints[name]
 
     async def shutdown(self) -> None:
-        """End what the replicas have started."""
+        """Shut down all replicas."""
         for replica in self.replicas:
             await replica.shutdown()
 
@@ -43,13 +42,14 @@ class ServiceEndpoint:
         self.__doc__ = bound[0].__doc__
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer of the replica whose turn it is."""
+        """Call the next replica in turn and return its result."""
         return await next(self._turns).call_one(*args, **kwargs)
 
     choose = call_one = route
 
     async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The answers of all replicas, which are asked at the same time."""
-        return list(await asyncio.gather(*(one.call_one(*args, **kwargs) for one in self._bound)))
+        """Call all replicas concurrently and return their results."""
+        calls = (endpoint.call_one(*args, **kwargs) for endpoint in self._bound)
+        return list(await asyncio.gather(*calls))
 
     call = fanout

@@ -1,1 +1,1 @@
-"""What Forge's parts hand to each other."""
+"""Data that Forge's parts exchange."""

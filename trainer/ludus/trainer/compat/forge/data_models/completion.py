@@ -1,4 +1,4 @@
-"""What a policy said, in Forge's words."""
+"""Forge's completion type."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ludus.trainer.driver.policy import PolicyCompletion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One answer of a policy to a prompt."""
+    """A completion of a prompt by a policy."""
 
     prompt: str
-    """As text, special tokens and all."""
+    """Text of the prompt, including special tokens."""
     text: str
-    """Without special tokens."""
+    """Text of the completion, without special tokens."""
     prompt_ids: Tensor
     """int64 [P]"""
     token_ids: Tensor
-    """int64 [T] sampled, the end token included."""
+    """int64 [T], sampled tokens, including the EOS token."""
     logprobs: Tensor
     """float32 [T] of the sampled tokens, at the sampling temperature."""
     stop_reason: str
-    """"stop" where it ended with an end token, "length" where it ran out of tokens."""
+    """"stop" after an EOS token, "length" at the token limit."""
     generator_version: int
-    """Of the weights that sampled the first token."""
+    """Version of the weights that sampled the first token."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: PolicyCompletion, prompt: str) -> Self:
-        """The same in Forge's words."""
-        said = answer.completion
+    def convert(cls, source: PolicyCompletion, prompt: str) -> Self:
+        """Convert a completion of Ludus."""
+        completion = source.completion
         return cls(
             prompt=prompt,
-            text=answer.text,
-            prompt_ids=torch.tensor(answer.prompt_ids, dtype=torch.long),
-            token_ids=torch.tensor(said.token_ids, dtype=torch.long),
-            logprobs=torch.tensor(said.logprobs, dtype=torch.float32),
-            stop_reason="stop" if said.has_end_token else "length",
-            generator_version=said.policy_version,
+            text=source.text,
+            prompt_ids=torch.tensor(source.prompt_ids, dtype=torch.long),
+            token_ids=torch.tensor(completion.token_ids, dtype=torch.long),
+            logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+            stop_reason="stop" if completion.has_end_token else "length",
+            generator_version=completion.policy_version,
         )
