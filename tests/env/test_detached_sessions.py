@@ -1,5 +1,7 @@
 """Lingering sessions belong to the next connection that calls them."""
 
+from pathlib import Path
+
 import grpc
 import pytest
 
@@ -12,13 +14,13 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
-from tests.env.polling import busy, detached_sessions, eventually, wait_for_sessions
+from tests.env.polling import CoreClock, busy, detached_sessions, eventually, wait_for_sessions
 from tests.env.served import running
 
 
 async def test_calls_attach_a_detached_session(
     tmp_path,
-):
+) -> None:
     core = SessionCore(make_local_host(CountingEnv))
     recording = RecordingSessions(core, tmp_path)
     first, second = Connection(), Connection()
@@ -52,7 +54,9 @@ class Line:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_lingering_session_ends_after_its_second_connection(factory, core_clock):
+async def test_lingering_session_ends_after_its_second_connection(
+    factory, core_clock: CoreClock
+) -> None:
     async with running(factory) as server:
         first, second = Line(server), Line(server)
         opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
@@ -68,7 +72,9 @@ async def test_lingering_session_ends_after_its_second_connection(factory, core_
         assert "60 s ago" in server.core.find_tombstone(session_id).reason
 
 
-async def test_running_step_of_a_dead_client_does_not_keep_its_session(tmp_path, core_clock):
+async def test_running_step_of_a_dead_client_does_not_keep_its_session(
+    tmp_path: Path, core_clock: CoreClock
+) -> None:
     gate = Gate(tmp_path)
     async with running(gate.factory) as server:
         line = Line(server)

@@ -142,7 +142,7 @@ async def worker_pid(session: Any) -> int:
 # -- secrets ---------------------------------------------------------------------------
 
 
-async def test_no_environment_variables_of_others_can_be_read(target):
+async def test_no_environment_variables_of_others_can_be_read(target) -> None:
     code = """
         def variables(pid):
             try:
@@ -161,7 +161,7 @@ async def test_no_environment_variables_of_others_can_be_read(target):
 
 
 @pytest.mark.parametrize("entry", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
-async def test_other_processes_cannot_be_inspected(target, entry):
+async def test_other_processes_cannot_be_inspected(target, entry) -> None:
     async with sessions_on(target, 2) as (session, other):
         for pid in (target.pid, target.fork_server, await worker_pid(other), os.getpid()):
             report = await run(
@@ -170,7 +170,7 @@ async def test_other_processes_cannot_be_inspected(target, entry):
             assert report.get("error") in DENIED, (pid, report)
 
 
-async def test_no_process_can_be_traced(target):
+async def test_no_process_can_be_traced(target) -> None:
     code = """
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
@@ -191,7 +191,7 @@ async def test_no_process_can_be_traced(target):
 # -- files -----------------------------------------------------------------------------
 
 
-async def test_files_outside_can_neither_be_read_nor_written(target):
+async def test_files_outside_can_neither_be_read_nor_written(target) -> None:
     async with sessions_on(target, 2) as (session, other):
         other_folder = await run_for_result(other, "result = os.environ['TMPDIR']")
         own_folder = await run_for_result(session, "result = os.environ['TMPDIR']")
@@ -212,7 +212,7 @@ async def test_files_outside_can_neither_be_read_nor_written(target):
         assert report.get("error") in DENIED
 
 
-async def test_child_processes_of_a_worker_are_confined(target):
+async def test_child_processes_of_a_worker_are_confined(target) -> None:
     code = """
         import subprocess
         def run(*command):
@@ -232,7 +232,7 @@ async def test_child_processes_of_a_worker_are_confined(target):
         assert outputs == ["", "", "", "", "alive\n"]
 
 
-async def test_worker_folder_is_removed_with_the_worker(target):
+async def test_worker_folder_is_removed_with_the_worker(target) -> None:
     code = """
         import subprocess, tempfile
         with tempfile.NamedTemporaryFile("w", delete=False) as file:
@@ -266,7 +266,7 @@ def without_layer(target: Target, layer: Layer) -> bool:
         "os.chmod(os.path.dirname(os.environ['TMPDIR']), 0)",
     ],
 )
-async def test_metadata_of_files_outside_cannot_be_changed(target, change):
+async def test_metadata_of_files_outside_cannot_be_changed(target, change) -> None:
     if without_layer(target, Layer.READ_ONLY):
         pytest.skip("mounts are shared here")
     async with a_session(target) as session:
@@ -278,7 +278,7 @@ async def test_metadata_of_files_outside_cannot_be_changed(target, change):
         await run_for_result(session, f"{use_own_folder}; result = 1")
 
 
-async def test_worker_inherits_only_its_connection(target):
+async def test_worker_inherits_only_its_connection(target) -> None:
     code = """
         result = []
         for one in range(3, 256):
@@ -291,7 +291,7 @@ async def test_worker_inherits_only_its_connection(target):
         assert await run_for_result(session, code) == ["socket"]
 
 
-async def test_memory_of_one_worker_is_never_found_by_another(target):
+async def test_memory_of_one_worker_is_never_found_by_another(target) -> None:
     code = """
         import ctypes
         libc = ctypes.CDLL(None)
@@ -302,7 +302,7 @@ async def test_memory_of_one_worker_is_never_found_by_another(target):
         assert await run_for_result(other, code, flags=0) == -1
 
 
-async def test_no_socket_goes_around_the_network(target):
+async def test_no_socket_goes_around_the_network(target) -> None:
     report = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
     async with a_session(target) as session:
         assert (await run(session, report)).get("error") in {*DENIED, "OSError"}
@@ -311,7 +311,7 @@ async def test_no_socket_goes_around_the_network(target):
 # -- signals and children --------------------------------------------------------------
 
 
-async def test_no_signal_reaches_another_process(target):
+async def test_no_signal_reaches_another_process(target) -> None:
     async with sessions_on(target, 2) as (session, other):
         neighbour, use_own_folder = await worker_pid(other), await worker_pid(session)
         other_pids = {target.pid, target.fork_server, os.getpid(), neighbour, os.getppid()} - {
@@ -333,7 +333,7 @@ async def test_no_signal_reaches_another_process(target):
         "os.sched_setaffinity(pid, {0})",
     ],
 )
-async def test_limits_of_other_processes_cannot_be_set(target, deed):
+async def test_limits_of_other_processes_cannot_be_set(target, deed) -> None:
     use_own_folder = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -348,7 +348,7 @@ async def test_limits_of_other_processes_cannot_be_set(target, deed):
         await run_for_result(session, use_own_folder)
 
 
-async def test_background_processes_end_with_their_worker(target):
+async def test_background_processes_end_with_their_worker(target) -> None:
     code = """
         import subprocess
         program = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(float(61.5))"
@@ -366,7 +366,7 @@ async def test_background_processes_end_with_their_worker(target):
         await eventually(lambda: not marked_pids())
 
 
-async def test_privileges_cannot_be_gained(target):
+async def test_privileges_cannot_be_gained(target) -> None:
     code = """
         import subprocess
         status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
@@ -378,7 +378,7 @@ async def test_privileges_cannot_be_gained(target):
         assert int(status["NoNewPrivs"]) == 1
 
 
-async def test_usual_libraries_work_in_the_sandbox(target):
+async def test_usual_libraries_work_in_the_sandbox(target) -> None:
     code = """
         import ctypes, decimal, socket, ssl, threading, xml.dom.minidom
         from concurrent.futures import ThreadPoolExecutor
@@ -399,7 +399,7 @@ def code_server(isolation: str = "pool", **options: Any) -> EnvServer:
     return running(CodeEnv, isolation=isolation, **options)
 
 
-async def test_allowed_paths_are_accessible(tmp_path):
+async def test_allowed_paths_are_accessible(tmp_path: Path) -> None:
     notes, data, results = (tmp_path / name for name in ("notes.txt", "data", "results"))
     notes.write_text("by an option")
     data.mkdir()
@@ -422,7 +422,7 @@ async def test_allowed_paths_are_accessible(tmp_path):
             assert report.get("error") in {*DENIED, "OSError"}
 
 
-async def test_a_folder_beyond_its_limit_ends_its_worker():
+async def test_a_folder_beyond_its_limit_ends_its_worker() -> None:
     code = """
         for index in range(1024):
             open(f"{os.environ['TMPDIR']}/{index}", "wb").write(b"x" * 8192)
@@ -436,7 +436,7 @@ async def test_a_folder_beyond_its_limit_ends_its_worker():
                     await asyncio.sleep(0.01)
 
 
-async def test_workers_have_a_network_unless_disabled():
+async def test_workers_have_a_network_unless_disabled() -> None:
     code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
     for is_open, options in ((True, {}), (False, {"no_network": True})):
         server = code_server(**options)
@@ -454,7 +454,7 @@ async def test_workers_have_a_network_unless_disabled():
             await server.stop()
 
 
-async def test_layers_are_reported_as_metrics_and_can_be_required():
+async def test_layers_are_reported_as_metrics_and_can_be_required() -> None:
     async with code_server() as server:
         async with httpx.AsyncClient(base_url=server.http_address, timeout=60) as client:
             text = (await client.get("/metrics")).text
@@ -472,7 +472,7 @@ async def test_layers_are_reported_as_metrics_and_can_be_required():
             assert await run_for_result(session, "result = 1") == 1
 
 
-def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2():
+def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2() -> None:
     command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
     ended = subprocess.run(
         [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
@@ -482,7 +482,7 @@ def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_cod
     assert "user-id (" in ended.stderr.splitlines()[-1]
 
 
-def test_a_required_layer_that_is_missing_is_named_with_the_reason():
+def test_a_required_layer_that_is_missing_is_named_with_the_reason() -> None:
     missing = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
     require_layers(missing, Sandbox("/tmp"))
     with pytest.raises(ConfigError) as refused:

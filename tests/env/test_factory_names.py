@@ -41,13 +41,13 @@ def sent(name: FactoryName) -> FactoryName:
         partial(partial(CountingEnv)),
     ],
 )
-def test_named_factory_is_resolved(factory):
+def test_named_factory_is_resolved(factory) -> None:
     name = sent(name_factory(factory))
     assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
-def test_name_contains_options_and_outer_options_win():
+def test_name_contains_options_and_outer_options_win() -> None:
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
     name = sent(name_factory(factory))
     with pytest.raises(RuntimeError, match="outer"):
@@ -61,7 +61,7 @@ class Outer:
         """A nested class, whose qualified name can be imported."""
 
 
-def test_a_class_within_a_class_is_named_by_its_path():
+def test_a_class_within_a_class_is_named_by_its_path() -> None:
     assert name_factory(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
 
 
@@ -75,13 +75,13 @@ def test_a_class_within_a_class_is_named_by_its_path():
         (partial(fail_to_be_built, reason=(1, 2)), "must be JSON values"),
     ],
 )
-def test_factory_without_a_name_is_refused_with_a_remedy(factory, message):
+def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         name_factory(factory)
 
 
 @pytest.mark.slow
-def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path):
+def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
     ended = subprocess.run(

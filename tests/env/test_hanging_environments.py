@@ -55,7 +55,9 @@ async def hanging(folder: Path, **options) -> AsyncIterator[Served]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(phase: Phase, tmp_path: Path):
+async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(
+    phase: Phase, tmp_path: Path
+) -> None:
     async with hanging(tmp_path, num_threads=1, max_sessions=2) as served:
         neighbour = Neighbour((await served.client.open(seed=0))[0])
         session, _ = await served.client.open(seed=1)
@@ -67,7 +69,7 @@ async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(phase: Pha
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_a_close_that_hangs_frees_its_place(tmp_path: Path):
+async def test_a_close_that_hangs_frees_its_place(tmp_path: Path) -> None:
     async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
         session, _ = await served.client.open(seed=1)
         assert await served.hang(asyncio.create_task(done(session, Phase.CLOSE, HANG))) == [None]
@@ -75,7 +77,7 @@ async def test_a_close_that_hangs_frees_its_place(tmp_path: Path):
         assert (await next_session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_path: Path):
+async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_path: Path) -> None:
     async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
         (tmp_path / "build").write_text(HANG)
         (errors,) = await served.hang(asyncio.create_task(served.client.open(seed=1)))
@@ -86,7 +88,7 @@ async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_p
         assert (await session.step({"add": 1})).observation["total"] == 1
 
 
-async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Path):
+async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Path) -> None:
     async with hanging(tmp_path, num_threads=1) as served:
         innocent, _ = await served.client.open(seed=0)
         guilty, _ = await served.client.open(seed=1)
@@ -100,7 +102,7 @@ async def test_call_waiting_behind_hanging_calls_does_not_time_out(tmp_path: Pat
         assert (await waiting).observation["total"] == 1
 
 
-async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path: Path):
+async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path: Path) -> None:
     async with (
         hanging(tmp_path, num_threads=1) as served,
         httpx.AsyncClient(base_url=served.server.http_address, timeout=3600) as http,
@@ -122,7 +124,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         assert served.server.core.is_stuck
 
 
-async def test_watchdog_stops_a_stuck_process():
+async def test_watchdog_stops_a_stuck_process() -> None:
     ended, unavailable_reason = threading.Event(), [""]
     errors: list[str] = []
 
@@ -139,7 +141,7 @@ async def test_watchdog_stops_a_stuck_process():
 
 
 @pytest.mark.slow
-async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path):
+async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path) -> None:
     with server_process(tmp_path, "--unruly", "--step-timeout-s", "1") as server:
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             session, _ = await client.open(seed=1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from ludus.proto.errors import (
 from tests.env.counting_env import (
     CountingEnv,
     Deed,
+    Gate,
     GloballyRandomEnv,
     ThreadedCountingEnv,
     UnrulyEnv,
@@ -113,7 +115,7 @@ async def expect_only_lost(
 # -- deaths ----------------------------------------------------------------------------
 
 
-async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation):
+async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation: str) -> None:
     async with (
         worker_server(isolation=isolation, max_sessions=33) as server,
         connect_to(server) as client,
@@ -142,7 +144,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         (Deed.EAT_MEMORY, r"of memory, more than its limit of 300 MB \(memory_limit_mb\)"),
     ],
 )
-async def test_step_that_ends_its_process_is_explained(isolation, deed, message):
+async def test_step_that_ends_its_process_is_explained(isolation: str, deed, message: str) -> None:
     async with (
         worker_server(isolation=isolation, memory_limit_mb=300) as server,
         connect_to(server) as client,
@@ -163,7 +165,9 @@ async def test_step_that_ends_its_process_is_explained(isolation, deed, message)
 
 
 @pytest.mark.parametrize("factory", [UnrulyEnv, UnrulyThreadedEnv])
-async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, factory):
+async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(
+    isolation: str, factory
+) -> None:
     async with worker_server(factory, isolation) as server, connect_to(server) as client:
         sessions_by_pid = await by_worker(await open_many(client, 6))
         culprit, *neighbours = next(iter(sessions_by_pid.values()))
@@ -180,7 +184,7 @@ async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, f
         await eventually(lambda: not lives(next(iter(sessions_by_pid))))
 
 
-async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
+async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server:
         host = worker_host(server)
         hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
@@ -194,7 +198,7 @@ async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
         assert (await server.core.open(OpenArgs(ResetArgs()))).first is not None
 
 
-async def test_cpu_time_beyond_the_limit_ends_the_session():
+async def test_cpu_time_beyond_the_limit_ends_the_session() -> None:
     async with (
         worker_server(isolation="process", cpu_limit_s=1) as server,
         connect_to(server) as client,
@@ -205,7 +209,7 @@ async def test_cpu_time_beyond_the_limit_ends_the_session():
         assert (await other.step(ADD_1)).reward == 1.0
 
 
-async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
+async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         with pytest.raises(ExecutionError, match="SystemExit"):
@@ -213,7 +217,7 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
         assert (await session.step(ADD_1)).reward == 1.0
 
 
-async def test_child_processes_die_with_a_killed_worker(isolation):
+async def test_child_processes_die_with_a_killed_worker(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         (session,) = await open_many(client, 1)
         worker = await read_pid(session)
@@ -226,7 +230,7 @@ async def test_child_processes_die_with_a_killed_worker(isolation):
             await session.step(ADD_1)
 
 
-async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
+async def test_a_clients_own_time_limit_ends_no_session_but_its_own() -> None:
     async with (
         worker_server(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
         connect_to(server) as client,
@@ -240,7 +244,7 @@ async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
         assert core.load.num_sessions == 1
 
 
-async def test_slow_environment_in_a_pool_delays_no_other_session(gate):
+async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) -> None:
     async with (
         worker_server(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
         connect_to(server) as client,
@@ -255,7 +259,7 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate):
         assert (await slow_step).reward == 98.0
 
 
-async def test_sessions_survive_the_fork_server(isolation):
+async def test_sessions_survive_the_fork_server(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
         first = worker_host(server).fork_server_pid
@@ -273,7 +277,7 @@ async def test_sessions_survive_the_fork_server(isolation):
     await eventually(lambda: not any(map(lives, pids)))
 
 
-async def test_open_succeeds_when_its_fork_server_dies(isolation):
+async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         host = worker_host(server)
         await open_many(client, 1)
@@ -294,7 +298,7 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation):
 # -- slots -----------------------------------------------------------------------------
 
 
-async def test_no_slot_leaks_after_200_opens_and_kills(isolation):
+async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
     generator = random.Random(0)
     max_sessions = 12
     async with (
@@ -333,7 +337,9 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation):
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))
 
 
-async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(isolation, tmp_path):
+async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(
+    isolation: str, tmp_path: Path
+) -> None:
     factory = partial(die_from_the_second_on, folder=str(tmp_path))
     async with (
         worker_server(factory, isolation, allow_write=(tmp_path,)) as server,
@@ -364,12 +370,14 @@ async def test_factory_that_kills_its_worker_is_reported_and_retried_slowly(isol
         (die_while_being_built, "its worker exited with code 3"),
     ],
 )
-async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory, message):
+async def test_a_server_whose_environment_cannot_be_built_does_not_start(
+    factory, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         await worker_server(factory).start()
 
 
-async def test_memory_limit_below_initial_memory_is_refused():
+async def test_memory_limit_below_initial_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory_limit_mb must be at least"):
         await worker_server(memory_limit_mb=20).start()
 
@@ -377,7 +385,7 @@ async def test_memory_limit_below_initial_memory_is_refused():
 # -- the end ---------------------------------------------------------------------------
 
 
-async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
+async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation: str) -> None:
     server = worker_server(isolation=isolation)
     await server.start()
     async with connect_to(server) as client:
@@ -394,7 +402,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
             await hanging
 
 
-async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
+async def test_a_killed_server_leaves_no_process(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation, "--no-determinism-check")
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
@@ -410,7 +418,7 @@ async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
         await client.close()
 
 
-async def test_terminal_interrupt_does_not_reach_workers(isolation, tmp_path):
+async def test_terminal_interrupt_does_not_reach_workers(isolation: str, tmp_path: Path) -> None:
     arguments = ("--unruly", "--isolation", isolation)
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
@@ -454,13 +462,13 @@ def _plain(result: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation, factory):
+async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation: str, factory) -> None:
     async with running(factory) as inline, worker_server(factory, isolation) as isolated:
         for wire in WIRES:
             assert await transcript(inline, wire) == await transcript(isolated, wire)
 
 
-async def test_workers_do_not_share_their_global_random_state(isolation):
+async def test_workers_do_not_share_their_global_random_state(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 6)
         drawn = [(await session.step(REPORT)).info for session in sessions]
@@ -470,7 +478,7 @@ async def test_workers_do_not_share_their_global_random_state(isolation):
             assert len({luck[index] for luck in lucks.values()}) == len(lucks)
 
 
-async def test_group_has_equal_first_observations_across_workers(isolation):
+async def test_group_has_equal_first_observations_across_workers(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server:
         opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
         assert len({candidate.first.observation_json for candidate in opened}) == 1
@@ -481,7 +489,9 @@ async def test_group_has_equal_first_observations_across_workers(isolation):
         assert len(pids) >= NUM_WORKERS
 
 
-async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch):
+async def test_workers_see_no_secrets_and_load_no_server(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = "a-key-of-more-than-16-bytes"
     monkeypatch.setenv("LUDUS_SESSION_KEY", secret)
     monkeypatch.setenv("TEAM_A_TOKEN", secret + "-of-a-tenant")
@@ -501,7 +511,7 @@ async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch)
 
 
 @pytest.mark.parametrize("isolation", ["inline", *ISOLATIONS])
-async def test_server_reports_whether_its_environment_is_deterministic(isolation):
+async def test_server_reports_whether_its_environment_is_deterministic(isolation: str) -> None:
     unruly = GloballyRandomEnv
     cases = (CountingEnv, False, True), (unruly, False, False), (unruly, True, True)
     for factory, declared, expected in cases:

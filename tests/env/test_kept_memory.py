@@ -74,7 +74,7 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("result", [TOO_LARGE, FAILS])
-async def test_objects_of_an_error_are_freed_after_it_is_sent(wire, factory, result):
+async def test_objects_of_an_error_are_freed_after_it_is_sent(wire: str, factory, result) -> None:
     async with (
         running(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -86,7 +86,7 @@ async def test_objects_of_an_error_are_freed_after_it_is_sent(wire, factory, res
         await eventually(lambda: returned() is None, within_s=10.0)
 
 
-async def test_environment_is_freed_with_its_session(wire, factory):
+async def test_environment_is_freed_with_its_session(wire: str, factory) -> None:
     async with (
         running(factory) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,

@@ -49,7 +49,9 @@ async def play(sessions: RecordingSessions, actions: list, **args) -> str:
     return opened.session_id
 
 
-async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(tmp_path):
+async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
+    tmp_path: Path,
+) -> None:
     sessions = recording_core(tmp_path / "r.jsonl")
     session_id = await play(
         sessions, ["ADD 2", {"add": 3}, DONE], seed=5, options={"start": 4}, episode_id="mine"
@@ -67,7 +69,7 @@ async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(t
     assert sessions.num_running == 0
 
 
-async def test_reset_without_a_seed_records_a_seed(tmp_path):
+async def test_reset_without_a_seed_records_a_seed(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl", first_seed=11)
     for _ in range(2):
         await play(sessions, [DONE])
@@ -80,7 +82,7 @@ async def test_reset_without_a_seed_records_a_seed(tmp_path):
     assert first.first.observation_hash != second.first.observation_hash
 
 
-async def test_a_repeated_step_is_written_once(tmp_path):
+async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl")
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for number in (1, 1, 2):
@@ -91,7 +93,7 @@ async def test_a_repeated_step_is_written_once(tmp_path):
 
 
 @pytest.mark.parametrize("factory", ["CountingEnv", "ThreadedCountingEnv"])
-async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
+async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> None:
     factory = environment_factory(f"tests.env.counting_env:{factory}", {})
     core = CoreOptions(idle_timeout_s=0.05)
     sessions = recording_core(tmp_path / "r.jsonl", core=core, factory=factory)
@@ -116,7 +118,7 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
     assert reasons[5] == "the server stopped"
 
 
-async def test_concurrent_sessions_do_not_mix(tmp_path):
+async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
     sessions = recording_core(
         tmp_path / "r.jsonl",
         factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
@@ -131,7 +133,7 @@ async def test_concurrent_sessions_do_not_mix(tmp_path):
         assert len(episode.steps) == 2
 
 
-async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path):
+async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
     for seed in range(12):
         await play(sessions, [DONE], seed=seed)
@@ -141,7 +143,7 @@ async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path):
     assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
 
 
-async def test_endless_episode_is_cut(tmp_path):
+async def test_endless_episode_is_cut(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
@@ -153,7 +155,7 @@ async def test_endless_episode_is_cut(tmp_path):
     assert "too long" in episode.end_reason
 
 
-async def test_memory_of_running_episodes_is_limited(tmp_path):
+async def test_memory_of_running_episodes_is_limited(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
@@ -170,21 +172,23 @@ async def test_memory_of_running_episodes_is_limited(tmp_path):
     assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")
 
 
-async def test_reset_options_count_towards_the_limit(tmp_path):
+async def test_reset_options_count_towards_the_limit(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     for seed in (1, 2, 3):
         await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
     assert sessions.num_running == 2
 
 
-async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(tmp_path):
+async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
     sessions = recording_core(tmp_path / "file" / "r.jsonl")
     await play(sessions, [DONE], seed=1)
     assert sessions.file.num_lost == 1
 
 
-async def test_incomplete_line_is_skipped(tmp_path):
+async def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first = recording_core(path)
     await play(first, [DONE], seed=1)
@@ -196,7 +200,7 @@ async def test_incomplete_line_is_skipped(tmp_path):
     assert [episode.seed for episode in read_episodes(path)] == [1, 2]
 
 
-async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path):
+async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     await play(recording_core(path), [DONE], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
@@ -210,7 +214,9 @@ async def replay_differences(path: Path) -> list[str]:
         return [(await replay_episode(client, episode)).difference for episode in episodes]
 
 
-async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tmp_path):
+async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "r.jsonl"
     sessions = recording_core(path, full=True)
     await play(sessions, ["ADD 2", {"add": 8}, DONE], seed=5, options={"start": 1})
@@ -233,7 +239,7 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
     assert await replay_differences(path) == ["step 1: expected reward 2.0, got 1.0", ""]
 
 
-async def test_immediate_steps_are_recorded(tmp_path):
+async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
     sessions = recording_core(tmp_path / "r.jsonl")
     immediate = sessions.immediate
     assert immediate is not None
@@ -252,7 +258,9 @@ async def test_immediate_steps_are_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_path, wire):
+async def test_a_recording_replays_over_every_wire_of_a_recording_server(
+    tmp_path: Path, wire: str
+) -> None:
     path = tmp_path / "r.jsonl"
     async with running(record=path, first_seed=3) as server:
         client = await AsyncEnvClient.connect(server_address(server, wire))
@@ -272,7 +280,9 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_pat
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_path, wire):
+async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(
+    tmp_path: Path, wire: str
+) -> None:
     path = tmp_path / "r.jsonl"
     async with (
         running(ToolEnv, record=path) as server,
@@ -305,7 +315,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
 
 
 @pytest.mark.slow
-def test_stopped_server_writes_running_episodes(tmp_path):
+def test_stopped_server_writes_running_episodes(tmp_path: Path) -> None:
     async def leave_in_the_middle(address: str) -> None:
         async with await AsyncEnvClient.connect(address) as client:
             await client.open(seed=8)
@@ -319,7 +329,7 @@ def test_stopped_server_writes_running_episodes(tmp_path):
     assert episode.end_reason
 
 
-async def test_client_writes_the_same_format(tmp_path):
+async def test_client_writes_the_same_format(tmp_path: Path) -> None:
     path = tmp_path / "played.jsonl"
     async with open_client(environment_factory(TARGET, {})) as client:
         writer = EpisodeWriter(path, await client.describe(), TARGET, {})
@@ -331,7 +341,7 @@ async def test_client_writes_the_same_format(tmp_path):
     assert await replay_differences(path) == [""]
 
 
-def test_hash_includes_tensors_and_ignores_key_order():
+def test_hash_includes_tensors_and_ignores_key_order() -> None:
     tensors = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3)}
     same = hash_observation({"b": 1, "a": None}, tensors)
     assert same == hash_observation({"a": None, "b": 1}, tensors)
@@ -339,6 +349,6 @@ def test_hash_includes_tensors_and_ignores_key_order():
     assert same != hash_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
 
 
-def test_missing_recording_is_reported(tmp_path):
+def test_missing_recording_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no recording"):
         read_episodes(tmp_path / "nothing.jsonl")

@@ -74,13 +74,13 @@ def measure_glibc(program: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_memory_of_a_burst_is_returned():
+def test_memory_of_a_burst_is_returned() -> None:
     full, remaining = measure_glibc(BURST)
     # One block in fifty stays allocated, with its page of 4 KiB.
     assert remaining < full / 4
 
 
 @pytest.mark.slow
-def test_memory_of_a_large_message_is_returned_at_once():
+def test_memory_of_a_large_message_is_returned_at_once() -> None:
     full, remaining = measure_glibc(LARGE)
     assert remaining < full / 10

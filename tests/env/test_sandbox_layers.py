@@ -64,7 +64,7 @@ DENIED = "PermissionError"
         ("non-dumpable", {"be looked into"}),
     ],
 )
-def test_a_layer_alone_denies_its_part(layer, deeds, folder):
+def test_a_layer_alone_denies_its_part(layer, deeds, folder) -> None:
     report = try_layer(layer, folder, *deeds, "write own")
     assert {deed for deed in deeds if report[deed] == DENIED} == deeds
     assert report["write own"] == "done"
@@ -72,7 +72,7 @@ def test_a_layer_alone_denies_its_part(layer, deeds, folder):
 
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
-def test_user_id_is_not_changed_if_paths_would_be_closed(folder):
+def test_user_id_is_not_changed_if_paths_would_be_closed(folder) -> None:
     private = folder / "private"
     private.mkdir(mode=0o700)
     (private / "notes").touch()
@@ -86,7 +86,7 @@ def test_user_id_is_not_changed_if_paths_would_be_closed(folder):
 
 @linux
 @pytest.mark.slow
-def test_process_in_namespaces_sees_only_itself(folder):
+def test_process_in_namespaces_sees_only_itself(folder) -> None:
     report = try_layer("namespaces", folder)
     assert report["own pid"] == 2 and report["pids"] == [1, 2]
     assert report["signal"] == "ProcessLookupError"
@@ -114,14 +114,14 @@ finally:
 
 @linux
 @pytest.mark.slow
-def test_fork_server_killed_during_fork_leaves_no_copy(folder):
+def test_fork_server_killed_during_fork_leaves_no_copy(folder) -> None:
     try_layer("namespaces", folder)  # skips if they are not supported
     command = [sys.executable, "-c", _FORK_SERVER_DIES]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert output == "worker\n"
 
 
-def test_workers_get_only_listed_variables():
+def test_workers_get_only_listed_variables() -> None:
     variables = {
         **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},
         **{"LUDUS_ENV_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "HTTPS_PROXY": "user:pass"},
@@ -130,7 +130,9 @@ def test_workers_get_only_listed_variables():
     assert filter_variables(variables, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
-def test_code_is_readable_but_no_parent_of_worker_folders(tmp_path, monkeypatch):
+def test_code_is_readable_but_no_parent_of_worker_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = tmp_path / "work" / "workers"
     workers.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
@@ -141,13 +143,13 @@ def test_code_is_readable_but_no_parent_of_worker_folders(tmp_path, monkeypatch)
     assert any(Path(__file__).is_relative_to(path) for path in paths)
 
 
-def test_options_that_name_files_make_them_readable(tmp_path):
+def test_options_that_name_files_make_them_readable(tmp_path: Path) -> None:
     (tmp_path / "data").touch()
     options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
     assert paths_in_options(options) == [tmp_path / "data"]
 
 
-def test_folder_is_measured_and_removed(tmp_path):
+def test_folder_is_measured_and_removed(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     deep = folder / "a" / "b"
     deep.mkdir(parents=True)

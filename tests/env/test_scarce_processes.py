@@ -28,7 +28,7 @@ ADD_1 = b'{"add": 1}'
 @pytest.mark.parametrize("isolation", ["pool", "process"])
 async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
     isolation: str, process_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
     async with (

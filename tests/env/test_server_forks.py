@@ -27,7 +27,7 @@ def is_refused(port: int) -> bool:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_forked_child_keeps_no_port_of_its_server(wire):
+async def test_a_forked_child_keeps_no_port_of_its_server(wire: str) -> None:
     reader, writer = os.pipe()
     children = []
 

@@ -35,41 +35,41 @@ from ludus.proto.errors import ConfigError
         ({"num_wrokers": 2}, "num_wrokers: extra inputs are not permitted, got 2"),
     ],
 )
-def test_options_that_cannot_work_together_are_refused(options, message):
+def test_options_that_cannot_work_together_are_refused(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
 
-def test_workers_have_a_time_limit_unless_it_is_turned_off():
+def test_workers_have_a_time_limit_unless_it_is_turned_off() -> None:
     assert ServerOptions().step_timeout_s == 60
     assert ServerOptions(isolation="pool").step_timeout_s == 60
 
 
-def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions():
+def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions() -> None:
     assert ServerOptions(isolation="pool").bound_num_workers == available_cpus()
     few = ServerOptions(isolation="pool", num_workers=8, max_sessions=3)
     assert few.bound_num_workers == 3
 
 
-def test_secrets_are_not_in_repr():
+def test_secrets_are_not_in_repr() -> None:
     options = ServerOptions(token="a-token", session_key="a-key-of-at-least-16-bytes")
     assert "a-token" not in repr(options)
     assert "a-key" not in repr(options)
 
 
-def test_a_server_is_named_after_its_pod(monkeypatch):
+def test_a_server_is_named_after_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerOptions().server_id != ServerOptions().server_id
     monkeypatch.setenv("POD_UID", "8C5F7A3E-0b1d")
     assert ServerOptions().server_id == "8c5f7a3e0b1d"
 
 
-def test_token_is_read_from_the_named_variable(monkeypatch):
+def test_token_is_read_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "a-token")
     assert ServerOptions(token_env="MY_TOKEN").token == "a-token"
     assert ServerOptions(token_env="NOT_SET", token="given").token == "given"
 
 
-def test_every_flag_has_a_text_and_no_secret_has_a_flag():
+def test_every_flag_has_a_text_and_no_secret_has_a_flag() -> None:
     flags_by_field = {flag.field: flag for flag in flags()}
     assert all(flag.help.endswith(".") for flag in flags_by_field.values())
     assert set(ServerOptions.model_fields) - set(flags_by_field) == {
@@ -81,7 +81,7 @@ def test_every_flag_has_a_text_and_no_secret_has_a_flag():
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine lacks IPv6")
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_ipv6_wildcard_address_includes_ipv4(family):
+def test_ipv6_wildcard_address_includes_ipv4(family) -> None:
     with bind("::", 0, "port") as listening, socket.socket(family) as client:
         host = "127.0.0.1" if family == socket.AF_INET else "::1"
         client.connect((host, listening.getsockname()[1]))

@@ -39,7 +39,7 @@ def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_client_recovers_after_a_killed_server(tmp_path, wire):
+def test_client_recovers_after_a_killed_server(tmp_path: Path, wire: str) -> None:
     async def story():
         ports = lasting_ports()
         with server_process(tmp_path, *ports) as first:
@@ -65,7 +65,7 @@ def test_client_recovers_after_a_killed_server(tmp_path, wire):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_number):
+def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path: Path, signal_number) -> None:
     async def story():
         with server_process(tmp_path) as served:
             clients = [await AsyncEnvClient.connect(server_address(served, wire)) for wire in WIRES]
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_nu
     asyncio.run(story())
 
 
-def test_sigterm_drains_the_server(tmp_path):
+def test_sigterm_drains_the_server(tmp_path: Path) -> None:
     async def story():
         with server_process(tmp_path, "--drain-grace-s", "60") as served:
             async with await AsyncEnvClient.connect(served.grpc_address) as client:
@@ -101,7 +101,9 @@ def test_sigterm_drains_the_server(tmp_path):
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(tmp_path, second):
+def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(
+    tmp_path: Path, second
+) -> None:
     async def story():
         with server_process(tmp_path, "--drain-grace-s", "60") as patient:
             async with await AsyncEnvClient.connect(patient.grpc_address) as client:
@@ -127,7 +129,7 @@ def read_until(lines, words: str) -> None:
         assert line, "the process has ended"
 
 
-def test_a_port_in_use_is_named_and_nothing_starts():
+def test_a_port_in_use_is_named_and_nothing_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         http = run_to_its_end("--port", port, "--grpc-port", "0")
@@ -138,7 +140,7 @@ def test_a_port_in_use_is_named_and_nothing_starts():
         assert ended.stderr.count("\n") == 1
 
 
-def test_two_servers_never_share_a_grpc_port():
+def test_two_servers_never_share_a_grpc_port() -> None:
     async def story():
         async with running() as server:
             port = int(server.grpc_address.rpartition(":")[2])
@@ -148,7 +150,7 @@ def test_two_servers_never_share_a_grpc_port():
     asyncio.run(story())
 
 
-def test_listening_beyond_this_machine_needs_a_token():
+def test_listening_beyond_this_machine_needs_a_token() -> None:
     ended = run_to_its_end("--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
     assert "listening on 0.0.0.0" in ended.stderr
@@ -157,7 +159,7 @@ def test_listening_beyond_this_machine_needs_a_token():
     assert ServerOptions(host="0.0.0.0", token="t").host == "0.0.0.0"
 
 
-def test_token_comes_from_the_environment_variable(tmp_path):
+def test_token_comes_from_the_environment_variable(tmp_path: Path) -> None:
     with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as served:
         call = urllib.request.Request(
             served.http_address + "/metadata", headers={"authorization": "Bearer t"}
@@ -174,12 +176,12 @@ def test_token_comes_from_the_environment_variable(tmp_path):
         ({"max_sessions": 0}, "max_sessions: expected at least 1, got 0"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, message):
+def test_options_that_cannot_work_are_refused(options, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerOptions(**options)
 
 
-def test_adjacent_ports_have_adjacent_grpc_ports():
+def test_adjacent_ports_have_adjacent_grpc_ports() -> None:
     assert [ServerOptions(port=port).bound_grpc_port for port in (8004, 8005)] == [18004, 18005]
     assert ServerOptions(port=0).bound_grpc_port == 0
     assert CountingEnv.steps_on_event_loop
@@ -199,7 +201,7 @@ def open_signed(address: str, session_id: str) -> str:
 
 
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
-def test_the_options_of_the_command_line_reach_the_server(tmp_path, isolation):
+def test_the_options_of_the_command_line_reach_the_server(tmp_path: Path, isolation: str) -> None:
     async def story():
         arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
         arguments += ["--no-determinism-check"] if isolation == "pool" else []
@@ -219,14 +221,14 @@ def test_the_options_of_the_command_line_reach_the_server(tmp_path, isolation):
     asyncio.run(story())
 
 
-def test_options_that_cannot_work_together_end_with_one_line_and_code_2():
+def test_options_that_cannot_work_together_end_with_one_line_and_code_2() -> None:
     ended = run_to_its_end("--port", "0", "--isolation", "pool", "--cpu-limit-s", "5")
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: cpu_limit_s needs isolation='process'")
     assert ended.stderr.count("\n") == 1
 
 
-def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_code_2():
+def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_code_2() -> None:
     command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
     ended = subprocess.run(
         [*command, "--port", "0", "--isolation", "process"],
@@ -241,7 +243,7 @@ def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
+def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path: Path) -> None:
     async def story():
         arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "60")
         with server_process(tmp_path, *arguments) as served:
@@ -266,15 +268,17 @@ def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
     ],
 )
 def test_environments_that_need_a_process_get_one_by_default(
-    monkeypatch, target, isolation, has_workers
-):
+    monkeypatch, target, isolation: str, has_workers
+) -> None:
     monkeypatch.chdir(Path(SERVER).parent)
     with LocalServer(target, isolation=isolation, max_sessions=2) as server:
         metrics = httpx.get(f"{server.addresses.http}/metrics", timeout=60).text
         assert ("env_server_workers" in metrics) is has_workers
 
 
-def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
+def test_a_local_server_passes_on_isolation_arguments_and_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(Path(SERVER).parent)
     server = LocalServer(
         "counting_env:CountingEnv",
@@ -295,7 +299,7 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for orphans is Linux's")
-def test_server_exits_if_its_parent_is_already_dead():
+def test_server_exits_if_its_parent_is_already_dead() -> None:
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
     command = [sys.executable, "-m", "ludus.env", "counting_env:CountingEnv", "--port", "0"]

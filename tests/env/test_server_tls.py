@@ -41,7 +41,9 @@ def ca_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_files, ca_file, wire):
+async def test_a_client_plays_over_tls_with_the_servers_authority_only(
+    server_files, ca_file, wire: str
+) -> None:
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key}
     async with running(token="hush", admin_port=0, **files) as server:
         assert server.http_address.startswith("https://127.0.0.1:")
@@ -64,7 +66,7 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_fi
 
 async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
     tmp_path, server_files, ca_file
-):
+) -> None:
     good, bad = write_files(tmp_path, "good"), write_files(tmp_path, "bad", OTHER_CA)
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
     async with running(**files) as server:
@@ -95,7 +97,7 @@ async def description_over_grpc(server, ca_file, identity) -> str:
 
 async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
     tmp_path, server_files
-):
+) -> None:
     other = write_files(tmp_path, "other")
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
         await running(tls_cert=server_files.cert, tls_key=other.key).start()
@@ -106,7 +108,7 @@ async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
 @pytest.mark.slow
 async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
     tmp_path, server_files, ca_file
-):
+) -> None:
     arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))
     with server_process(tmp_path, *arguments, "--admin-port", "0") as served:
         assert served.http_address.startswith("https://")

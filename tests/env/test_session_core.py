@@ -26,7 +26,7 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached_sessions, wait_for_sessions
+from tests.env.polling import CoreClock, detached_sessions, wait_for_sessions
 
 pytestmark = pytest.mark.asyncio
 
@@ -53,7 +53,7 @@ def factory(request):
     return request.param
 
 
-async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory):
+async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs(seed=1))
     first = await core.step(session_id, ADD_1, 1)
@@ -62,7 +62,7 @@ async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory
     assert b'"total":1' in await core.state(session_id)
 
 
-async def test_a_step_out_of_order_is_a_conflict(factory):
+async def test_a_step_out_of_order_is_a_conflict(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     for wrong in (2, 7):
@@ -71,13 +71,13 @@ async def test_a_step_out_of_order_is_a_conflict(factory):
         assert caught.value.code is ErrorCode.STEP_CONFLICT
 
 
-async def test_unnumbered_steps_always_step(factory):
+async def test_unnumbered_steps_always_step(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     assert [(await core.step(session_id, ADD_1)).step_index for _ in range(3)] == [1, 2, 3]
 
 
-async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
+async def test_a_step_before_reset_and_after_the_end_is_refused(factory) -> None:
     core = make_core(factory)
     session_id, first = await open_in(core)
     assert first is None
@@ -105,7 +105,7 @@ async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
 )
 async def test_failed_step_has_a_code_and_the_session_continues(
     factory, action, error, code, message
-):
+) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(error, match=message) as caught:
@@ -114,7 +114,7 @@ async def test_failed_step_has_a_code_and_the_session_continues(
     assert (await core.step(session_id, ADD_1, 1)).reward == 1.0
 
 
-async def test_text_is_parsed_by_the_text_renderer(factory):
+async def test_text_is_parsed_by_the_text_renderer(factory) -> None:
     core = make_core(factory)
     session_id, first = await open_in(core, ResetArgs())
     assert b"Count to the end" in first.text.messages_json
@@ -123,7 +123,7 @@ async def test_text_is_parsed_by_the_text_renderer(factory):
     assert second.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
 
 
-async def test_open_beyond_capacity_is_refused(factory):
+async def test_open_beyond_capacity_is_refused(factory) -> None:
     core = make_core(factory, max_sessions=2)
     first_id, _ = await open_in(core)
     await open_in(core)
@@ -133,14 +133,14 @@ async def test_open_beyond_capacity_is_refused(factory):
     await open_in(core)
 
 
-async def test_sessions_being_opened_at_once_count_for_capacity():
+async def test_sessions_being_opened_at_once_count_for_capacity() -> None:
     core = make_core(ThreadedCountingEnv, max_sessions=3)
     opened = await asyncio.gather(*(open_in(core) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(opened_session, CapacityError) for opened_session in opened) == 2
     assert core.load.num_sessions == 3
 
 
-async def test_a_failed_reset_frees_the_slot(factory):
+async def test_a_failed_reset_frees_the_slot(factory) -> None:
     core = make_core(factory, max_sessions=1)
     with pytest.raises(InvalidCallError, match="options colour; its options are: note, start"):
         await open_in(core, ResetArgs(options={"colour": 1}))
@@ -160,7 +160,7 @@ class AddsToAnOption(CountingEnv):
         return super().reset(seed=seed, start=self.start + 1)
 
 
-async def test_failed_reset_reports_environment_options():
+async def test_failed_reset_reports_environment_options() -> None:
     core = make_core(AddsToAnOption)
     with pytest.raises(ExecutionError) as failed:
         await open_in(core, ResetArgs(seed=1))
@@ -168,7 +168,7 @@ async def test_failed_reset_reports_environment_options():
     assert "built with {'start': '3'}, check the type of each option" in str(failed.value)
 
 
-async def test_a_factory_that_fails_is_a_factory_error():
+async def test_a_factory_that_fails_is_a_factory_error() -> None:
     calls = iter([CountingEnv, None])
 
     def factory():
@@ -181,7 +181,7 @@ async def test_a_factory_that_fails_is_a_factory_error():
     assert core.load.num_sessions == 0
 
 
-async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory):
+async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs(), close_when_done=True)
     last = await core.step(session_id, b'{"add": 7}', 1)
@@ -191,7 +191,7 @@ async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(
         await core.step(session_id, ADD_1, 2)
 
 
-async def test_calls_to_an_ended_session_report_the_reason(factory):
+async def test_calls_to_an_ended_session_report_the_reason(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core, ResetArgs())
     await core.close(session_id)
@@ -202,7 +202,9 @@ async def test_calls_to_an_ended_session_report_the_reason(factory):
         await core.step("no-such-session", ADD_1)
 
 
-async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clock):
+async def test_an_idle_session_is_closed_and_a_used_one_is_not(
+    factory, core_clock: CoreClock
+) -> None:
     core = make_core(factory, idle_timeout_s=60)
     sweeper = asyncio.create_task(core.close_idle_forever())
     idle_id, _ = await open_in(core, ResetArgs())
@@ -217,7 +219,7 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clo
         await core.step(idle_id, ADD_1, 1)
 
 
-async def test_sessions_end_with_their_connection_even_during_open():
+async def test_sessions_end_with_their_connection_even_during_open() -> None:
     core = make_core(ThreadedCountingEnv)
     connection = Connection()
     await open_in(core, connection=connection)
@@ -232,7 +234,7 @@ async def test_sessions_end_with_their_connection_even_during_open():
 
 async def test_attached_session_lingers_after_its_second_connection(
     core_clock,
-):
+) -> None:
     core = make_core(CountingEnv)
     first, second = Connection(), Connection()
     session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
@@ -253,7 +255,7 @@ async def test_attached_session_lingers_after_its_second_connection(
     assert detached_sessions(core) == set()
 
 
-async def test_sessions_without_linger_are_not_attached():
+async def test_sessions_without_linger_are_not_attached() -> None:
     core = make_core(CountingEnv)
     first, second, gone = Connection(), Connection(), Connection()
     owned_id, _ = await open_in(core, connection=first, linger_s=9)
@@ -272,7 +274,7 @@ async def test_sessions_without_linger_are_not_attached():
     assert (detached_sessions(core), second.session_ids) == (set(), set())
 
 
-async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended():
+async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended() -> None:
     core = make_core(CountingEnv)
     first, second, third = Connection(), Connection(), Connection()
     session_id, _ = await open_in(core, connection=first, linger_s=9)
@@ -285,7 +287,7 @@ async def test_a_session_lingers_when_the_last_connection_that_called_it_has_end
     assert (detached_sessions(core), second.session_ids) == ({session_id}, set())
 
 
-async def test_calls_of_one_session_never_overlap():
+async def test_calls_of_one_session_never_overlap() -> None:
     overlaps = []
     running = threading.Lock()
 
@@ -306,7 +308,7 @@ async def test_calls_of_one_session_never_overlap():
     assert [result.step_index for result in results] == [1, 2, 3, 4]
 
 
-async def test_sessions_step_side_by_side_in_threads():
+async def test_sessions_step_side_by_side_in_threads() -> None:
     barrier = threading.Barrier(4, timeout=60)
 
     class Together(ThreadedCountingEnv):
@@ -320,7 +322,7 @@ async def test_sessions_step_side_by_side_in_threads():
     assert [result.reward for result in results] == [1.0] * 4
 
 
-async def test_cancelled_caller_does_not_let_a_second_thread_in():
+async def test_cancelled_caller_does_not_let_a_second_thread_in() -> None:
     core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(TimeoutError):
@@ -329,7 +331,7 @@ async def test_cancelled_caller_does_not_let_a_second_thread_in():
     assert b'"total":100' in result.observation_json
 
 
-async def test_a_step_beyond_its_time_limit_ends_the_session():
+async def test_a_step_beyond_its_time_limit_ends_the_session() -> None:
     core = make_core(ThreadedCountingEnv)
     session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(CallTimeoutError, match=r"longer than 0\.05 s"):
@@ -338,7 +340,7 @@ async def test_a_step_beyond_its_time_limit_ends_the_session():
     await core.shut_down(grace_s=2.0)
 
 
-async def test_every_environment_is_closed_once(factory):
+async def test_every_environment_is_closed_once(factory) -> None:
     made = []
 
     class Remembered(factory):
@@ -360,14 +362,14 @@ async def test_every_environment_is_closed_once(factory):
     assert [opened_session.num_closed for opened_session in made] == [1] * 4
 
 
-async def test_session_ids_are_unpredictable():
+async def test_session_ids_are_unpredictable() -> None:
     core = make_core(CountingEnv)
     ids = {(await open_in(core))[0] for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 22
 
 
-async def test_requested_episode_id_is_in_the_state(factory):
+async def test_requested_episode_id_is_in_the_state(factory) -> None:
     core = make_core(factory)
     session_id, _ = await open_in(core)
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
@@ -398,7 +400,7 @@ class DyingHost(LocalHost):
 
 
 @pytest.mark.slow
-async def test_session_lost_during_open_frees_its_slot():
+async def test_session_lost_during_open_frees_its_slot() -> None:
     described = make_local_host(ThreadedCountingEnv).description
     core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):

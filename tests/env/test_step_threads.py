@@ -38,7 +38,7 @@ async def run_call(threads: StepThreads, value: str = "well") -> str:
     return await asyncio.wait_for(threads.run(lambda: value, lambda _: None, 0.0), 60)
 
 
-async def test_hanging_thread_is_replaced_and_its_late_result_released():
+async def test_hanging_thread_is_replaced_and_its_late_result_released() -> None:
     threads = StepThreads(1)
     held_call = await lose(threads)
     assert await run_call(threads) == "well"
@@ -48,7 +48,7 @@ async def test_hanging_thread_is_replaced_and_its_late_result_released():
     threads.shut_down()
 
 
-async def test_time_limit_starts_with_the_thread():
+async def test_time_limit_starts_with_the_thread() -> None:
     threads = StepThreads(1)
     held_call = Held()
     first = threads.start(held_call, held_call.let_go.append)
@@ -61,7 +61,7 @@ async def test_time_limit_starts_with_the_thread():
     threads.shut_down()
 
 
-async def test_a_call_beyond_its_limit_is_given_up():
+async def test_a_call_beyond_its_limit_is_given_up() -> None:
     threads = StepThreads(1)
     held_call = Held()
     with pytest.raises(TimeoutError):
@@ -72,7 +72,7 @@ async def test_a_call_beyond_its_limit_is_given_up():
     threads.shut_down()
 
 
-async def test_calls_fail_while_all_threads_hang_and_work_again_later():
+async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
     threads = StepThreads(1)
     first = await lose(threads)
     held_call = Held()
@@ -112,14 +112,14 @@ async def abandoned_call(threads: StepThreads, held_call: Held) -> None:
     assert await run_call(threads) == "well"  # runs in the same thread, after the released result
 
 
-async def test_result_of_a_cancelled_call_is_released():
+async def test_result_of_a_cancelled_call_is_released() -> None:
     threads, held_call = StepThreads(1), Held()
     await abandoned_call(threads, held_call)
     await eventually(lambda: held_call.let_go == ["late"])
     threads.shut_down()
 
 
-async def test_error_of_a_cancelled_call_is_not_logged():
+async def test_error_of_a_cancelled_call_is_not_logged() -> None:
     unheard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(
         lambda loop, context: unheard.append(context["message"])

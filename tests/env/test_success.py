@@ -1,6 +1,7 @@
 """The environment reports success, and every wire transmits it."""
 
 import json
+from pathlib import Path
 
 import httpx
 import orjson
@@ -37,7 +38,7 @@ async def play_and_collect(client: AsyncEnvClient, actions: list) -> list[bool |
 
 @pytest.mark.parametrize("isolation", ["inline", pytest.param("pool", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", WIRES)
-async def test_success_is_only_in_the_last_result(wire, isolation):
+async def test_success_is_only_in_the_last_result(wire: str, isolation: str) -> None:
     async with (
         running(GoalEnv, isolation=isolation) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -47,7 +48,7 @@ async def test_success_is_only_in_the_last_result(wire, isolation):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_success_is_none_if_not_reported(wire):
+async def test_success_is_none_if_not_reported(wire: str) -> None:
     async with (
         running(CountingEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -56,7 +57,7 @@ async def test_success_is_none_if_not_reported(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_step_many_reports_success_per_session(wire):
+async def test_step_many_reports_success_per_session(wire: str) -> None:
     async with (
         running(GoalEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -70,7 +71,7 @@ async def test_step_many_reports_success_per_session(wire):
         assert [result.success for result in (*results, reset)] == [True, False, None]
 
 
-async def test_upstream_clients_read_success_in_metadata():
+async def test_upstream_clients_read_success_in_metadata() -> None:
     async with running(GoalEnv) as server:
         address = server.http_address.replace("http", "ws")
         async with websockets.connect(f"{address}/ws") as socket:
@@ -88,7 +89,7 @@ async def test_upstream_clients_read_success_in_metadata():
         assert messages[-1]["observation"]["metadata"] == {}
 
 
-async def test_http_reports_success_in_metadata():
+async def test_http_reports_success_in_metadata() -> None:
     async with (
         running(GoalEnv) as server,
         httpx.AsyncClient(base_url=server.http_address) as http,
@@ -98,7 +99,7 @@ async def test_http_reports_success_in_metadata():
         assert [answer.get("metadata") for answer in answers] == [*[None] * 4, {"success": False}]
 
 
-async def test_openenv_client_reads_success_in_metadata(monkeypatch):
+async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WebSocketTransport, "has_extras", False)
     async with (
         running(GoalEnv) as server,
@@ -108,19 +109,19 @@ async def test_openenv_client_reads_success_in_metadata(monkeypatch):
             assert await play_and_collect(client, actions) == [None] * len(actions) + [success]
 
 
-async def test_success_keeps_other_metadata():
+async def test_success_keeps_other_metadata() -> None:
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
     for data in (orjson.loads(observation_frame(result))["data"], observation_payload(result)):
         message = orjson.loads(orjson.dumps(data))
         assert message["metadata"] == {"note": "k", "success": True}
 
 
-async def test_success_of_an_old_peer_is_none():
+async def test_success_of_an_old_peer_is_none() -> None:
     old = pb.StepResult(observation_json=b"{}", terminated=True)
     assert (read_result(old).success, read_encoded(old).success) == (None, None)
 
 
-async def test_recording_contains_success_and_replay_compares_it(tmp_path):
+async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     async with (
         running(GoalEnv, record=path) as server,
@@ -161,6 +162,6 @@ class SaysItWithANumber(GoalEnv):
         (SaysItWithANumber, ["success_is_reported_at_the_end"]),
     ],
 )
-async def test_check_finds_invalid_success(factory, broken):
+async def test_check_finds_invalid_success(factory, broken) -> None:
     report = check_environment(factory, num_steps=20)
     assert [check.name for check in report.checks if not check.ok] == broken

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         ("gymnasium:FrozenLake-v1", {"is_slippery": False}, "gymnasium:FrozenLake-v1"),
     ],
 )
-def test_a_target_makes_its_environment(target, options, name):
+def test_a_target_makes_its_environment(target, options, name) -> None:
     if name is None:  # the class of a client
         with pytest.raises(ConfigError, match=r"'openspiel_env:OpenSpielEnv' must be a"):
             environment_factory(target, {})
@@ -58,25 +58,27 @@ def test_a_target_makes_its_environment(target, options, name):
         ("openenv:tests.env.counting_env", ConfigError, "the target must be like module:Class"),
     ],
 )
-def test_unknown_target_is_refused_with_a_hint(target, kind, message):
+def test_unknown_target_is_refused_with_a_hint(target, kind, message: str) -> None:
     with pytest.raises(kind) as raised:
         environment_factory(target, {})
     assert message in str(raised.value)
 
 
-def test_options_that_the_environment_does_not_take_are_named():
+def test_options_that_the_environment_does_not_take_are_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot be made with \{'num': 3\}"):
         environment_factory("tests.env.counting_env:CountingEnv", {"num": 3})()
 
 
-def test_a_function_that_makes_no_environment_is_refused():
+def test_a_function_that_makes_no_environment_is_refused() -> None:
     factory = environment_factory("json:loads", {"s": "{}"})
     with pytest.raises(ConfigError, match=r"must make a ludus\.env\.Environment, got dict"):
         factory()
 
 
 @pytest.mark.slow
-def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path, monkeypatch):
+def test_a_module_of_the_working_directory_is_found_here_and_in_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_rules.py").write_text(
         textwrap.dedent("""
             from tests.env.counting_env import CountingEnv
@@ -102,7 +104,9 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
-async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatch):
+async def test_every_isolation_serves_every_kind_of_target(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     for target in ("gymnasium:FrozenLake-v1", "tests.env.counting_env:CountingEnv"):
         server = LocalServer(target, {}, max_sessions=2, isolation=isolation)
@@ -116,7 +120,7 @@ async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatc
 
 
 @pytest.mark.slow
-def test_target_imports_no_other_library():
+def test_target_imports_no_other_library() -> None:
     program = (
         "import sys, json\n"
         "from ludus.env.targets.targets import environment_factory\n"
@@ -135,6 +139,6 @@ def test_target_imports_no_other_library():
 
 
 @pytest.mark.slow
-def test_installed_packages_are_listed():
+def test_installed_packages_are_listed() -> None:
     assert "openspiel_env" in [package.name for package in installed_packages()]
     assert TargetFactory("openspiel_env").options == {}

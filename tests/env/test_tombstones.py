@@ -22,7 +22,7 @@ def make_result(num_bytes: int) -> EncodedResult:
     return EncodedResult(3, b"{}", b"", b"", None, True, False, tensors, None)
 
 
-def test_oldest_results_are_dropped_and_reasons_are_kept(monkeypatch):
+def test_oldest_results_are_dropped_and_reasons_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
     for name in ("a", "b", "c"):
@@ -34,7 +34,7 @@ def test_oldest_results_are_dropped_and_reasons_are_kept(monkeypatch):
     assert tombstones.find("a") is CLOSED
 
 
-def test_forgotten_sessions_free_their_bytes(monkeypatch):
+def test_forgotten_sessions_free_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_SESSIONS", 2)
     tombstones = Tombstones()
@@ -45,7 +45,7 @@ def test_forgotten_sessions_free_their_bytes(monkeypatch):
     assert len(tombstones) == 2
 
 
-def test_too_large_result_is_not_kept(monkeypatch):
+def test_too_large_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones_module, "MAX_REMEMBERED_BYTES", 1000)
     tombstones = Tombstones()
     tombstones.remember("a", CLOSED, make_result(2000))
@@ -64,7 +64,7 @@ class _Says:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_kept_result_needs_about_its_size_in_memory():
+def test_kept_result_needs_about_its_size_in_memory() -> None:
     transition = Transition(Observation(), info={"seen": "x" * 200})
     initial_bytes = resident_bytes()
     kept = [encode_transition(transition, _Says(), step_index) for step_index in range(10_000)]

@@ -49,7 +49,7 @@ class ListeningEnv(CountingEnv):
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_the_servers_spans_continue_the_callers(factory, spans):
+async def test_the_servers_spans_continue_the_callers(factory, spans) -> None:
     async with grpc_served(factory) as server, await AsyncEnvClient.connect(server.address) as c:
         with trace.get_tracer("test").start_as_current_span("episode") as span:
             session, _ = await c.open()
@@ -71,7 +71,7 @@ async def test_the_servers_spans_continue_the_callers(factory, spans):
         assert traces.kind is trace.SpanKind.SERVER
 
 
-async def test_a_request_id_reaches_the_environment():
+async def test_a_request_id_reaches_the_environment() -> None:
     async with (
         grpc_served(ListeningEnv) as server,
         await AsyncEnvClient.connect(server.address) as client,
@@ -83,7 +83,7 @@ async def test_a_request_id_reaches_the_environment():
     assert SEEN_REQUEST_IDS == ["r-1", ""]
 
 
-async def test_sync_client_sends_the_context_of_its_caller():
+async def test_sync_client_sends_the_context_of_its_caller() -> None:
     def step(address: str) -> None:
         with EnvClient.connect(address) as client:
             session, _ = client.open()
@@ -96,7 +96,7 @@ async def test_sync_client_sends_the_context_of_its_caller():
     assert SEEN_REQUEST_IDS == ["r-4", ""]
 
 
-async def test_concurrent_calls_keep_their_request_ids():
+async def test_concurrent_calls_keep_their_request_ids() -> None:
     async def step(session, name):
         with request_id(name):
             await session.step({"add": 1})
@@ -110,7 +110,7 @@ async def test_concurrent_calls_keep_their_request_ids():
     assert sorted(SEEN_REQUEST_IDS) == [f"r-{n}" for n in range(8)]
 
 
-async def test_http_calls_carry_headers():
+async def test_http_calls_carry_headers() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:
             with request_id("r-2"), trace.get_tracer("test").start_as_current_span("episode"):
@@ -119,26 +119,26 @@ async def test_http_calls_carry_headers():
     assert counter.headers[0]["traceparent"].startswith("00-")
 
 
-async def test_traced_episode_over_websocket():
+async def test_traced_episode_over_websocket() -> None:
     async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
         with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0
 
 
-async def test_untraced_call_has_no_overhead():
+async def test_untraced_call_has_no_overhead() -> None:
     assert not is_traced()
     assert trace_headers() == {}
     per_check_s = timeit.timeit(is_traced, timer=time.thread_time, number=20_000) / 20_000
     assert per_check_s < 5e-6
 
 
-async def test_a_request_id_cannot_smuggle_headers_or_log_lines():
+async def test_a_request_id_cannot_smuggle_headers_or_log_lines() -> None:
     with request_id("r-5\r\nauthorization: x\u00e9"):
         assert current_request_id() == "r-5authorization:x"
 
 
-async def test_malformed_trace_context_is_ignored(spans):
+async def test_malformed_trace_context_is_ignored(spans) -> None:
     with server_span("step", "not a traceparent", "x" * 1000):
         assert len(current_request_id()) == MAX_REQUEST_ID_CHARS
     [span] = spans.get_finished_spans()

@@ -121,7 +121,7 @@ async def plays(client: AsyncEnvClient) -> bool:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_path: Path):
+async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_path: Path) -> None:
     async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
             outcomes = await collect_codes(server, client, deed)
@@ -136,7 +136,9 @@ async def test_deed_that_ends_a_worker_returns_a_code(host: str, wire: str, tmp_
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_worker_that_ends_during_build_fails_the_open(host: str, wire: str, tmp_path: Path):
+async def test_worker_that_ends_during_build_fails_the_open(
+    host: str, wire: str, tmp_path: Path
+) -> None:
     async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed, code in CODES.items():
             await workers_ready(server)
@@ -153,7 +155,7 @@ async def test_worker_that_ends_during_build_fails_the_open(host: str, wire: str
 
 
 @pytest.mark.parametrize("host", WORKER_HOSTS)
-async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path):
+async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path) -> None:
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
     async with (
         open_server(host, tmp_path) as server,
@@ -167,7 +169,7 @@ async def test_http_and_mcp_return_the_same_code(host: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path):
+async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path) -> None:
     with server_process(tmp_path, "--unruly") as server:
         address = server_address(server, wire)
         async with await AsyncEnvClient.connect(
@@ -180,7 +182,7 @@ async def test_inline_exit_ends_the_server(wire: str, tmp_path: Path):
         assert await asyncio.to_thread(server.process.wait) == 7
 
 
-async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path):
+async def test_server_with_dying_workers_reports_and_recovers(tmp_path: Path) -> None:
     factory, options = factory_in(tmp_path, "pool")
     async with (
         running(factory, **options) as server,

@@ -115,7 +115,9 @@ def expected_outcome(phase: Phase, deed: str, wire: str) -> tuple[str, str, bool
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_misbehavior_is_an_error_of_its_session_only(host: str, wire: str, tmp_path: Path):
+async def test_misbehavior_is_an_error_of_its_session_only(
+    host: str, wire: str, tmp_path: Path
+) -> None:
     factory, options = factory_in(tmp_path, host)
     async with running(factory, **options) as server:
         address = server_address(server, wire)
@@ -131,7 +133,9 @@ async def test_misbehavior_is_an_error_of_its_session_only(host: str, wire: str,
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("host", HOSTS)
-async def test_failed_build_is_an_error_of_the_open_only(host: str, wire: str, tmp_path: Path):
+async def test_failed_build_is_an_error_of_the_open_only(
+    host: str, wire: str, tmp_path: Path
+) -> None:
     factory, options = factory_in(tmp_path, host)
     outcome = {}
     async with (
@@ -174,7 +178,7 @@ async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, An
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
-async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_path: Path):
+async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_path: Path) -> None:
     factory, options = factory_in(tmp_path, host)
     async with (
         running(factory, **options) as server,
@@ -188,7 +192,7 @@ async def test_misbehavior_has_the_same_code_over_http_and_mcp(host: str, tmp_pa
 
 
 @pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
-async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: Path):
+async def test_call_of_a_disconnected_caller_is_cancelled(host: str, tmp_path: Path) -> None:
     factory, options = factory_in(tmp_path, host)
     async with (
         running(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,

@@ -15,7 +15,7 @@ from tests.env.served import running
 pytestmark = pytest.mark.slow
 
 
-async def test_exit_reason_is_reported_even_if_the_report_is_late():
+async def test_exit_reason_is_reported_even_if_the_report_is_late() -> None:
     async with running(UnrulyEnv, isolation="pool", num_workers=1) as server:
         core = server.core
         session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
