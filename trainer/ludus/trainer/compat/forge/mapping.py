@@ -289,7 +289,8 @@ def _model(keys: ForgeKeys, max_tokens: int) -> dict[str, Any]:
         "blackjack_env.model",
         "dataset.model",
     )
-    paths = {key: keys.get(key).removeprefix(_HUB) for key in model_keys if keys.get(key) is not None}
+    values = {key: keys.get(key) for key in model_keys}
+    paths = {key: path.removeprefix(_HUB) for key, path in values.items() if path is not None}
     if len(set(paths.values())) > 1:
         pairs = ", ".join(f"{key} = '{path}'" for key, path in paths.items())
         raise ConfigError(

@@ -1,0 +1,56 @@
+"""The English and the names of the repository follow the rules in AGENTS.md."""
+
+from __future__ import annotations
+
+import pytest
+from prose import EXCEPTIONS, PythonFile, find_all, find_in_markdown
+
+
+def rules_broken(text: str) -> set[tuple[str, str]]:
+    return {(finding.rule, finding.text) for finding in PythonFile("trainer/x.py", text).findings()}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('"""What a run came to."""', "opening"),
+        ('x: int = 1\n"""Of the first one."""', "opening"),
+        ("# Whether it runs.\nx = 1", "opening"),
+        ('def load():\n    """The model."""', "verb"),
+        ('raise_error("nobody has asked for it anew")', "word"),
+        ("one = 1", "name"),
+        ("def path_of(run): ...", "name"),
+        ("def connected(): ...", "name"),
+    ],
+)
+def test_a_broken_rule_is_found(text: str, rule: str) -> None:
+    assert rule in {broken for broken, _ in rules_broken(text)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""A running episode."""',
+        'def load():\n    """Load the model and return it."""',
+        '@property\ndef size(self):\n    """Number of groups."""',
+        "num_groups = 1",
+        "def feed(): ...",
+    ],
+)
+def test_plain_english_passes(text: str) -> None:
+    assert rules_broken(text) == set()
+
+
+def test_code_in_markdown_is_not_prose() -> None:
+    text = "Use `anew`.\n```\nnobody\n```\nNobody does.\n"
+    assert [finding.line for finding in find_in_markdown("docs/x.md", text)] == [5]
+
+
+@pytest.mark.slow
+def test_the_repository_follows_the_rules() -> None:
+    findings = find_all()
+    assert [str(finding) for finding in findings[:40]] == []
+
+
+def test_exceptions_are_few() -> None:
+    assert len(EXCEPTIONS) <= 40
