@@ -72,7 +72,7 @@ def test_a_row_that_is_no_comparison_ends_with_2_and_its_number(
     arguments = ["--model", str(made / "model"), "--data", str(data)]
     result = ludus("train-reward", *arguments, "--dry-run")
     assert result.code == 2
-    assert "preferences.jsonl, row 2: expected columns prompt, chosen, rejected" in result.err
+    assert "preferences.jsonl, row 2: the row needs columns prompt, chosen, rejected" in result.err
     assert "Traceback" not in result.err
 
 

@@ -39,7 +39,7 @@ def test_dry_run_checks_the_data_and_writes_nothing(
     gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_reward(gpt2_path, preferences, tmp_path / "rm", dry_run=True) is None
-    assert "51 comparisons to train on, 13 held out" in capsys.readouterr().err
+    assert "51 training comparisons, 13 held out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"epochs: .*greater than or equal to 1, got 0"):
         train_reward(gpt2_path, preferences, tmp_path / "rm", epochs=0)

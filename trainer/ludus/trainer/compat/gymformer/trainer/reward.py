@@ -85,7 +85,7 @@ def _trained(config: RewardModelConfig, resume_checkpoint: str | Path | None) ->
 
 def _look_at(config: RewardModelConfig) -> None:
     num_train, num_test = check_training(config, overwrite=True)
-    _say(f"{num_train} comparisons to train on, {num_test} held out; nothing was written")
+    _say(f"{num_train} training comparisons, {num_test} held out; nothing was written")
 
 
 def _tell(progress: RewardModelProgress) -> None:
