@@ -11,8 +11,8 @@ import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
 
-from ludus.env.adapters.gymnasium.spaces import codec_of, json_safe
-from ludus.env.adapters.gymnasium.text import without_colours
+from ludus.env.adapters.gymnasium.spaces import make_codec, json_safe
+from ludus.env.adapters.gymnasium.text import replace_colors
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import decode_action
@@ -138,7 +138,7 @@ def test_every_kind_of_space_is_taken_and_shown(space):
     check_environment(factory, num_steps=4, seeds=range(6)).raise_if_failed()
     environment = factory()
     environment.reset(seed=1)
-    codec = codec_of(SPACES[space], "action")
+    codec = make_codec(SPACES[space], "action")
     SPACES[space].seed(3)
     element = SPACES[space].sample()
     told = codec.encode(element, {})
@@ -320,7 +320,7 @@ def test_the_drawn_board_is_shown_with_the_player_marked():
     assert observation.rendered.splitlines()[0] == "[S]FFF"
     content = environment.text_renderer.render(observation, first=False)[0]["content"]
     assert content.startswith("[S]FFF")
-    taxi = without_colours("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
+    taxi = replace_colors("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
     assert taxi == "[passenger R]|[ ]"
 
 
@@ -381,7 +381,7 @@ def test_a_server_of_it_keeps_the_rules_of_the_wire():
     ("options", "said"),
     [
         ({"is_slipery": False}, "unexpected keyword argument"),
-        ({"desc": {1, 2}}, "expected options that are JSON"),
+        ({"desc": {1, 2}}, "options must be JSON"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, said):
@@ -401,5 +401,5 @@ def test_a_module_before_the_id_is_imported_first(tmp_path, monkeypatch):
 
 
 def test_a_space_without_a_json_form_is_refused():
-    with pytest.raises(ConfigError, match="expected spaces out of Discrete, Box"):
-        codec_of(spaces.Graph(spaces.Discrete(2), None), "observation")
+    with pytest.raises(ConfigError, match="use one of Discrete, Box"):
+        make_codec(spaces.Graph(spaces.Discrete(2), None), "observation")

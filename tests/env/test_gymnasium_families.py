@@ -11,7 +11,7 @@ import orjson
 import pytest
 from gymnasium import spaces
 
-from ludus.env.adapters.gymnasium.known import KNOWN, Play, known_of
+from ludus.env.adapters.gymnasium.guides import GUIDES, Guide, find_guide
 from ludus.env.adapters.gymnasium.pictures import picture_rows
 from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer
 from ludus.env.contract.determinism import is_deterministic
@@ -126,8 +126,8 @@ def test_a_digit_is_the_mean_brightness_of_its_part():
 @pytest.mark.parametrize(
     ("target", "num_columns", "said"),
     [
-        ("ludus-families/PictureEnv-v0", 41, "from 1 to the picture's 40, got 41"),
-        ("ludus-families/PictureEnv-v0", "many", "from 1 to the picture's 40, got 'many'"),
+        ("ludus-families/PictureEnv-v0", 41, "must be 1 to 40, the picture's width, got 41"),
+        ("ludus-families/PictureEnv-v0", "many", "must be 1 to 40, the picture's width, got 'many'"),
         ("CartPole-v1", 8, "pictures of height x width"),
     ],
 )
@@ -183,9 +183,9 @@ IDS = {
 @pytest.mark.parametrize("env_id", IDS)
 def test_all_numbers_of_a_known_environment_have_names(env_id):
     num_numbers, action_shape = IDS[env_id]
-    known = KNOWN[env_id.rpartition("-")[0]]
+    known = GUIDES[env_id.rpartition("-")[0]]
     assert known.instructions
-    assert len(known.names_of(num_numbers)) == min(num_numbers, len(known.numbers)) > 0
+    assert len(known.number_names(num_numbers)) == min(num_numbers, len(known.numbers)) > 0
     assert len(set(known.numbers)) == len(known.numbers)
     assert len(known.controls) == (action_shape[0] if action_shape else 0)
 
@@ -226,7 +226,7 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none():
     class Seen(Observation):
         observation: list[float]
 
-    play = Play(numbers=("height", "speed"), num_numbers=4)
+    play = Guide(numbers=("height", "speed"), num_numbers=4)
     renderer = GymnasiumRenderer("Own-v0", Action, None, 0, play)
 
     def shown(*numbers):
@@ -239,8 +239,8 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none():
 
 def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not():
     for name in ("MiniGrid-Empty-5x5", "BabyAI-GoToRedBall"):
-        assert known_of(name).names[:3] == ("LEFT", "RIGHT", "FORWARD")
-    assert known_of("Ant-Own") == Play()
+        assert find_guide(name).names[:3] == ("LEFT", "RIGHT", "FORWARD")
+    assert find_guide("Ant-Own") == Guide()
 
 
 def test_a_space_of_its_own_kind_is_text_where_its_samples_are():
@@ -260,7 +260,7 @@ def test_many_actions_are_told_by_their_range():
     assert "Answer with one of: the numbers from 3 to 50259." in message["content"]
     assert len(message["content"]) < 500
     fields = environment.observation_type.model_json_schema()["properties"]
-    assert "out of 3 to 50259" in fields["num_legal_actions"]["description"]
+    assert "from 3 to 50259" in fields["num_legal_actions"]["description"]
     action = environment.text_renderer.parse("50259", first)
     with pytest.raises(ActionParseError) as refused:
         environment.text_renderer.parse("2", first)
@@ -299,4 +299,4 @@ def test_a_missing_library_is_a_sentence_that_says_what_to_install(tmp_path, mon
 
 def test_an_environment_too_slow_to_be_tried_is_told_the_way_out(caplog):
     assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)
-    assert "if it is, serve with --deterministic" in caplog.text
+    assert "serve it with --deterministic" in caplog.text

@@ -1,4 +1,4 @@
-"""Other people's environments as ours: Gymnasium's and OpenEnv's."""
+"""Adapters for the environments of Gymnasium and OpenEnv."""
 
 GYMNASIUM = "gymnasium"
 OPENENV = "openenv"

@@ -1,1 +1,1 @@
-"""Gymnasium's environments as ours: spaces as types, numbers and pictures as text."""
+"""Gymnasium environments as Ludus environments: spaces as types, numbers and pictures as text."""

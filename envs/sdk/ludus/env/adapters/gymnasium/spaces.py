@@ -1,12 +1,12 @@
-"""Gymnasium's spaces as JSON: the type of a field, and values both ways.
+"""Conversion of Gymnasium's spaces and their elements to JSON.
 
-    space --codec_of--> SpaceCodec: annotation (what pydantic checks and the schema says),
-                                    decode (JSON to an element), encode (an element to JSON)
+    space --make_codec--> SpaceCodec: annotation (for pydantic and the schema),
+                                      decode (JSON to an element), encode (an element to JSON)
 
-Boxes with more than `MAX_LISTED_ELEMENTS` elements, such as images, are no JSON: their
-field is null, and the array travels beside the observation under the field's path. Where a
-client knows nothing of such arrays, the field is an object with shape, dtype and data.
-A kind of space that is not Gymnasium's own is text where its samples are.
+Boxes with more than `MAX_LISTED_ELEMENTS` elements, such as images, are not JSON. Their field is
+null, and the array is sent separately under the field's path. For clients without support for
+separate arrays, the field is an object with shape, dtype and data. A custom kind of space is text
+if its samples are text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, IllegalActionError
 
 MAX_LISTED_ELEMENTS = 1024
-"""Larger boxes travel as tensors."""
+"""Maximum number of elements of a box in JSON; larger boxes are tensors."""
 _MAX_SEPARATE_BOUNDS = 64
 _MAX_REPR = 200
 
@@ -37,7 +37,7 @@ class _Tensor(TypedDict):
     dtype: str
     shape: list[int]
     data: str
-    """Its bytes in C order, little endian, in base64."""
+    """Bytes in C order, little endian, in base64."""
 
 
 AnySpace = spaces.Space[Any]
@@ -45,25 +45,25 @@ AnySpace = spaces.Space[Any]
 
 @dataclass(frozen=True, slots=True)
 class SpaceCodec:
-    """How the elements of one space are written as JSON."""
+    """A converter between the elements of one space and JSON."""
 
     annotation: Any
     decode: Callable[[Any], Any]
-    """An element of what JSON gave; whether it lies in the space is for the space to say."""
+    """Converts JSON to an element, without checking that the space contains the element."""
     encode: Callable[[Any, Tensors], Any]
-    """JSON of an element; what is too large for it is put into the tensors."""
+    """Converts an element to JSON, and adds arrays that are too large for JSON to the tensors."""
     is_tensor: bool = False
-    """True where nothing of an element is in the JSON."""
+    """True if the JSON contains no part of an element."""
 
 
-def codec_of(space: AnySpace, path: str) -> SpaceCodec:
-    """How the space's elements are written.
+def make_codec(space: AnySpace, path: str) -> SpaceCodec:
+    """Return the codec of a space.
 
     Args:
-        path: the field's name; tensors are called so.
+        path: name of the field, and of its tensor.
 
     Raises:
-        ConfigError: a kind of space that has no JSON form here.
+        ConfigError: the kind of space is not supported.
     """
     for kind, make in _CODECS.items():
         if isinstance(space, kind):
@@ -71,21 +71,21 @@ def codec_of(space: AnySpace, path: str) -> SpaceCodec:
     if _is_text(space):
         return SpaceCodec(str, str, lambda element, tensors: str(element))
     raise ConfigError(
-        f"expected spaces out of {', '.join(kind.__name__ for kind in _CODECS)}, or of text, got"
-        f" {space} for"
-        f" '{path}'; wrap the environment so that it has one of these"
+        f"unsupported space {space} for '{path}'; use one of"
+        f" {', '.join(kind.__name__ for kind in _CODECS)} or a space of text, or wrap the"
+        " environment so that it has one of them"
     )
 
 
 def _is_text(space: AnySpace) -> bool:
     try:
         return isinstance(space.sample(), str)
-    except Exception:  # noqa: BLE001 - foreign code: then it is no text that could be had
+    except Exception:  # noqa: BLE001 - third-party code may raise anything
         return False
 
 
 def json_safe(value: Any) -> Any:
-    """The value as plain JSON; what has no JSON form becomes its (short) text."""
+    """Convert a value to plain JSON; a value without a JSON form becomes a short text."""
     if isinstance(value, np.ndarray) and value.size > MAX_LISTED_ELEMENTS:
         return f"array of shape {value.shape}, {value.dtype}"
     if isinstance(value, np.ndarray | np.generic):
@@ -99,7 +99,7 @@ def json_safe(value: Any) -> Any:
     return repr(value)[:_MAX_REPR]
 
 
-def _discrete(space: spaces.Discrete, path: str) -> SpaceCodec:
+def _discrete_codec(space: spaces.Discrete, path: str) -> SpaceCodec:
     first, last = int(space.start), int(space.start + space.n - 1)
     return SpaceCodec(
         Annotated[int, Field(ge=first, le=last)],
@@ -108,60 +108,62 @@ def _discrete(space: spaces.Discrete, path: str) -> SpaceCodec:
     )
 
 
-def _box(space: spaces.Box, path: str) -> SpaceCodec:
+def _box_codec(space: spaces.Box, path: str) -> SpaceCodec:
     if int(np.prod(space.shape)) > MAX_LISTED_ELEMENTS:
-        return _tensor(space, path)
+        return _tensor_codec(space, path)
     kind = int if np.issubdtype(space.dtype, np.integer) else float
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    return _listed(space, kind, low, high)
+    return _list_codec(space, kind, low, high)
 
 
-def _tensor(space: spaces.Box, path: str) -> SpaceCodec:
-    said = f"beside the JSON: tensor '{path}', {space.dtype}, shape {list(space.shape)}"
+def _tensor_codec(space: spaces.Box, path: str) -> SpaceCodec:
+    description = f"separate tensor '{path}', {space.dtype}, shape {list(space.shape)}"
 
     def encode(element: Any, tensors: Tensors) -> None:
         tensors[path] = np.asarray(element, dtype=space.dtype)
 
     def refuse(value: Any) -> Any:
-        raise IllegalActionError(f"expected no value for {space}, which is too large for JSON")
+        raise IllegalActionError(f"a value for {space} is too large for JSON")
 
-    annotation = Annotated[_Tensor | None, Field(description=said)]
+    annotation = Annotated[_Tensor | None, Field(description=description)]
     return SpaceCodec(annotation, refuse, encode, is_tensor=True)
 
 
-def _multi_discrete(space: spaces.MultiDiscrete, path: str) -> SpaceCodec:
+def _multi_discrete_codec(space: spaces.MultiDiscrete, path: str) -> SpaceCodec:
     start = np.asarray(space.start, dtype=np.float64)
-    return _listed(space, int, start, start + np.asarray(space.nvec, dtype=np.float64) - 1)
+    return _list_codec(space, int, start, start + np.asarray(space.nvec, dtype=np.float64) - 1)
 
 
-def _multi_binary(space: spaces.MultiBinary, path: str) -> SpaceCodec:
+def _multi_binary_codec(space: spaces.MultiBinary, path: str) -> SpaceCodec:
     zeros = np.zeros(space.shape)
-    return _listed(space, int, zeros, zeros + 1)
+    return _list_codec(space, int, zeros, zeros + 1)
 
 
-def _listed(
+def _list_codec(
     space: spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary,
     kind: type[int] | type[float],
     low: np.ndarray,
     high: np.ndarray,
 ) -> SpaceCodec:
-    """Numbers in nested lists of the space's shape."""
+    """Return the codec for numbers in nested lists with the space's shape."""
 
-    def bounded(lowest: float, highest: float) -> Any:
+    def make_bounded(minimum: float, maximum: float) -> Any:
         bounds: JsonObject = {"allow_inf_nan": False} if kind is float else {}
-        if np.isfinite(lowest):
-            bounds["ge"] = kind(lowest)
-        if np.isfinite(highest):
-            bounds["le"] = kind(highest)
+        if np.isfinite(minimum):
+            bounds["ge"] = kind(minimum)
+        if np.isfinite(maximum):
+            bounds["le"] = kind(maximum)
         return Annotated[kind, Field(**bounds)]
 
     annotation: Any
-    are_alike = low.size == 0 or (np.ptp(_finite(low)) == 0 and np.ptp(_finite(high)) == 0)
-    if not are_alike and low.ndim == 1 and low.size <= _MAX_SEPARATE_BOUNDS:
-        each = tuple(bounded(*pair) for pair in zip(low, high, strict=True))
-        annotation = tuple.__class_getitem__(each)
+    is_uniform = low.size == 0 or (
+        np.ptp(_limit_bounds(low)) == 0 and np.ptp(_limit_bounds(high)) == 0
+    )
+    if not is_uniform and low.ndim == 1 and low.size <= _MAX_SEPARATE_BOUNDS:
+        types = tuple(make_bounded(*pair) for pair in zip(low, high, strict=True))
+        annotation = tuple.__class_getitem__(types)
     else:
-        annotation = bounded(low.min(), high.max()) if low.size else kind
+        annotation = make_bounded(low.min(), high.max()) if low.size else kind
         for length in reversed(low.shape):
             annotation = Annotated[list[annotation], Field(min_length=length, max_length=length)]
     return SpaceCodec(
@@ -171,18 +173,18 @@ def _listed(
     )
 
 
-def _finite(bounds: np.ndarray) -> np.ndarray:
-    # Infinities differ from themselves when subtracted.
+def _limit_bounds(bounds: np.ndarray) -> np.ndarray:
+    # The difference of two infinities is NaN.
     return np.nan_to_num(bounds, posinf=1e300, neginf=-1e300) / 2
 
 
-def _text(space: spaces.Text, path: str) -> SpaceCodec:
+def _text_codec(space: spaces.Text, path: str) -> SpaceCodec:
     limits = Field(min_length=space.min_length, max_length=space.max_length)
     return SpaceCodec(Annotated[str, limits], str, lambda element, tensors: str(element))
 
 
-def _tuple(space: spaces.Tuple, path: str) -> SpaceCodec:
-    codecs = [codec_of(part, f"{path}.{index}") for index, part in enumerate(space.spaces)]
+def _tuple_codec(space: spaces.Tuple, path: str) -> SpaceCodec:
+    codecs = [make_codec(part, f"{path}.{index}") for index, part in enumerate(space.spaces)]
     return SpaceCodec(
         tuple.__class_getitem__(tuple(codec.annotation for codec in codecs)),
         lambda value: tuple(c.decode(v) for c, v in zip(codecs, value, strict=True)),
@@ -192,8 +194,8 @@ def _tuple(space: spaces.Tuple, path: str) -> SpaceCodec:
     )
 
 
-def _dict(space: spaces.Dict, path: str) -> SpaceCodec:
-    codecs = {str(name): codec_of(part, f"{path}.{name}") for name, part in space.spaces.items()}
+def _dict_codec(space: spaces.Dict, path: str) -> SpaceCodec:
+    codecs = {str(name): make_codec(part, f"{path}.{name}") for name, part in space.spaces.items()}
     fields = TypedDict(  # type: ignore[operator, misc]
         f"{path.rpartition('.')[2].title()}Fields",
         {name: codec.annotation for name, codec in codecs.items()},
@@ -207,8 +209,8 @@ def _dict(space: spaces.Dict, path: str) -> SpaceCodec:
     )
 
 
-def _sequence(space: spaces.Sequence, path: str) -> SpaceCodec:
-    codec = codec_of(space.feature_space, path)
+def _sequence_codec(space: spaces.Sequence, path: str) -> SpaceCodec:
+    codec = make_codec(space.feature_space, path)
     return SpaceCodec(
         list[codec.annotation],  # type: ignore[name-defined]
         lambda value: tuple(codec.decode(item) for item in value),
@@ -217,12 +219,12 @@ def _sequence(space: spaces.Sequence, path: str) -> SpaceCodec:
 
 
 _CODECS: dict[type[AnySpace], Callable[[Any, str], SpaceCodec]] = {
-    spaces.Discrete: _discrete,
-    spaces.Box: _box,
-    spaces.MultiDiscrete: _multi_discrete,
-    spaces.MultiBinary: _multi_binary,
-    spaces.Text: _text,
-    spaces.Tuple: _tuple,
-    spaces.Dict: _dict,
-    spaces.Sequence: _sequence,
+    spaces.Discrete: _discrete_codec,
+    spaces.Box: _box_codec,
+    spaces.MultiDiscrete: _multi_discrete_codec,
+    spaces.MultiBinary: _multi_binary_codec,
+    spaces.Text: _text_codec,
+    spaces.Tuple: _tuple_codec,
+    spaces.Dict: _dict_codec,
+    spaces.Sequence: _sequence_codec,
 }

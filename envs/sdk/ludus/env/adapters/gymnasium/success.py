@@ -1,11 +1,11 @@
-"""Whether an episode of a Gymnasium environment succeeded, as the first of these says that can.
+"""The success of an episode of a Gymnasium environment, from the first available source.
 
-    info["is_success"]     of the last step, the custom of robotics environments
-    a goal known here      GOALS
-    spec.reward_threshold  a return at which Gymnasium calls the task solved
+    info["is_success"]     value of the last step, a convention of robotics environments
+    GOALS                  goals of well-known environments
+    spec.reward_threshold  return from which Gymnasium considers the task solved
 
-The threshold is meant for the mean of many episodes; here each episode is held to it. Where none
-of them says anything, nothing is known but the return.
+Gymnasium defines the threshold for the mean of many episodes. Here, it applies to each episode.
+Without any of these sources, the success is unknown.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ import numpy as np
 from ludus.env.types import JsonObject
 
 _TOLERANCE = 1e-9
-"""What the rewards of an episode may lose in being added up."""
+"""Tolerance for rounding errors in the sum of an episode's rewards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """An episode's end."""
+class FinalStep:
+    """The final step of an episode."""
 
     environment: gymnasium.Env[Any, Any]
     terminated: bool
     reward: float
-    """Of the last step."""
+    """Reward of the final step."""
     episode_return: float
     info: JsonObject
 
 
-def _is_over_at_the_goal(ending: Ending) -> bool:
-    """For environments that only the goal terminates."""
-    return ending.terminated
+def _is_terminated(step: FinalStep) -> bool:
+    """Return the success in environments that terminate only at the goal."""
+    return step.terminated
 
 
-def _stands_on_the_goal(ending: Ending) -> bool:
-    lake: Any = ending.environment.unwrapped
+def _is_on_goal(step: FinalStep) -> bool:
+    lake: Any = step.environment.unwrapped
     return bool(lake.desc.flat[lake.s] == b"G")
 
 
-def _is_won(ending: Ending) -> bool:
-    return ending.reward > 0
+def _is_won(step: FinalStep) -> bool:
+    return step.reward > 0
 
 
-GOALS: dict[str, Callable[[Ending], bool]] = {
-    "FrozenLake": _stands_on_the_goal,
-    "FrozenLake8x8": _stands_on_the_goal,
-    "Taxi": _is_over_at_the_goal,
-    "CliffWalking": _is_over_at_the_goal,
-    "MountainCar": _is_over_at_the_goal,
-    "MountainCarContinuous": _is_over_at_the_goal,
-    "Acrobot": _is_over_at_the_goal,
+GOALS: dict[str, Callable[[FinalStep], bool]] = {
+    "FrozenLake": _is_on_goal,
+    "FrozenLake8x8": _is_on_goal,
+    "Taxi": _is_terminated,
+    "CliffWalking": _is_terminated,
+    "MountainCar": _is_terminated,
+    "MountainCarContinuous": _is_terminated,
+    "Acrobot": _is_terminated,
     "Blackjack": _is_won,
 }
-"""By the environment's name without version."""
+"""Success criteria by the environment's name without version."""
 
 
-def success_of(ending: Ending) -> bool | None:
-    """Whether the episode succeeded; None where nothing says so."""
-    said = ending.info.get("is_success")
-    if isinstance(said, bool | int | float | np.bool_ | np.number):
-        return bool(said)
-    spec = ending.environment.spec
+def find_success(step: FinalStep) -> bool | None:
+    """Return whether the episode succeeded, or None if that is unknown."""
+    success = step.info.get("is_success")
+    if isinstance(success, bool | int | float | np.bool_ | np.number):
+        return bool(success)
+    spec = step.environment.spec
     if spec is None:
         return None
     if spec.namespace is None and spec.name in GOALS:
-        return GOALS[spec.name](ending)
+        return GOALS[spec.name](step)
     if spec.reward_threshold is None:
         return None
-    return ending.episode_return >= spec.reward_threshold - _TOLERANCE
+    return step.episode_return >= spec.reward_threshold - _TOLERANCE

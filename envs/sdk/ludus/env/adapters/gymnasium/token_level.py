@@ -1,13 +1,13 @@
-"""Gymnasium's token-level environments as ours: a whole answer of a language model is one step.
+"""Adapter for Gymnasium's token-level environments: one step takes a complete response.
 
-    Discrete(vocabulary) actions, Sequence(Discrete) observations: a step there is a token
+    Discrete(vocabulary) actions, Sequence(Discrete) observations: one token per Gymnasium step
 
-    {"token_ids": [41, 7, 9, 2]} --one token after the other--> rewards [0, 0, 1], the rest unread
-                                                                since the episode has ended
+    {"token_ids": [41, 7, 9, 2]} --one token after another--> rewards [0, 0, 1]; the last token is
+                                                              unused, as the episode has ended
 
-The observation holds all tokens so far and a reward for each token that was taken. Tokens are
-taken until the episode ends, or until the environment shows anything but the tokens that it was
-given: what follows was then chosen without having seen that.
+The observation contains all tokens until now and a reward for each used token. Tokens are used
+until the episode ends, or until the environment adds other tokens, because the later tokens of the
+response were then sampled without seeing them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ludus.env.adapters.gymnasium.environment import (
     make_gymnasium,
 )
 from ludus.env.adapters.gymnasium.spaces import json_safe
-from ludus.env.adapters.gymnasium.success import Ending, success_of
+from ludus.env.adapters.gymnasium.success import FinalStep, find_success
 from ludus.env.environment import Environment
 from ludus.env.types import Action, JsonObject, Observation, Transition
 from ludus.proto.errors import (
@@ -44,31 +44,31 @@ _SEED_BITS = 32
 
 
 class TokenAnswer(Action):
-    """What a language model says."""
+    """A response of a language model."""
 
     token_ids: Annotated[list[int], Field(min_length=1)]
 
 
 class TokenObservation(Observation):
-    """What a language model has seen and said."""
+    """The tokens of the prompt and of the responses."""
 
     token_ids: list[int]
-    """All of it, from the first token on."""
+    """All tokens of the episode."""
     rewards: list[float]
-    """One for each token of the answer that was taken; empty after a reset."""
+    """Reward for each used token of the response; empty after a reset."""
 
 
 class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, GymnasiumState]):
-    """A Gymnasium environment whose actions are tokens, an answer at a time.
+    """A Gymnasium environment whose actions are tokens, with one step per response.
 
     Args:
-        env_id: that `gymnasium.make` knows, also as `module:id`.
-        entry_point: "module:Class" of an id that this process may not know yet.
-        import_from: a folder in which its module is found.
+        env_id: id for `gymnasium.make`, or `module:id`.
+        entry_point: "module:Class" for an id that this process may not have registered.
+        import_from: folder that contains the module.
         options: keyword arguments of `gymnasium.make`.
 
     Raises:
-        ConfigError: it cannot be made, or its spaces are not those of tokens.
+        ConfigError: the environment cannot be created, or its spaces do not contain tokens.
     """
 
     action_type = TokenAnswer
@@ -93,57 +93,57 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
             _register(env_id, entry_point)
         self._key = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
         self._gymnasium = _idle.take(self._key) or make_gymnasium(env_id, options)
-        self._num_tokens = num_tokens_of(self._gymnasium)
-        self._seen: list[int] = []
+        self._num_tokens = count_tokens(self._gymnasium)
+        self._token_ids: list[int] = []
         self._is_playing = False
-        self._is_sound = True
+        self._is_reusable = True
         self._state = GymnasiumState()
 
     @property
     def options(self) -> JsonObject:
-        """What it was built with."""
+        """The arguments of the constructor."""
         return dict(self._options)
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[TokenObservation]:
-        """The first tokens, which the environment chose; options are Gymnasium's `options`."""
-        if seed is None:  # Gymnasium would continue with the last episode's generator
+        """Return the environment's first tokens; `options` are passed to Gymnasium."""
+        if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
             seed = secrets.randbits(_SEED_BITS)
-        self._is_playing, self._is_sound = False, False
+        self._is_playing, self._is_reusable = False, False
         element, info = self._gymnasium.reset(seed=seed, options=options or None)
-        self._is_playing, self._is_sound = True, True
+        self._is_playing, self._is_reusable = True, True
         self._state = GymnasiumState()
-        self._seen = _listed(element)
-        observation = TokenObservation(token_ids=self._seen, rewards=[])
+        self._token_ids = _to_token_ids(element)
+        observation = TokenObservation(token_ids=self._token_ids, rewards=[])
         return Transition(observation, info=json_safe(info))
 
     def step(self, action: TokenAnswer) -> Transition[TokenObservation]:
-        """What the answer led to; its rewards add up.
+        """Take a response, and return the result with the sum of its rewards.
 
         Raises:
-            IllegalActionError: a token is none of the vocabulary.
+            IllegalActionError: a token is not in the vocabulary.
         """
         self._check(action.token_ids)
         rewards: list[float] = []
         terminated = truncated = False
         info: JsonObject = {}
-        self._is_sound = False
+        self._is_reusable = False
         for token_id in action.token_ids:
-            expected = [*self._seen, token_id]
+            expected = [*self._token_ids, token_id]
             element, reward, terminated, truncated, info = self._gymnasium.step(token_id)
             rewards.append(float(reward))
-            self._seen = _listed(element)
-            if terminated or truncated or self._seen != expected:
+            self._token_ids = _to_token_ids(element)
+            if terminated or truncated or self._token_ids != expected:
                 break
-        self._is_sound = True
+        self._is_reusable = True
         self._is_playing = not (terminated or truncated)
         self._state.step_count += 1
         self._state.episode_return += sum(rewards)
         success = None
         if not self._is_playing:
             total = self._state.episode_return
-            success = success_of(Ending(self._gymnasium, terminated, rewards[-1], total, info))
+            success = find_success(FinalStep(self._gymnasium, terminated, rewards[-1], total, info))
         return Transition(
-            TokenObservation(token_ids=self._seen, rewards=rewards),
+            TokenObservation(token_ids=self._token_ids, rewards=rewards),
             sum(rewards),
             bool(terminated),
             bool(truncated),
@@ -153,78 +153,79 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
 
     @property
     def state(self) -> GymnasiumState:
-        """Answers and return so far."""
+        """The number of responses and the return until now."""
         return self._state
 
     def close(self) -> None:
-        """Leave the environment to the next session: it may have loaded a tokenizer or a model."""
-        if self._is_sound:
-            _idle.give(self._key, self._gymnasium)
+        """Keep the environment for the next session, as it may have loaded a model."""
+        if self._is_reusable:
+            _idle.add(self._key, self._gymnasium)
         else:
             self._gymnasium.close()
 
     def _check(self, token_ids: list[int]) -> None:
         if not self._is_playing:
             raise EpisodeStateError(
-                "expected a running episode, got a step before or after one; call reset",
+                "a step needs a running episode; call reset",
                 ErrorCode.EPISODE_OVER,
             )
         unknown = [token_id for token_id in token_ids if not 0 <= token_id < self._num_tokens]
         if unknown:
             raise IllegalActionError(
-                f"expected tokens from 0 to {self._num_tokens - 1}, got {unknown[0]}; a model with "
-                "more embeddings than its tokenizer has tokens may say some that do not exist"
+                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown[0]}; a model with more"
+                " embeddings than its tokenizer has tokens can sample tokens that do not exist"
             )
 
 
-def num_tokens_of(environment: AnyGymnasium) -> int:
-    """How many tokens there are, in an environment whose actions are tokens.
+def count_tokens(environment: AnyGymnasium) -> int:
+    """Return the number of tokens in an environment whose actions are tokens.
 
     Raises:
-        ConfigError: its actions are none, or it does not show them as a sequence.
+        ConfigError: its actions are not tokens, or its observations are not sequences of tokens.
     """
-    actions, shown = environment.action_space, environment.observation_space
-    is_sequence = isinstance(shown, spaces.Sequence) and isinstance(
-        shown.feature_space, spaces.Discrete
+    actions, observations = environment.action_space, environment.observation_space
+    is_sequence = isinstance(observations, spaces.Sequence) and isinstance(
+        observations.feature_space, spaces.Discrete
     )
     if not isinstance(actions, spaces.Discrete) or actions.start != 0 or not is_sequence:
         raise ConfigError(
             "expected a token-level environment, with action_space = Discrete(len(tokenizer)) and "
-            f"observation_space = Sequence(Discrete(len(tokenizer))), got {actions} and {shown}"
+            "observation_space = Sequence(Discrete(len(tokenizer))), got"
+            f" {actions} and {observations}"
         )
     return int(actions.n)
 
 
-class _Idle:
-    """Environments whose session is over, by what they were made with."""
+class _IdleEnvironments:
+    """Environments whose session is over, by the arguments of their constructor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[bytes, list[AnyGymnasium]] = {}
+        self._environments: dict[bytes, list[AnyGymnasium]] = {}
 
     def take(self, key: bytes) -> AnyGymnasium | None:
-        """One that nobody else has; None where there is none."""
+        """Remove and return an environment, or return None if there is none."""
         with self._lock:
-            waiting = self._waiting.get(key)
-            return waiting.pop() if waiting else None
+            environments = self._environments.get(key)
+            return environments.pop() if environments else None
 
-    def give(self, key: bytes, environment: AnyGymnasium) -> None:
-        """Keep it for the next session."""
+    def add(self, key: bytes, environment: AnyGymnasium) -> None:
+        """Keep an environment for the next session."""
         with self._lock:
-            self._waiting.setdefault(key, []).append(environment)
+            self._environments.setdefault(key, []).append(environment)
 
 
-_idle = _Idle()
+_idle = _IdleEnvironments()
 
 
 def _register(env_id: str, entry_point: str) -> None:
-    """Make the id known to this process, unless it is."""
-    known = gymnasium.registry.get(env_id)
-    if known is None or known.entry_point != entry_point:
+    """Register the id in this process if it is not registered."""
+    spec = gymnasium.registry.get(env_id)
+    if spec is None or spec.entry_point != entry_point:
         gymnasium.register(id=env_id, entry_point=entry_point)
 
 
-def _listed(element: Any) -> list[int]:
-    """[T] token ids, whatever the sequence is made of: numbers, arrays, or a tensor."""
-    listed: list[int] = np.asarray(element, dtype=np.int64).reshape(-1).tolist()
-    return listed
+def _to_token_ids(element: Any) -> list[int]:
+    """Convert a sequence of numbers or arrays, or a tensor, to [T] token ids."""
+    token_ids: list[int] = np.asarray(element, dtype=np.int64).reshape(-1).tolist()
+    return token_ids

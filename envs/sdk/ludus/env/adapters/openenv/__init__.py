@@ -1,1 +1,1 @@
-"""Environments that were written for OpenEnv, as ours."""
+"""Adapter for environments that were written for OpenEnv."""

@@ -1,15 +1,15 @@
-"""An environment that was written for OpenEnv, unchanged, as an `Environment`.
+"""Adapter for unmodified environments of OpenEnv.
 
     openenv:module:Class  --+
-    openenv:module:app    --+--OpenEnvSource--> a class made for it --()--> environment
-    a factory function    --+                                                  |
-                                                    its own thread: every call of the foreign
-                                                    environment, async ones on its event loop
+    openenv:module:app    --+--OpenEnvSource--> a class for the target --()--> environment
+    a factory function    --+                                                    |
+                                              one thread per environment for all calls of the
+                                              foreign environment, with an event loop
 
-Works with OpenEnv 0.1 to 0.10, whose classes it never imports by itself: what an action is,
-the environment's annotations or its application say. Each environment lives in one thread,
-as on OpenEnv's servers, because libraries such as browsers and SQLite ask for that; all
-environments that declare REQUIRES_SINGLE_THREAD_EXECUTOR share one.
+The adapter supports OpenEnv 0.1 to 0.10 without importing OpenEnv: the environment's annotations or
+its application define the type of actions. Each environment runs in one thread, like on OpenEnv's
+servers, because libraries such as browsers and SQLite require that. All environments that declare
+REQUIRES_SINGLE_THREAD_EXECUTOR share one thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 
 from ludus.env.adapters.openenv.models import (
     ForeignAction,
-    ForeignModel,
     ForeignObservation,
     ForeignState,
-    fields_of,
+    ForeignType,
+    read_fields,
 )
-from ludus.env.adapters.openenv.source import OpenEnvSource, source_of
+from ludus.env.adapters.openenv.source import OpenEnvSource, find_source
 from ludus.env.adapters.openenv.text import OpenEnvRenderer
 from ludus.env.adapters.openenv.thread import EnvironmentThread
 from ludus.env.encoding import read_success
@@ -40,14 +40,14 @@ _TRUNCATED_KEYS = ("truncated", "TimeLimit.truncated")
 
 
 class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignState]):
-    """One foreign environment; subclasses are made for each target."""
+    """A foreign environment, with a subclass for each target."""
 
     source: ClassVar[OpenEnvSource]
-    num_living: ClassVar[list[int]]
-    """How many there are in this process, as the only element."""
-    living: ClassVar[threading.Condition] = threading.Condition()
+    num_instances: ClassVar[list[int]]
+    """Number of instances in this process, as the only element."""
+    instances_changed: ClassVar[threading.Condition] = threading.Condition()
     shared_thread: ClassVar[EnvironmentThread | None] = None
-    """Of environments that must all run in one."""
+    """Thread of all environments that must share one."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -65,15 +65,17 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
 
     @property
     def options(self) -> JsonObject:
-        """What the foreign class got."""
+        """The arguments of the foreign class."""
         return dict(self._options)
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[ForeignObservation]:
-        """The first observation; `seed` goes to the environment if it takes one."""
+        """Return the first observation; the seed is passed to environments that accept one."""
         self._is_over = False
         arguments = {"seed": seed, **options} if seed is not None else options
         if not self.source.takes_any("reset"):
-            arguments = {k: v for k, v in arguments.items() if self.source.takes("reset", k)}
+            arguments = {
+                name: value for name, value in arguments.items() if self.source.takes("reset", name)
+            }
         transition = self._transition(self._call("reset", arguments))
         if transition.reward is None:
             return transition
@@ -86,18 +88,18 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         )
 
     def step(self, action: ForeignAction) -> Transition[ForeignObservation]:
-        """What the action led to."""
+        """Take an action and return its result."""
         if self._is_over:
             raise EpisodeStateError(
-                "expected no step after the episode's end; call reset to start the next one",
+                "the episode is over; call reset to start the next episode",
                 ErrorCode.EPISODE_OVER,
             )
         return self._transition(self._call("step", {}, action.foreign))
 
     @property
     def state(self) -> ForeignState:
-        """The foreign state, fields of its subclass included."""
-        fields = self._thread.run(lambda: fields_of(self._foreign.state))
+        """The foreign state with all fields of its class."""
+        fields = self._thread.run(lambda: read_fields(self._foreign.state))
         state: Any = self.state_type.model_validate(fields)
         return state
 
@@ -106,22 +108,22 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         """The tools of an MCPEnvironment."""
         if self.source.list_tools is None:
             return []
-        listed = fields_of(self._call("step", {}, self.source.list_tools()))
+        observation = read_fields(self._call("step", {}, self.source.list_tools()))
         return [
             Tool(
                 name=tool["name"],
                 description=tool.get("description") or "",
                 input_schema=tool.get("input_schema") or tool.get("inputSchema") or {},
             )
-            for tool in listed.get("tools", [])
+            for tool in observation.get("tools", [])
         ]
 
     def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What a tool of an MCPEnvironment returned, as MCP has it."""
+        """Call a tool of an MCPEnvironment, and return its result."""
         if self.source.call_tool is None:
             return super().call_tool(name, arguments)
         action = self.source.call_tool(tool_name=name, arguments=arguments)
-        returned = fields_of(self._call("step", {}, action))
+        returned = read_fields(self._call("step", {}, action))
         error = returned.get("error")
         if error:
             raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
@@ -134,7 +136,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         return structured if isinstance(structured, dict) else {"result": result.get("data")}
 
     def close(self) -> None:
-        """Close the foreign environment and end its thread."""
+        """Close the foreign environment and stop its thread."""
         close = getattr(self._foreign, "close", None)
         try:
             if close is not None:
@@ -143,12 +145,12 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             self._leave()
 
     def _call(self, name: str, arguments: JsonObject, *positional: Any) -> Any:
-        """What the foreign method returned; its async form where the class has one."""
+        """Call a foreign method, or its async form if the class has one."""
         method = getattr(self._foreign, self.source.method(name))
         return self._thread.run(lambda: method(*positional, **arguments))
 
-    def _transition(self, observed: Any) -> Transition[ForeignObservation]:
-        fields = fields_of(observed)
+    def _transition(self, foreign: Any) -> Transition[ForeignObservation]:
+        fields = read_fields(foreign)
         reward = fields.pop("reward", None)
         is_done = bool(fields.pop("done", False))
         metadata: JsonObject = fields.get("metadata") or {}
@@ -166,64 +168,64 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         )
 
     def _enter(self) -> None:
-        with self.living:
-            # The one before may be closing right now.
-            is_free = not self.one_per_process or self.living.wait_for(
-                lambda: not self.num_living[0], _LEAVE_TIMEOUT_S
+        with self.instances_changed:
+            # The previous instance may be closing at this moment.
+            is_free = not self.one_per_process or self.instances_changed.wait_for(
+                lambda: not self.num_instances[0], _LEAVE_TIMEOUT_S
             )
             if not is_free:
                 raise CapacityError(
-                    f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process"
-                    " holds one session of it at a time; serve it with --isolation process,"
-                    " which gives each session a process of its own"
+                    f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process can"
+                    " have only one session of it; serve it with --isolation process, which"
+                    " runs each session in a separate process"
                 )
-            self.num_living[0] += 1
+            self.num_instances[0] += 1
             self._is_open = True
 
     def _leave(self) -> None:
-        with self.living:
+        with self.instances_changed:
             if not self._is_open:
                 return
             self._is_open = False
-            self.num_living[0] -= 1
-            self.living.notify_all()
+            self.num_instances[0] -= 1
+            self.instances_changed.notify_all()
         if self._thread is not self.shared_thread:
             self._thread.stop()
 
 
-def openenv_builder(target: str, found: Any) -> Builder:
-    """What makes environments of a foreign class, factory or application.
+def openenv_builder(target: str, imported: Any) -> Builder:
+    """Return a function that creates environments of a foreign class, factory or application.
 
     Raises:
-        ConfigError: it is none of these, or its action type cannot be found.
+        ConfigError: the object is none of these, or its action type cannot be determined.
     """
-    return _class_of(target, source_of(target, found))
+    return _make_class(target, find_source(target, imported))
 
 
-def _class_of(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
+def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
     attributes: JsonObject = {
         "__doc__": source.description,
         "name": target,
         "description": source.description,
         "version": source.version,
         "source": source,
-        "action_type": _typed(ForeignAction, source.action),
-        "observation_type": _typed(ForeignObservation, source.observation),
-        "state_type": _typed(ForeignState, source.state),
-        "num_living": [0],
+        "action_type": _subclass(ForeignAction, source.action),
+        "observation_type": _subclass(ForeignObservation, source.observation),
+        "state_type": _subclass(ForeignState, source.state),
+        "num_instances": [0],
         "one_per_process": not source.is_concurrent,
         "shared_thread": EnvironmentThread(target) if source.needs_single_thread else None,
-        "reset": _declared_reset(source),
+        "reset": _make_reset(source),
     }
     return type("OpenEnvEnvironment", (OpenEnvEnvironment,), attributes)
 
 
-def _typed(base: type[Any], foreign: ForeignModel) -> type[Any]:
+def _subclass(base: type[Any], foreign: ForeignType) -> type[Any]:
     return type(base.__name__, (base,), {"model": foreign, "__module__": base.__module__})
 
 
-def _declared_reset(source: OpenEnvSource) -> Any:
-    """`reset` with the arguments that the foreign one takes, for servers to read."""
+def _make_reset(source: OpenEnvSource) -> Any:
+    """Create a `reset` whose signature shows servers the arguments of the foreign `reset`."""
 
     @functools.wraps(OpenEnvEnvironment.reset)
     def reset(

@@ -1,9 +1,9 @@
-"""OpenEnv's actions, observations and states as ours: pydantic models or dataclasses.
+"""Adapters for OpenEnv's actions, observations and states: pydantic models or dataclasses.
 
-    JSON --ForeignAction--> checked by the foreign type, kept as `.foreign`
-    foreign observation --fields_of--> JSON fields --> ForeignObservation
+    JSON --ForeignAction--> validated by the foreign type, kept as `.foreign`
+    foreign observation --read_fields--> JSON fields --> ForeignObservation
 
-The schemas that servers publish are the foreign types' own.
+Servers publish the schemas of the foreign types.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _ANY_OBJECT: JsonObject = {"type": "object", "properties": {"metadata": {"type":
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignModel:
-    """A foreign type."""
+class ForeignType:
+    """A foreign type with its parser and its schema."""
 
     read: Callable[[JsonObject], Any]
-    """An instance of JSON; raises ValueError (pydantic's included) where it does not fit."""
+    """Converts JSON to an instance, or raises ValueError, including pydantic's ValidationError."""
     schema: JsonObject
 
 
 class _Foreign(BaseModel):
-    model: ClassVar[ForeignModel]
+    model: ClassVar[ForeignType]
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> JsonObject:
-        """The foreign type's own schema."""
+        """Return the foreign type's schema."""
         return cls.model.schema
 
 
 class ForeignAction(_Foreign, Action):
-    """An action whose fields the foreign type checks."""
+    """An action whose fields are validated by the foreign type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -59,7 +59,7 @@ class ForeignAction(_Foreign, Action):
 
     @property
     def foreign(self) -> Any:
-        """The action that the environment gets."""
+        """The action for the foreign environment."""
         return self._foreign
 
     @model_validator(mode="wrap")
@@ -72,7 +72,7 @@ class ForeignAction(_Foreign, Action):
 
 
 class ForeignObservation(_Foreign, Observation):
-    """An observation with the foreign type's fields, but for reward and done."""
+    """An observation with the foreign type's fields, except reward and done."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,41 +83,41 @@ class ForeignState(_Foreign, State):
     model_config = ConfigDict(extra="allow")
 
 
-def foreign_model(kind: Any, read: Callable[[JsonObject], Any] | None = None) -> ForeignModel:
-    """How a foreign type is read and described; any object where there is no type.
+def read_foreign_type(kind: Any, read: Callable[[JsonObject], Any] | None = None) -> ForeignType:
+    """Return the parser and schema of a foreign type, or of any object if there is no type.
 
     Args:
-        read: where there is another way to read it than its own.
+        read: parser that replaces the type's own parser.
     """
     if is_model(kind):
-        return ForeignModel(read or kind.model_validate, _schema_of(kind.model_json_schema))
+        return ForeignType(read or kind.model_validate, _read_schema(kind.model_json_schema))
     if dataclasses.is_dataclass(kind):
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(kind)
-        except PydanticSchemaGenerationError:  # a field of a kind that pydantic does not know
-            return ForeignModel(lambda data: _built(kind, data), _ANY_OBJECT)
-        return ForeignModel(adapter.validate_python, _schema_of(adapter.json_schema))
-    return ForeignModel(lambda data: data, _ANY_OBJECT)
+        except PydanticSchemaGenerationError:  # pydantic does not support the type of a field
+            return ForeignType(lambda data: _construct(kind, data), _ANY_OBJECT)
+        return ForeignType(adapter.validate_python, _read_schema(adapter.json_schema))
+    return ForeignType(lambda data: data, _ANY_OBJECT)
 
 
 def is_model(kind: Any) -> bool:
-    """True for classes of pydantic models."""
+    """Return True for classes of pydantic models."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def observation_schema(schema: JsonObject) -> JsonObject:
-    """The schema without reward and done, which travel beside the observation."""
+    """Remove reward and done from a schema, because they are sent next to the observation."""
     properties = {"metadata": {"type": "object"}, **schema.get("properties", {})}
-    beside = ("reward", "done")
+    removed = ("reward", "done")
     return {
         **schema,
-        "properties": {name: one for name, one in properties.items() if name not in beside},
-        "required": [name for name in schema.get("required", []) if name not in beside],
+        "properties": {name: part for name, part in properties.items() if name not in removed},
+        "required": [name for name in schema.get("required", []) if name not in removed],
     }
 
 
-def fields_of(value: Any) -> JsonObject:
-    """The fields of a foreign observation or state as JSON."""
+def read_fields(value: Any) -> JsonObject:
+    """Return the fields of a foreign observation or state as JSON."""
     if isinstance(value, BaseModel):
         try:
             return value.model_dump(mode="json")
@@ -131,7 +131,7 @@ def fields_of(value: Any) -> JsonObject:
 
 
 def _json(value: Any) -> Any:
-    """Plain JSON; what has no JSON form becomes its (short) text."""
+    """Convert a value to plain JSON; a value without a JSON form becomes a short text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -143,19 +143,19 @@ def _json(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_json(item) for item in value]
     if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
-        return fields_of(value)
+        return read_fields(value)
     return repr(value)[:_MAX_REPR]
 
 
-def _built(kind: Any, data: JsonObject) -> Any:
+def _construct(kind: Any, data: JsonObject) -> Any:
     try:
         return kind(**data)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _schema_of(write: Callable[[], JsonObject]) -> JsonObject:
+def _read_schema(make_schema: Callable[[], JsonObject]) -> JsonObject:
     try:
-        return write()
-    except ValueError:  # a field that JSON schema cannot describe
+        return make_schema()
+    except ValueError:  # JSON schema cannot describe a field
         return _ANY_OBJECT

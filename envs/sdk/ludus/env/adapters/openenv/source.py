@@ -1,8 +1,8 @@
-"""Where a foreign environment comes from, and what is known of it before one is made.
+"""Sources of foreign environments, with their types and properties.
 
-class        --> annotations of `step`, else type arguments of `Environment[...]`
-factory      --> the same of what it makes
-application  --> the server object that `create_app` left in its routes
+class        --> annotations of `step`, or type arguments of `Environment[...]`
+factory      --> the same of the class of the created environment
+application  --> the server object that `create_app` stored in its routes
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.env.adapters.openenv.models import (
-    ForeignModel,
-    foreign_model,
+    ForeignType,
     is_model,
     observation_schema,
+    read_foreign_type,
 )
 from ludus.proto.errors import ConfigError
 
@@ -30,124 +30,130 @@ _MAX_CLOSURE_DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvSource:
-    """What makes foreign environments of one kind, and what they are."""
+    """A source of foreign environments of one class."""
 
     make: Callable[..., Any]
     kind: type[Any]
-    action: ForeignModel
-    observation: ForeignModel
-    state: ForeignModel
+    action: ForeignType
+    observation: ForeignType
+    state: ForeignType
     list_tools: Callable[..., Any] | None
-    """The action that lists tools; None where the environment has none."""
+    """Type of the action that lists tools; None if the environment has no tools."""
     call_tool: Callable[..., Any] | None
+    """Type of the action that calls a tool; None if the environment has no tools."""
 
     @property
     def description(self) -> str:
-        """The class's first line."""
+        """The first line of the class's docstring."""
         return (inspect.getdoc(self.kind) or self.kind.__name__).strip().split("\n")[0]
 
     @property
     def version(self) -> str:
-        """The class's own, else of nothing in particular."""
-        found = getattr(self.kind, "version", "")
-        return found if isinstance(found, str) and found else "1.0.0"
+        """The version of the class; 1.0.0 if it has none."""
+        version = getattr(self.kind, "version", "")
+        return version if isinstance(version, str) and version else "1.0.0"
 
     @property
     def is_concurrent(self) -> bool:
-        """True when a process may hold several."""
+        """True if a process may have several instances."""
         return bool(getattr(self.kind, "SUPPORTS_CONCURRENT_SESSIONS", False))
 
     @property
     def needs_single_thread(self) -> bool:
-        """True when all of a process must run in one thread."""
+        """True if all instances of a process must run in one thread."""
         return bool(getattr(self.kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False))
 
     def method(self, name: str) -> str:
-        """`reset` or `step`, or its async form where the class overrides that."""
+        """Return the name of `reset` or `step`, or of its async form if the class defines it."""
         is_async = _is_overridden(self.kind, f"{name}_async")
         return f"{name}_async" if is_async else name
 
     def arguments(self, name: str) -> list[str]:
-        """The names that the method takes."""
-        parameters = inspect.signature(getattr(self.kind, self.method(name))).parameters
-        return [name for name, one in parameters.items() if one.kind in _NAMED]
+        """Return the names of the method's arguments."""
+        parameters = self._parameters(name)
+        return [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
 
     def takes(self, name: str, argument: str) -> bool:
-        """True when the method takes an argument of that name."""
+        """Return True if the method has the argument."""
         return argument in self.arguments(name)
 
     def takes_any(self, name: str) -> bool:
-        """True when the method takes arguments of any name."""
-        parameters = inspect.signature(getattr(self.kind, self.method(name))).parameters
-        return any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        """Return True if the method accepts arguments with any name."""
+        parameters = self._parameters(name).values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def _parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(getattr(self.kind, self.method(name))).parameters
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def source_of(target: str, found: Any) -> OpenEnvSource:
-    """What the object behind an `openenv:` target makes.
+def find_source(target: str, imported: Any) -> OpenEnvSource:
+    """Return the source for the object that an `openenv:` target names.
 
     Raises:
-        ConfigError: it is no environment class, factory or application.
+        ConfigError: the object is not an environment class, a factory or an application.
     """
-    if hasattr(found, "routes"):
-        return _of_app(target, found)
-    if not callable(found):
+    if hasattr(imported, "routes"):
+        return _read_app(target, imported)
+    if not callable(imported):
         raise ConfigError(
-            f"expected '{target}' to be an OpenEnv environment class, a function that makes one,"
-            f" or the application of create_app; got {type(found).__name__}"
+            f"'{target}' must be an OpenEnv environment class, a function that creates an"
+            f" environment, or the application of create_app; got {type(imported).__name__}"
         )
-    kind = _kind_of(found)
-    action, observation, state = _types_of(kind)
+    kind = _find_class(imported)
+    action, observation, state = _find_types(kind)
     if action is None:
         raise ConfigError(
-            f"expected {kind.__name__}.step to say its action type, as in"
-            f" step(self, action: MyAction), got no annotation; name the application instead:"
+            f"{kind.__name__}.step needs an annotation of its action type, as in"
+            f" step(self, action: MyAction); add it, or name the application instead:"
             f" openenv:{kind.__module__.rpartition('.')[0] or kind.__module__}.app:app"
         )
-    return _source(found, kind, action, observation, state)
+    return _make_source(imported, kind, action, observation, state)
 
 
-def _of_app(target: str, app: Any) -> OpenEnvSource:
-    server = next((one for one in _servers_in(app)), None)
+def _read_app(target: str, app: Any) -> OpenEnvSource:
+    server = next(_find_servers(app), None)
     if server is None:
         raise ConfigError(
-            f"expected '{target}' to be an application of OpenEnv's create_app, found no"
-            " environment behind its routes; name the class: openenv:module:Class"
+            f"'{target}' must be an application of OpenEnv's create_app, but its routes use no"
+            " environment; name the class: openenv:module:Class"
         )
     make = getattr(server, "_env_factory", None)
-    if make is None:  # 0.1 holds an instance
+    if make is None:  # OpenEnv 0.1 stores an instance
         make = type(server.env)
         _require_no_arguments(target, make)
-    kind = _kind_of(make)
+    kind = _find_class(make)
     state = getattr(server, "state_cls", None)
     if state is None or state.__name__ in _BASE_TYPES:
-        state = _types_of(kind)[2]
-    return _source(make, kind, server.action_cls, server.observation_cls, state)
+        state = _find_types(kind)[2]
+    return _make_source(make, kind, server.action_cls, server.observation_cls, state)
 
 
-def _source(
+def _make_source(
     make: Callable[..., Any], kind: type[Any], action: Any, observation: Any, state: Any
 ) -> OpenEnvSource:
     mcp = next((base for base in kind.__mro__ if base.__name__ == _MCP_CLASS), None)
     names = vars(sys.modules[mcp.__module__]) if mcp is not None else {}
-    observed = foreign_model(observation)
+    observation_type = read_foreign_type(observation)
     may_vary = mcp is not None or getattr(observation, "__name__", "") in _BASE_TYPES
-    schema = foreign_model(None).schema if may_vary else observation_schema(observed.schema)
+    schema = observation_schema(observation_type.schema)
+    if may_vary:
+        schema = read_foreign_type(None).schema
     return OpenEnvSource(
         make=make,
         kind=kind,
-        action=foreign_model(action, _tool_reader(action, names)),
-        observation=ForeignModel(observed.read, schema),
-        state=foreign_model(state),
+        action=read_foreign_type(action, _tool_reader(action, names)),
+        observation=ForeignType(observation_type.read, schema),
+        state=read_foreign_type(state),
         list_tools=names.get("ListToolsAction"),
         call_tool=names.get("CallToolAction"),
     )
 
 
 def _tool_reader(action: Any, names: dict[str, Any]) -> Callable[[Any], Any] | None:
-    """What reads actions that list or call tools too; None where the type allows none."""
+    """Return a parser that also accepts tool actions, or None if the type does not allow them."""
     kinds = {"list_tools": names.get("ListToolsAction"), "call_tool": names.get("CallToolAction")}
     if action not in (names.get("Action"), *kinds.values()) or not is_model(action):
         return None
@@ -159,7 +165,7 @@ def _tool_reader(action: Any, names: dict[str, Any]) -> Callable[[Any], Any] | N
     return read
 
 
-def _kind_of(make: Callable[..., Any]) -> type[Any]:
+def _find_class(make: Callable[..., Any]) -> type[Any]:
     if inspect.isclass(make):
         return make
     sample = make()
@@ -171,33 +177,33 @@ def _kind_of(make: Callable[..., Any]) -> type[Any]:
             close()
 
 
-def _types_of(kind: type[Any]) -> tuple[Any, Any, Any]:
-    """Action, observation and state type; None where the class does not say."""
-    hints = _hints_of(kind.step) if hasattr(kind, "step") else {}
+def _find_types(kind: type[Any]) -> tuple[Any, Any, Any]:
+    """Return the types of action, observation and state; None for a type without declaration."""
+    hints = _read_hints(kind.step) if hasattr(kind, "step") else {}
     state = inspect.getattr_static(kind, "state", None)
-    state_hints = _hints_of(state.fget) if isinstance(state, property) else {}
+    state_hints = _read_hints(state.fget) if isinstance(state, property) else {}
     arguments = _type_arguments(kind)
     is_mcp = any(base.__name__ == _MCP_CLASS for base in kind.__mro__)
-    found = (hints.get("action"), hints.get("return"), state_hints.get("return"))
+    annotations = (hints.get("action"), hints.get("return"), state_hints.get("return"))
     action, observation, state_type = (
-        _specific(hint, arguments, index, is_mcp) for index, hint in enumerate(found)
+        _choose_type(hint, arguments, index, is_mcp) for index, hint in enumerate(annotations)
     )
     return action, observation, state_type
 
 
-def _specific(hint: Any, arguments: tuple[Any, ...], index: int, may_be_base: bool) -> Any:
-    """The annotation where it says more than the base class, else the type argument."""
+def _choose_type(hint: Any, arguments: tuple[Any, ...], index: int, may_be_base: bool) -> Any:
+    """Return the annotation, or the type argument if the annotation is only a base class."""
     argument = arguments[index] if index < len(arguments) else None
-    for one in (hint, argument):
-        if isinstance(one, type) and one.__name__ not in _BASE_TYPES:
-            return one
+    for candidate in (hint, argument):
+        if isinstance(candidate, type) and candidate.__name__ not in _BASE_TYPES:
+            return candidate
     return hint if may_be_base and isinstance(hint, type) else None
 
 
-def _hints_of(function: Any) -> dict[str, Any]:
+def _read_hints(function: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError):  # names that only type checkers import
+    except (NameError, TypeError):  # the annotations use names that only type checkers import
         return {}
 
 
@@ -211,7 +217,7 @@ def _type_arguments(kind: type[Any]) -> tuple[Any, ...]:
 
 
 def _is_overridden(kind: type[Any], name: str) -> bool:
-    """True when a class below OpenEnv's base class defines the method."""
+    """Return True if a subclass of OpenEnv's base class defines the method."""
     return any(
         name in vars(base)
         for base in kind.__mro__
@@ -219,24 +225,25 @@ def _is_overridden(kind: type[Any], name: str) -> bool:
     )
 
 
-def _servers_in(app: Any) -> Iterator[Any]:
-    """The server objects that the application's handlers hold."""
+def _find_servers(app: Any) -> Iterator[Any]:
+    """Yield the server objects in the closures of the application's handlers."""
     for route in app.routes:
         endpoint = getattr(route, "endpoint", None)
         if endpoint is not None:
-            yield from _held_by(endpoint, 0)
+            yield from _search_closure(endpoint, 0)
 
 
-def _held_by(function: Any, depth: int) -> Iterator[Any]:
+def _search_closure(function: Any, depth: int) -> Iterator[Any]:
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
         try:
-            held = cell.cell_contents
-        except ValueError:  # not filled yet
+            value = cell.cell_contents
+        except ValueError:  # the cell is still empty
             continue
-        if hasattr(held, "action_cls") and (hasattr(held, "_env_factory") or hasattr(held, "env")):
-            yield held
-        elif inspect.isfunction(held) and depth < _MAX_CLOSURE_DEPTH:
-            yield from _held_by(held, depth + 1)
+        has_environment = hasattr(value, "_env_factory") or hasattr(value, "env")
+        if hasattr(value, "action_cls") and has_environment:
+            yield value
+        elif inspect.isfunction(value) and depth < _MAX_CLOSURE_DEPTH:
+            yield from _search_closure(value, depth + 1)
 
 
 def _require_no_arguments(target: str, kind: type[Any]) -> None:
@@ -244,6 +251,6 @@ def _require_no_arguments(target: str, kind: type[Any]) -> None:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ConfigError(
-            f"'{target}' holds one {kind.__name__}, and another cannot be made without arguments"
-            f" ({error}); name a function that makes one: openenv:module:function"
+            f"'{target}' contains one {kind.__name__}, and another cannot be created without"
+            f" arguments ({error}); name a function that creates one: openenv:module:function"
         ) from None

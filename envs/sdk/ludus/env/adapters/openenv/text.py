@@ -1,4 +1,4 @@
-"""How a language model sees an environment that was written for OpenEnv, which has no text."""
+"""The text renderer of OpenEnv environments, which have no text themselves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ludus.proto.errors import ActionParseError
 
 
 class OpenEnvRenderer:
-    """Text for one environment; `action_type` publishes the foreign schema."""
+    """A text renderer for one environment, based on the schema of `action_type`."""
 
     def __init__(self, name: str, action_type: type[Action]) -> None:
         self._action_type = action_type
         self._text = FieldsText(name, action_type.model_json_schema())
 
     def render(self, observation: Observation, *, first: bool) -> list[Message]:
-        """One message: the fields, one a line, and after a reset what to answer."""
-        shown = self._text.content(observation.model_dump(mode="json"), first=first)
-        return [{"role": "user", "content": shown}]
+        """Return one message with a field per line, and after a reset with instructions."""
+        content = self._text.content(observation.model_dump(mode="json"), first=first)
+        return [{"role": "user", "content": content}]
 
     def parse(self, text: str, observation: Observation) -> Action:
-        """The action that the text means."""
+        """Parse a text to an action."""
         data = self._text.action(text, observation.model_extra or {})
         try:
             return self._action_type.model_validate(data)
@@ -33,5 +33,5 @@ class OpenEnvRenderer:
             ) from None
 
     def legal_answers(self, observation: Observation) -> list[str]:
-        """The observation's `legal_actions` as text, or the values of an enum."""
+        """Return the observation's `legal_actions` as text, or the values of an enum."""
         return self._text.legal_answers(observation.model_extra or {})

@@ -1,4 +1,4 @@
-"""The thread that one foreign environment lives in, with an event loop for its async methods."""
+"""The thread of a foreign environment, with an event loop for its async methods."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 
 class EnvironmentThread:
-    """Runs calls one after another, always in the same thread; the caller waits."""
+    """A thread that runs calls one after another while their callers wait."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begin()
+        self._start()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """The call's value, awaited where it is a coroutine; raises what the call raises."""
-        if self._pid != os.getpid():  # threads stay behind in the process that was forked
-            self._begin()
+        """Run a call, await its value if it is awaitable, and return the value."""
+        if self._pid != os.getpid():  # a fork does not copy threads
+            self._start()
         return self._executor.submit(self._run, call).result()
 
     def stop(self) -> None:
-        """End the thread after the call that runs, without a wait."""
+        """Stop the thread after the running call, without waiting for it."""
         self._executor.submit(self._close_loop)
         self._executor.shutdown(wait=False)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._pid = os.getpid()
         self._executor = ThreadPoolExecutor(1, f"openenv {self._name}")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -37,9 +37,9 @@ class EnvironmentThread:
         value = call()
         if not inspect.isawaitable(value):
             return value
-        if self._loop is None:  # one for all calls: connections stay on the loop they began on
+        if self._loop is None:  # all calls share one loop, because connections belong to a loop
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(value))
+        return self._loop.run_until_complete(_wait_for(value))
 
     def _close_loop(self) -> None:
         if self._loop is not None:
@@ -48,5 +48,5 @@ class EnvironmentThread:
             self._loop = None
 
 
-async def _awaited(value: Any) -> Any:
+async def _wait_for(value: Any) -> Any:
     return await value

@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
-from ludus.env.adapters.gymnasium.token_level import num_tokens_of
+from ludus.env.adapters.gymnasium.token_level import count_tokens
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 _MODEL_PARAMETERS = ("model_name", "ref_model_name")
@@ -52,7 +52,7 @@ class TokenTask:
         made_with = {**spec.kwargs, **_model_arguments(spec, model_path)}
         environment = gymnasium.make(spec, disable_env_checker=True, **made_with)
         try:
-            num_tokens = num_tokens_of(environment)
+            num_tokens = count_tokens(environment)
             prompts = [environment.reset(seed=seed)]
             prompts += [environment.reset() for _ in range(_NUM_PROMPTS_LOOKED_AT - 1)]
             plain: Any = environment.unwrapped

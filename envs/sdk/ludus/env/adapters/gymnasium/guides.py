@@ -1,7 +1,7 @@
-"""What Gymnasium's documentation says of environments beyond their spaces, for language models.
+"""Guides to environments for language models, taken from Gymnasium's documentation.
 
-Names are in the order of the numbers that they stand for. Where options change how many numbers
-there are, nothing is said of them.
+Names are in the order of the numbers they describe. If options change the number of numbers, the
+guide does not name them.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """What is known of an environment beyond its spaces."""
+class Guide:
+    """A guide to an environment, in addition to its spaces."""
 
     names: tuple[str, ...] = ()
-    """One for each discrete action, in order."""
+    """Names of the discrete actions, in order."""
     instructions: str = ""
-    when_slippery: str = ""
-    """Said after the instructions where the option `is_slippery` is on."""
+    slippery_instructions: str = ""
+    """Instructions that are added if the option `is_slippery` is on."""
     marks: Mapping[str, str] = field(default_factory=dict)
-    """What a colour in the picture means, by its code in the terminal."""
+    """Meaning of a color in the picture, by its terminal code."""
     numbers: tuple[str, ...] = ()
-    """What the numbers of an observation are; the last of more may have no names."""
+    """Names of the numbers of an observation. The last numbers may have no names."""
     num_numbers: int = 0
-    """How many there are; 0 is as many as have names."""
+    """Number of numbers in an observation. 0 means the number of names."""
     controls: tuple[str, ...] = ()
-    """What the numbers of an action are."""
+    """Names of the numbers of an action."""
 
-    def names_of(self, num_numbers: int) -> tuple[str, ...]:
-        """The names of so many numbers of an observation; none where they are others."""
+    def number_names(self, num_numbers: int) -> tuple[str, ...]:
+        """Return the names of an observation's numbers; empty if it has another size."""
         return self.numbers if num_numbers == (self.num_numbers or len(self.numbers)) else ()
 
 
-def known_of(base_name: str) -> Play:
-    """What is known of an environment, by its name without module, namespace and version."""
+def find_guide(base_name: str) -> Guide:
+    """Return the guide to an environment by its name without module, namespace and version."""
     if base_name.partition("-")[0] in ("MiniGrid", "BabyAI"):
         return _GRID
-    return KNOWN.get(base_name.removesuffix("8x8"), Play())
+    return GUIDES.get(base_name.removesuffix("8x8"), Guide())
 
 
-def _each(form: str, *parts: str) -> tuple[str, ...]:
+def _format_each(form: str, *parts: str) -> tuple[str, ...]:
     return tuple(form.format(part) for part in parts)
 
 
-_GRID = Play(
+_GRID = Guide(
     ("LEFT", "RIGHT", "FORWARD", "PICKUP", "DROP", "TOGGLE", "DONE"),
     "You walk through rooms of square cells and do what `mission` says. LEFT and RIGHT turn you;"
     " TOGGLE opens what is in front of you. `direction` is where you look: 0 right, 1 down, 2"
@@ -73,19 +73,19 @@ _ARM = (
     *("shoulder pan", "shoulder lift", "upper arm roll", "elbow flex"),
     *("forearm roll", "wrist flex", "wrist roll"),
 )
-_TORSO = ("height of the torso", *_each("{} of the torso's orientation", "w", "x", "y", "z"))
+_TORSO = ("height of the torso", *_format_each("{} of the torso's orientation", "w", "x", "y", "z"))
 _TORSO_SPEEDS = (
-    *_each("speed of the torso in {}", "x", "y", "z"),
-    *_each("angular speed of the torso about {}", "x", "y", "z"),
+    *_format_each("speed of the torso in {}", "x", "y", "z"),
+    *_format_each("angular speed of the torso about {}", "x", "y", "z"),
 )
 _HUMANOID_NUMBERS = (
-    *(*_TORSO, *_each("angle of {}", *_HUMANOID)),
-    *(*_TORSO_SPEEDS, *_each("angular speed of {}", *_HUMANOID)),
+    *(*_TORSO, *_format_each("angle of {}", *_HUMANOID)),
+    *(*_TORSO_SPEEDS, *_format_each("angular speed of {}", *_HUMANOID)),
 )
-_HUMANOID_TORQUES = _each("torque of {}", "abdomen y", "abdomen z", "abdomen x", *_LIMBS)
+_HUMANOID_TORQUES = _format_each("torque of {}", "abdomen y", "abdomen z", "abdomen x", *_LIMBS)
 
 _CLASSIC_CONTROL = {
-    "CartPole": Play(
+    "CartPole": Guide(
         ("LEFT", "RIGHT"),
         "Push the cart so that the pole stays up.",
         numbers=(
@@ -93,18 +93,18 @@ _CLASSIC_CONTROL = {
             *("angle of the pole (radians, right is positive)", "angular speed of the pole"),
         ),
     ),
-    "MountainCar": Play(
+    "MountainCar": Guide(
         ("LEFT", "COAST", "RIGHT"),
         "Get the car out of the valley to position 0.5: swing back and forth to gain speed.",
         numbers=("position", "speed"),
     ),
-    "MountainCarContinuous": Play(
+    "MountainCarContinuous": Guide(
         instructions="Get the car out of the valley to position 0.45 with little force: swing back"
         " and forth to gain speed.",
         numbers=("position", "speed"),
         controls=("force, negative to the left",),
     ),
-    "Acrobot": Play(
+    "Acrobot": Guide(
         ("NEGATIVE", "NONE", "POSITIVE"),
         "Swing the lower link above the line by torque on the joint between the links. The first"
         " angle is 0 where the first link hangs down, the second is relative to the first link.",
@@ -114,7 +114,7 @@ _CLASSIC_CONTROL = {
             *("angular speed of the first link", "angular speed of the second link"),
         ),
     ),
-    "Pendulum": Play(
+    "Pendulum": Guide(
         instructions="Swing the pendulum up and keep it upright, where its angle is 0, with little"
         " torque.",
         numbers=("cosine of the angle", "sine of the angle", "angular speed"),
@@ -123,7 +123,7 @@ _CLASSIC_CONTROL = {
 }
 
 _BOX2D = {
-    "LunarLander": Play(
+    "LunarLander": Guide(
         ("NOTHING", "LEFT", "MAIN", "RIGHT"),
         "Land at (0, 0) by firing engines.",
         numbers=(
@@ -131,7 +131,7 @@ _BOX2D = {
             *("left leg touches the ground (1)", "right leg touches the ground (1)"),
         ),
     ),
-    "BipedalWalker": Play(
+    "BipedalWalker": Guide(
         instructions="Walk to the right with two legs and do not fall. An action is how fast each"
         " joint is driven, from -1 to 1.",
         numbers=(
@@ -140,11 +140,11 @@ _BOX2D = {
             "leg 1 touches the ground (1)",
             *("angle of hip 2", "speed of hip 2", "angle of knee 2", "speed of knee 2"),
             "leg 2 touches the ground (1)",
-            *_each("lidar {}", *map(str, range(1, 11))),
+            *_format_each("lidar {}", *map(str, range(1, 11))),
         ),
         controls=("hip 1", "knee 1", "hip 2", "knee 2"),
     ),
-    "CarRacing": Play(
+    "CarRacing": Guide(
         ("NOTHING", "RIGHT", "LEFT", "GAS", "BRAKE"),
         "Drive round the track, which is seen from above.",
         controls=("steering, -1 left to 1 right", "gas", "brake"),
@@ -152,68 +152,68 @@ _BOX2D = {
 }
 
 _MUJOCO = {
-    "HalfCheetah": Play(
+    "HalfCheetah": Guide(
         instructions="Make the two-legged cheetah run forward, fast.",
         numbers=(
             *(
                 "height of the front tip",
                 "angle of the front tip",
-                *_each("angle of {}", *_CHEETAH),
+                *_format_each("angle of {}", *_CHEETAH),
             ),
             *("speed in x", "speed in z", "angular speed of the front tip"),
-            *_each("angular speed of {}", *_CHEETAH),
+            *_format_each("angular speed of {}", *_CHEETAH),
         ),
-        controls=_each("torque of {}", *_CHEETAH),
+        controls=_format_each("torque of {}", *_CHEETAH),
     ),
-    "Hopper": Play(
+    "Hopper": Guide(
         instructions="Make the one-legged body hop forward and do not fall.",
         numbers=(
-            *("height of the torso", "angle of the torso", *_each("angle of {}", *_HOPPER)),
+            *("height of the torso", "angle of the torso", *_format_each("angle of {}", *_HOPPER)),
             *("speed in x", "speed in z", "angular speed of the torso"),
-            *_each("angular speed of {}", *_HOPPER),
+            *_format_each("angular speed of {}", *_HOPPER),
         ),
-        controls=_each("torque of {}", *_HOPPER),
+        controls=_format_each("torque of {}", *_HOPPER),
     ),
-    "Walker2d": Play(
+    "Walker2d": Guide(
         instructions="Make the two-legged body walk forward and do not fall.",
         numbers=(
-            *("height of the torso", "angle of the torso", *_each("angle of {}", *_WALKER)),
+            *("height of the torso", "angle of the torso", *_format_each("angle of {}", *_WALKER)),
             *("speed in x", "speed in z", "angular speed of the torso"),
-            *_each("angular speed of {}", *_WALKER),
+            *_format_each("angular speed of {}", *_WALKER),
         ),
-        controls=_each("torque of {}", *_WALKER),
+        controls=_format_each("torque of {}", *_WALKER),
     ),
-    "Swimmer": Play(
+    "Swimmer": Guide(
         instructions="Make the chain of three links swim to the right, fast.",
         numbers=(
             *("angle of the front link", "angle of joint 1", "angle of joint 2"),
             *("speed of the tip in x", "speed of the tip in y"),
-            *_each("angular speed of {}", "the front link", "joint 1", "joint 2"),
+            *_format_each("angular speed of {}", "the front link", "joint 1", "joint 2"),
         ),
         controls=("torque of joint 1", "torque of joint 2"),
     ),
-    "Ant": Play(
+    "Ant": Guide(
         instructions="Make the four-legged body walk forward, in x, and do not fall.",
         numbers=(
-            *(*_TORSO, *_each("angle of {}", *_ANT)),
-            *(*_TORSO_SPEEDS, *_each("angular speed of {}", *_ANT)),
+            *(*_TORSO, *_format_each("angle of {}", *_ANT)),
+            *(*_TORSO_SPEEDS, *_format_each("angular speed of {}", *_ANT)),
         ),
         num_numbers=105,
-        controls=_each("torque of {}", *_ANT[-2:], *_ANT[:-2]),
+        controls=_format_each("torque of {}", *_ANT[-2:], *_ANT[:-2]),
     ),
-    "Humanoid": Play(
+    "Humanoid": Guide(
         instructions="Make the two-legged body walk forward and do not fall.",
         numbers=_HUMANOID_NUMBERS,
         num_numbers=348,
         controls=_HUMANOID_TORQUES,
     ),
-    "HumanoidStandup": Play(
+    "HumanoidStandup": Guide(
         instructions="Make the body that lies on the ground stand up.",
         numbers=_HUMANOID_NUMBERS,
         num_numbers=348,
         controls=_HUMANOID_TORQUES,
     ),
-    "InvertedPendulum": Play(
+    "InvertedPendulum": Guide(
         instructions="Push the cart so that the pole stays up.",
         numbers=(
             *("position of the cart", "angle of the pole"),
@@ -221,7 +221,7 @@ _MUJOCO = {
         ),
         controls=("force on the cart",),
     ),
-    "InvertedDoublePendulum": Play(
+    "InvertedDoublePendulum": Guide(
         instructions="Push the cart so that the two poles, one on the other, stay up.",
         numbers=(
             "position of the cart",
@@ -232,7 +232,7 @@ _MUJOCO = {
         ),
         controls=("force on the cart",),
     ),
-    "Reacher": Play(
+    "Reacher": Guide(
         instructions="Move the tip of the two-jointed arm to the target.",
         numbers=(
             *("cosine of the first angle", "cosine of the second angle"),
@@ -243,38 +243,38 @@ _MUJOCO = {
         ),
         controls=("torque of the first joint", "torque of the second joint"),
     ),
-    "Pusher": Play(
+    "Pusher": Guide(
         instructions="Push the object to the goal with the tip of the arm.",
         numbers=(
-            *(*_each("angle of {}", *_ARM), *_each("angular speed of {}", *_ARM)),
-            *_each("{} of the tip", "x", "y", "z"),
-            *_each("{} of the object", "x", "y", "z"),
-            *_each("{} of the goal", "x", "y", "z"),
+            *(*_format_each("angle of {}", *_ARM), *_format_each("angular speed of {}", *_ARM)),
+            *_format_each("{} of the tip", "x", "y", "z"),
+            *_format_each("{} of the object", "x", "y", "z"),
+            *_format_each("{} of the goal", "x", "y", "z"),
         ),
-        controls=_each("torque of {}", *_ARM),
+        controls=_format_each("torque of {}", *_ARM),
     ),
 }
 
-KNOWN: dict[str, Play] = {
-    "FrozenLake": Play(
+GUIDES: dict[str, Guide] = {
+    "FrozenLake": Guide(
         ("LEFT", "DOWN", "RIGHT", "UP"),
         "Cross the frozen lake from the start S to the goal G. F is ice, and a hole H ends the"
         " game. [ ] marks where you are.",
         "You may slip sideways.",
     ),
-    "CliffWalking": Play(
+    "CliffWalking": Guide(
         ("UP", "RIGHT", "DOWN", "LEFT"),
         "Walk from the lower left to the goal T in few steps. x is you; the cliff C costs 100"
         " and sends you back.",
         "You may slip sideways.",
     ),
-    "Taxi": Play(
+    "Taxi": Guide(
         ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
         "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Both are"
         " among R, G, Y, B; | is a wall.",
         marks={"34;1": "passenger", "35": "destination", "43": "taxi", "42": "taxi with passenger"},
     ),
-    "Blackjack": Play(
+    "Blackjack": Guide(
         ("STICK", "HIT"),
         "You play blackjack. The observation is your sum, the dealer's open card (1 is an ace),"
         " and whether you hold an ace that counts 11 (1) or not (0).",
@@ -283,4 +283,4 @@ KNOWN: dict[str, Play] = {
     **_BOX2D,
     **_MUJOCO,
 }
-"""By the environment's name without version."""
+"""Guides by the environment's name without version."""
