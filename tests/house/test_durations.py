@@ -12,12 +12,12 @@ def test_a_report_is_read_without_tests_that_did_not_pass(tmp_path: Path) -> Non
     report = tmp_path / "tests.xml"
     report.write_text(
         "<testsuites><testsuite>"
-        '<testcase classname="tests.env.test_a" name="test_x[1]" time="4.5"/>'
-        '<testcase classname="tests.env.test_a" name="test_y" time="1"><skipped/></testcase>'
+        '<testcase classname="suite.test_a" name="test_x[1]" time="4.5"/>'
+        '<testcase classname="suite.test_a" name="test_y" time="1"><skipped/></testcase>'
         "</testsuite></testsuites>",
         encoding="utf-8",
     )
-    assert read_report(report) == {"tests/env/test_a.py::test_x[1]": 4.5}
+    assert read_report(report) == {"suite/test_a.py::test_x[1]": 4.5}
 
 
 def test_a_test_that_grows_by_more_than_half_is_reported() -> None:
