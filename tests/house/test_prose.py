@@ -7,7 +7,7 @@ from prose import EXCEPTIONS, PythonFile, find_all, find_in_markdown
 
 
 def rules_broken(text: str) -> set[tuple[str, str]]:
-    return {(finding.rule, finding.text) for finding in PythonFile("trainer/x.py", text).findings()}
+    return {(finding.rule, finding.text) for finding in PythonFile("trainer/example.py", text).findings()}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_plain_english_passes(text: str) -> None:
 
 def test_code_in_markdown_is_not_prose() -> None:
     text = "Use `anew`.\n```\nnobody\n```\nNobody does.\n"
-    assert [finding.line for finding in find_in_markdown("docs/x.md", text)] == [5]
+    assert [finding.line for finding in find_in_markdown("x.md", text)] == [5]
 
 
 @pytest.mark.slow
