@@ -34,10 +34,10 @@ from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.core.types import (
     Batch,
-    Completion,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    SampledCompletion,
     ScoredTerm,
     Turn,
     join_turns,
@@ -90,7 +90,7 @@ def make_groups(num_turns: int, num_tokens: int) -> list[RolloutGroup]:
 
     def turn() -> Turn:
         logprobs = [-draw.random() for _ in range(num_tokens)]
-        return Turn(numbers(), Completion(numbers(), logprobs, 0, has_end_token=True))
+        return Turn(numbers(), SampledCompletion(numbers(), logprobs, 0, has_end_token=True))
 
     def episode(number: int) -> Rollout:
         reward = float(number % 2)

@@ -26,7 +26,7 @@ from environment_load import Counts, answer_windows
 from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
-from ludus.trainer.core.types import Completion, GroupSpec, Sampling
+from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
@@ -44,10 +44,12 @@ class InstantGenerator:
     def __init__(self, chat: ChatTokenizer) -> None:
         token_ids = [chat.encode_completion(answer) for answer in ANSWERS]
         self._answers = [
-            Completion(ids, [0.0] * len(ids), 0, has_end_token=True) for ids in token_ids
+            SampledCompletion(ids, [0.0] * len(ids), 0, has_end_token=True) for ids in token_ids
         ]
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         """The answer's tokens."""
         return self._answers[seed % len(self._answers)]
 

@@ -80,6 +80,8 @@ MIN_WORDS_OF_MESSAGE = 3
 EXCEPTIONS: dict[str, str] = {
     "envs/math_env/models.py: name: left": "a field of the observation that clients read",
     "envs/uno_env/models.py: name: others": "a field of the observation that clients read",
+    "trainer/ludus/trainer/compat/forge/training.py: class: GRPOTrainer": "a name of Forge",
+    "trainer/ludus/trainer/compat/trl/trainer.py: class: GRPOTrainer": "a name of TRL",
 }
 """Findings that stay, as "path: rule: text", each with its reason."""
 

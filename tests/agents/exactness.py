@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ludus.proto.config import RolloutConfig, TinyModel
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.types import Completion, Sampling, TokenSequence
+from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence
 from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
@@ -142,7 +142,9 @@ class Recorded:
     generate: GenerateFn
     sampled: list[Sampled] = field(default_factory=list)
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         one = await self.generate(prompt_ids, sampling, seed)
         self.sampled.append(
             Sampled(tuple(prompt_ids), tuple(one.token_ids), tuple(one.logprobs), seed)

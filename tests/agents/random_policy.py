@@ -11,7 +11,7 @@ import json
 import random
 from dataclasses import dataclass
 
-from ludus.trainer.core.types import Completion, Sampling
+from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 
@@ -50,7 +50,9 @@ class RandomPolicy:
         self._draw = random.Random(f"random policy {seed}")
         self.sampled: list[Sampled] = []
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         """An answer, cut off where it is longer than it may be."""
         for _ in range(self._draw.randrange(4)):
             await asyncio.sleep(0)
@@ -58,7 +60,7 @@ class RandomPolicy:
         logprobs = [-self._draw.random() - 0.01 for _ in token_ids]
         self.sampled.append(Sampled(tuple(prompt_ids), tuple(token_ids), tuple(logprobs), seed))
         stopped = token_ids[-1] == self._chat.end_token_id
-        return Completion(token_ids, logprobs, 0, stopped)
+        return SampledCompletion(token_ids, logprobs, 0, stopped)
 
     def _text(self) -> str:
         draw = self._draw

@@ -30,10 +30,10 @@ from ludus.trainer.algorithms.policy_loss import LossInputs, policy_gradient_los
 from ludus.trainer.algorithms.value_loss import value_loss
 from ludus.trainer.core.types import (
     Batch,
-    Completion,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    SampledCompletion,
     Turn,
     join_turns,
 )
@@ -105,7 +105,7 @@ def play_groups(policy: Tables, generator: torch.Generator) -> list[RolloutGroup
 
 def _rollout(prompts: Tensor, answers: Tensor, logprobs: Tensor, paid: Tensor) -> Rollout:
     turns = [
-        Turn([prompt], Completion([answer], [logprob], 0, has_end_token=True), reward)
+        Turn([prompt], SampledCompletion([answer], [logprob], 0, has_end_token=True), reward)
         for prompt, answer, logprob, reward in zip(
             prompts.tolist(), answers.tolist(), logprobs.tolist(), paid.tolist(), strict=True
         )

@@ -12,7 +12,13 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import PpoConfig, RolloutConfig
 from ludus.trainer.compat.gymformer.token_level import TokenConversation, TokenLevelRunner
-from ludus.trainer.core.types import Completion, Rollout, RolloutGroup, RolloutStatus, Sampling
+from ludus.trainer.core.types import (
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    SampledCompletion,
+    Sampling,
+)
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
@@ -31,10 +37,12 @@ class TokenScript:
         self._script = script
         self.prompts: list[list[int]] = []
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         self.prompts.append(list(prompt_ids))
         token_ids = next(self._script)
-        return Completion(token_ids, [-1.0 - t for t in token_ids], 0, has_end_token=False)
+        return SampledCompletion(token_ids, [-1.0 - t for t in token_ids], 0, has_end_token=False)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest_asyncio
 from upstream_environment import UpstreamEnvironmentError
 
 from ludus.proto.config import RolloutConfig
-from ludus.trainer.core.types import Completion, Sampling
+from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint
 from tests.agents.exactness import Recorded
@@ -144,7 +144,9 @@ class _CutOff:
     def __init__(self, policy: ScriptedPolicy) -> None:
         self._policy = policy
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         said = await self._policy(prompt_ids, sampling, seed)
         most = sampling.max_tokens
         if len(said.token_ids) <= most:

@@ -14,10 +14,10 @@ import pytest
 from ludus.proto.config import GrpoConfig, PpoConfig, ReinforceConfig
 from ludus.trainer.core.types import (
     Batch,
-    Completion,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    SampledCompletion,
     TokenSequence,
     TrainingSample,
     Turn,
@@ -43,7 +43,11 @@ def play(
     `reward` replaces the sum of the turns' rewards. `separate` puts each turn in its own sequence.
     """
     turns = [
-        Turn([10 + i, 20], Completion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True), value)
+        Turn(
+            [10 + i, 20],
+            SampledCompletion([30 + i, 40], [-0.5, -0.1], 0, has_end_token=True),
+            value,
+        )
         for i, value in enumerate(turn_rewards)
     ]
     sequences = [join_turns([turn]) for turn in turns] if separate else [join_turns(turns)]
@@ -86,7 +90,7 @@ def token_advantages(batch: Batch) -> list[list[float]]:
 
 def play_tokens(*token_rewards: float, status: RolloutStatus = RolloutStatus.TERMINATED) -> Rollout:
     """Return an episode of one completion in which each token has a reward."""
-    completion = Completion(
+    completion = SampledCompletion(
         [30, 31, 32][: len(token_rewards)], [-0.5] * len(token_rewards), 0, True
     )
     turn = Turn([10, 20], completion, sum(token_rewards), token_rewards)

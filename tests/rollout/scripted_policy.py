@@ -10,7 +10,7 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LanguageModelRun, RolloutConfig
-from ludus.trainer.core.types import Completion, GroupSpec, Rollout, RolloutGroup, Sampling
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.renderer import ServerRenderer
 from ludus.trainer.rollout.episode import SessionRunner
@@ -37,7 +37,9 @@ class ScriptedPolicy:
         self.seeds: list[int] = []
         self.version = 0
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         """Return the next completion, in which each token has log-prob -1."""
         await asyncio.sleep(0)
         self.prompts.append(list(prompt_ids))
@@ -48,7 +50,7 @@ class ScriptedPolicy:
         token_ids = self._chat.encode_completion(text.removesuffix("..."))
         stopped = not text.endswith("...")
         token_ids = token_ids if stopped else token_ids[:-1]
-        return Completion(token_ids, [-1.0] * len(token_ids), self.version, stopped)
+        return SampledCompletion(token_ids, [-1.0] * len(token_ids), self.version, stopped)
 
 
 @dataclass(frozen=True)

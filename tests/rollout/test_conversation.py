@@ -8,7 +8,7 @@ import pytest
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
-from ludus.trainer.core.types import Completion, Sampling
+from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
 from tests.rollout.chat_templates import CHATML, QWEN3, Family, tokenizer_of
@@ -123,9 +123,9 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 ):
     seen: list[tuple[int, int]] = []
 
-    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         seen.append((seed, sampling.max_tokens))
-        return Completion([5, 6], [-1.0, -1.0], 0, has_end_token=False)
+        return SampledCompletion([5, 6], [-1.0, -1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     for _ in range(2):
@@ -138,9 +138,9 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 
 
 async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
-    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         prompt_ids[0] += 1
-        return Completion([5], [-1.0], 0, has_end_token=False)
+        return SampledCompletion([5], [-1.0], 0, has_end_token=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)

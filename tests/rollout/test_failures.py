@@ -13,7 +13,7 @@ import pytest_asyncio
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
+from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.renderer import ImportedRenderer
 from tests.rollout.fragile_env import (
@@ -121,7 +121,9 @@ async def test_a_request_that_the_engine_fails_voids_its_episode(
 ) -> None:
     player, policy = make_player(fragile, chat, itertools.repeat("ADD 2"))
 
-    async def fail_on_the_second(prompt: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def fail_on_the_second(
+        prompt: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         if len(policy.prompts) == 1:
             raise RuntimeError("a prompt of too many tokens")
         return await policy(prompt, sampling, seed)
@@ -157,7 +159,7 @@ async def test_a_first_prompt_without_room_for_an_answer_is_named_with_both_numb
 async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
     fragile_server: EnvServer, fragile: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def misconfigured(*_: object) -> Completion:
+    async def misconfigured(*_: object) -> SampledCompletion:
         raise ConfigError("generator.kind = 'none'")
 
     player, _ = make_player(fragile, chat, iter([]))
@@ -170,7 +172,7 @@ async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
 async def test_a_cancellation_is_not_a_failure(
     fragile: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def interrupted(*_: object) -> Completion:
+    async def interrupted(*_: object) -> SampledCompletion:
         raise asyncio.CancelledError
 
     player, _ = make_player(fragile, chat, iter([]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.core.types import Completion, Sampling, ScoringRequest
+from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
@@ -189,7 +189,7 @@ async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> Non
     assert engine.is_closed.is_set()
 
 
-async def caught(call: Coroutine[Any, Any, Completion]) -> Completion | Exception:
+async def caught(call: Coroutine[Any, Any, SampledCompletion]) -> SampledCompletion | Exception:
     """What the call returns or raises."""
     try:
         return await call
@@ -198,8 +198,8 @@ async def caught(call: Coroutine[Any, Any, Completion]) -> Completion | Exceptio
 
 
 async def in_step(
-    engine: FakeEngine, call: Coroutine[Any, Any, Completion]
-) -> asyncio.Task[Completion]:
+    engine: FakeEngine, call: Coroutine[Any, Any, SampledCompletion]
+) -> asyncio.Task[SampledCompletion]:
     """The call, once the engine is held in the middle of its step."""
     engine.hold()
     task = asyncio.create_task(call)

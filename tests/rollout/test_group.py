@@ -9,7 +9,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
+from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from openspiel_env import make_environment
@@ -26,20 +26,25 @@ def blackjack_server(max_sessions: int) -> EnvServer:
 
 
 class CountedClient:
-    """Passes calls on and counts the two ways of opening."""
+    """A client that counts the two ways of opening, and records the session ids."""
 
     def __init__(self, client: AsyncEnvClient) -> None:
         self._client = client
         self.group_sizes: list[int] = []
         self.num_opens = 0
+        self.session_ids: list[str] = []
 
     async def open(self, **arguments):
         self.num_opens += 1
-        return await self._client.open(**arguments)
+        session, first = await self._client.open(**arguments)
+        self.session_ids.append(session.id)
+        return session, first
 
     async def open_group(self, size: int, **arguments):
         self.group_sizes.append(size)
-        return await self._client.open_group(size, **arguments)
+        opened = await self._client.open_group(size, **arguments)
+        self.session_ids += [session.id for session, _ in opened]
+        return opened
 
 
 @OPENED
@@ -119,7 +124,7 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
     ] * 4
 
 
-async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
     """A policy that does not answer."""
     await asyncio.Event().wait()
     raise AssertionError
@@ -171,13 +176,16 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
         EnvServer(lambda: make_environment(game="blackjack"), options) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
+        recorded = CountedClient(client)
         player, policy = make_player(
-            client, chat, itertools.repeat("STAND"), max_sessions=max_sessions, resumes=resumes
+            recorded, chat, itertools.repeat("STAND"), max_sessions=max_sessions, resumes=resumes
         )
 
-        async def after_a_loss(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-            for session_id in list(server.core._entries):
-                await server.core.close(session_id)
+        async def after_a_loss(
+            prompt_ids: list[int], sampling: Sampling, seed: int
+        ) -> SampledCompletion:
+            while recorded.session_ids:
+                await server.core.close(recorded.session_ids.pop())
             return await policy(prompt_ids, sampling, seed)
 
         spec = GroupSpec(0, "game", (11,) * 2)

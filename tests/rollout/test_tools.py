@@ -15,10 +15,10 @@ from ludus.env.client import AsyncEnvClient, AsyncSession, EnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, ToolError
-from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
+from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import (
-    MAX_BAD_ANSWERS,
+    MAX_BAD_COMPLETIONS,
     MAX_RESULT_CHARACTERS,
     Toolbox,
 )
@@ -32,7 +32,6 @@ from tests.rollout.scripted_policy import make_runner, play_once
 pytestmark = pytest.mark.slow
 
 LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
-SAMPLING = Sampling(1.0, 1)
 
 Policy = Callable[[str], str]
 """Answers the text of everything said so far."""
@@ -60,10 +59,10 @@ async def play(
 ) -> PlayedEpisode:
     """An episode whose answers call tools."""
 
-    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         text = policy(chat.tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(text)
-        return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
+        return SampledCompletion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
     toolbox = Toolbox(client, "sums")
     return await play_once(make_runner(client, chat, generate, limits, toolbox=toolbox), seed)
@@ -129,7 +128,7 @@ async def test_several_calls_of_one_answer_are_made_in_order(
         ([call("add", a=1, b=2), "0"], (1, 0)),
         ([call("add", a=1, b=2) + call("add", a="one"), "0"], (2, 1)),
         (["<tool_call>{not json}</tool_call>", call("subtract"), call("add", a=1, b=2)], (3, 2)),
-        (["<tool_call>oops"] * MAX_BAD_ANSWERS, (MAX_BAD_ANSWERS, MAX_BAD_ANSWERS)),
+        (["<tool_call>oops"] * MAX_BAD_COMPLETIONS, (MAX_BAD_COMPLETIONS, MAX_BAD_COMPLETIONS)),
     ],
 )
 async def test_calls_are_counted_and_so_are_those_that_failed(
@@ -169,7 +168,7 @@ async def test_who_never_calls_well_ends_at_the_configured_reward(
     played = await play(client, chat, lambda _: "<tool_call>oops", limits)
     assert played.rollout.status is RolloutStatus.INVALID_ACTION
     assert played.rollout.reward == -0.5
-    assert len(played.rollout.turns) == MAX_BAD_ANSWERS
+    assert len(played.rollout.turns) == MAX_BAD_COMPLETIONS
 
 
 async def test_a_tool_that_fails_says_so_and_the_episode_continues(

@@ -12,7 +12,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import Transcript
-from ludus.trainer.core.types import Completion, GroupSpec, RolloutGroup, Sampling
+from ludus.trainer.core.types import GroupSpec, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
 from ludus.trainer.rollout.transcript import num_transcripts
@@ -67,7 +67,7 @@ async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
     player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
     complete_first = player.runner.generate
 
-    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         if "HIT" in chat.decode(prompt_ids):
             raise RuntimeError("the engine has no memory left")
         return await complete_first(prompt_ids, sampling, seed)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
-from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
+from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from tests.env.upstream_sdk import SOURCES, upstream_python
@@ -54,10 +54,10 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     answers = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
     prompts: list[str] = []
 
-    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         prompts.append(chat.tokenizer.decode(prompt_ids))
         token_ids = chat.encode_completion(next(answers))
-        return Completion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
+        return SampledCompletion(token_ids, [-1.0] * len(token_ids), 0, has_end_token=True)
 
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(connect_timeout_s=60)

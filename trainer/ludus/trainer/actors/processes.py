@@ -18,9 +18,9 @@ from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import (
     Coefficients,
-    Completion,
     GroupSpec,
     RolloutGroup,
+    SampledCompletion,
     Sampling,
     SavedFile,
     ScoringRequest,
@@ -99,7 +99,7 @@ class Workers(Protocol):
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """Return one completion of the prompt per seed."""
 
     async def load_weights(

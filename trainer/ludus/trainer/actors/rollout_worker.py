@@ -27,11 +27,11 @@ from ludus.trainer.core.functions import Function, register_functions, registere
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import (
-    Completion,
     GroupSpec,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    SampledCompletion,
     Sampling,
     make_lost_group,
 )
@@ -168,7 +168,7 @@ class RolloutWorkerActor:
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """Sample one completion of the prompt for each seed."""
         completions = (self._parts.engine(list(prompt_ids), sampling, seed) for seed in seeds)
         return list(await asyncio.gather(*completions))

@@ -39,7 +39,7 @@ from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
-from ludus.trainer.core.types import Completion, GroupSpec, Sampling, make_lost_group
+from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling, make_lost_group
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
@@ -187,7 +187,7 @@ class RolloutWorkers:
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """What the policy says after the prompt, once per seed."""
         while True:
             slot = await self.slot()

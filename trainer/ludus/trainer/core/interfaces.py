@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from ludus.trainer.core.types import Completion, Sampling, ScoringRequest, WeightManifest
+from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest, WeightManifest
 
 StorageLocation: TypeAlias = Any
 """A file name, object key or Ray reference; only the weight store that created it can use it."""
@@ -25,7 +25,7 @@ class GenerateFn(Protocol):
 
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
-    ) -> Completion: ...
+    ) -> SampledCompletion: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The types of the training plane, one per stage.
 
-    Completion   sampled for one prompt
+    SampledCompletion   sampled for one prompt
         |        + the prompt
         v
     Turn         one decision: new prompt tokens and sampled tokens
@@ -132,7 +132,7 @@ _SAMPLING_BOUNDS: Mapping[str, tuple[type, float, float, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampledCompletion:
     """The tokens sampled for one prompt, including the end token."""
 
     token_ids: list[int]
@@ -150,7 +150,7 @@ class Turn:
 
     prompt_ids: list[int]
     """Tokens added since the previous turn; they are not sampled, so they are not trained on."""
-    completion: Completion
+    completion: SampledCompletion
     reward: float = 0.0
     """Reward of the environment for this turn."""
     token_rewards: tuple[float, ...] = ()

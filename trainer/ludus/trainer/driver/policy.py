@@ -10,7 +10,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.processes import Workers
 from ludus.trainer.core.streams import Stream, derive_key
-from ludus.trainer.core.types import Completion
+from ludus.trainer.core.types import SampledCompletion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.limits import sampling_settings
 
@@ -22,7 +22,7 @@ class PolicyCompletion:
     text: str
     """Text without special tokens."""
     prompt_ids: list[int]
-    completion: Completion
+    completion: SampledCompletion
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.streams import mix
-from ludus.trainer.core.types import Completion, Sampling, TokenSequence, Turn, TurnSpan
+from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence, Turn, TurnSpan
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.agents.endpoint.api_error import ApiError, LimitError
 from ludus.trainer.rollout.agents.endpoint.exchange import (
@@ -224,7 +224,9 @@ class ConversationTree:
             token_ids += chat.next_prompt([each.plain for each in following], ended=ended)
         return token_ids
 
-    def _find_completion(self, message: ChatMessage, prompt_ids: list[int]) -> Completion | None:
+    def _find_completion(
+        self, message: ChatMessage, prompt_ids: list[int]
+    ) -> SampledCompletion | None:
         """Return the sampled completion that a message repeats, preferably after this prompt."""
         nodes = self._nodes_by_key.get(message.key)
         if not nodes:
@@ -259,7 +261,7 @@ class ConversationTree:
         parent: _Node | None,
         request: PolicyRequest,
         prompt_ids: list[int],
-        completion: Completion,
+        completion: SampledCompletion,
     ) -> PolicyResponse:
         parsed = parse_completion(self._chat, completion, request, len(prompt_ids))
         token_ids = [*prompt_ids, *parsed.completion.token_ids]

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ludus.proto.errors import ActionParseError
-from ludus.trainer.core.types import Completion
+from ludus.trainer.core.types import SampledCompletion
 from ludus.trainer.models.chat import ChatTokenizer, split_reasoning, thoughts_end
 from ludus.trainer.rollout.adapters.tool_calls import first_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
@@ -31,7 +31,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
 class ParsedCompletion:
     """A completion, cut as its request demands, and the response to the agent."""
 
-    completion: Completion
+    completion: SampledCompletion
     """Tokens that are kept and trained on."""
     text: str
     """Text of these tokens, without the stop text."""
@@ -39,7 +39,10 @@ class ParsedCompletion:
 
 
 def parse_completion(
-    chat: ChatTokenizer, completion: Completion, request: PolicyRequest, num_prompt_tokens: int
+    chat: ChatTokenizer,
+    completion: SampledCompletion,
+    request: PolicyRequest,
+    num_prompt_tokens: int,
 ) -> ParsedCompletion:
     """Cut and parse a completion that was sampled after `num_prompt_tokens` tokens."""
     text = chat.decode(completion.token_ids)
@@ -94,7 +97,9 @@ def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
     return min(cuts, default=(len(text), len(text)))
 
 
-def _first_tokens(chat: ChatTokenizer, completion: Completion, text: str) -> Completion:
+def _first_tokens(
+    chat: ChatTokenizer, completion: SampledCompletion, text: str
+) -> SampledCompletion:
     """Return the smallest number of first tokens whose text starts with `text`."""
     token_ids = completion.token_ids
     num = bisect_left(

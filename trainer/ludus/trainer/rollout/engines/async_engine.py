@@ -28,12 +28,12 @@ from typing import Any, NoReturn
 
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
-from ludus.trainer.core.types import Completion, Sampling, ScoringRequest
+from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
 
 
 @dataclass(slots=True)
 class _PendingRequest:
-    future: asyncio.Future[Completion]
+    future: asyncio.Future[SampledCompletion]
     version: int
 
 
@@ -77,7 +77,9 @@ class AsyncEngine:
         """Version of the weights that the next token is sampled with."""
         return self._version
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> SampledCompletion:
         """Sample one completion; cancelling the call aborts the request.
 
         Raises:
@@ -202,7 +204,9 @@ class AsyncEngine:
             if pending is None or pending.future.done():
                 continue
             pending.future.set_result(
-                Completion(output.token_ids, output.logprobs, pending.version, output.has_end_token)
+                SampledCompletion(
+                    output.token_ids, output.logprobs, pending.version, output.has_end_token
+                )
             )
 
     def _refuse(self, request_id: int, error: Exception) -> None:

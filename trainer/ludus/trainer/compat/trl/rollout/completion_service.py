@@ -24,7 +24,7 @@ from ludus.env import Message
 from ludus.proto.errors import RolloutFunctionError
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.streams import Stream, derive_key, mix
-from ludus.trainer.core.types import Completion, Sampling
+from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
@@ -35,7 +35,7 @@ Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 class LedgerEntry:
     """A completion and its sampling settings."""
 
-    completion: Completion
+    completion: SampledCompletion
     sampling: Sampling
 
 
@@ -143,7 +143,7 @@ class CompletionService:
 
     async def complete(
         self, prompts: Sequence[list[int]], n: int, sampling: Sampling
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """Return [len(prompts) * n] completions, prompt by prompt.
 
         Raises:
@@ -170,7 +170,9 @@ class CompletionService:
                 call.record(row, LedgerEntry(completion, sampling))
         return completions
 
-    async def _sample(self, prompt_ids: list[int], sampling: Sampling, key: int) -> Completion:
+    async def _sample(
+        self, prompt_ids: list[int], sampling: Sampling, key: int
+    ) -> SampledCompletion:
         room = self._max_tokens - len(prompt_ids)
         bounded = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         return await self._generate(prompt_ids, bounded, key)
