@@ -1,4 +1,4 @@
-"""Rollout workers without Ray and engines: the real supervision of processes that are simulated.
+"""Rollout workers without Ray and engines: the real supervision of simulated processes.
 
 RolloutWorkers  -->  FakeActor   one for each process that was started; does what `Behaviour` says
       |
@@ -31,57 +31,57 @@ from tests.data.rollouts import make_group
 
 
 class Method:
-    """A method of an actor: `remote` calls it."""
+    """A method of a simulated actor."""
 
     def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._call = call
 
     def remote(self, *arguments: Any) -> asyncio.Task[Any]:
-        """The call, under way."""
+        """Start the call and return its task."""
         return asyncio.ensure_future(self._call(*arguments))
 
 
 async def at_once(*_: object) -> None:
-    """Takes one turn of the event loop."""
+    """Wait for one iteration of the event loop."""
     await asyncio.sleep(0)
 
 
 @dataclass(eq=False)
 class FakeActor:
-    """One process of a rollout worker."""
+    """A simulated process of a rollout worker."""
 
     place: int
-    """How many were started before it."""
+    """Number of processes started before."""
     in_sign_of_life: Callable[[], Awaitable[None]] = at_once
-    """Awaited in each sign of life, the first of which comes once it has room."""
+    """Awaited in each ping; the first ping returns when the worker has room."""
     in_start: Callable[[], Awaitable[None]] = at_once
-    """Awaited in its start."""
+    """Awaited in the start."""
     in_play: Callable[[FakeActor], Awaitable[None]] = at_once
     """Awaited in each call that plays."""
     in_load: Callable[[PublishedWeights], Awaitable[None]] = at_once
     """Awaited in each call that loads weights."""
     canary_error: Callable[[PublishedWeights], float] = lambda published: 0.0
-    """How far its answer to the canary prompt is from the learner's."""
+    """Difference of the canary log-probs from the learner's."""
     from_scratch: list[bool] = field(default_factory=list)
-    """Of each load, whether it was to trust nothing that it had fetched before."""
+    """For each load, whether all weights had to be fetched again."""
     num_abandoned: int = 0
-    """How often it was told to give up what it played."""
+    """Number of calls to abandon the current groups."""
     number: int = -1
-    """Of the worker, once it has started."""
+    """The worker's specification, after the start."""
     is_alive: bool = True
     num_playing: int = 0
-    """Groups it plays now."""
+    """Groups being played."""
     most_playing: int = 0
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Done once it was closed, or with what ended it."""
+    """Finished when the process is closed or dies."""
 
     def __getattr__(self, name: str) -> Method:
         return Method(object.__getattribute__(self, f"_{name}"))
 
     def end(self, error: Exception | None = None) -> None:
-        """Die, of this error or by itself."""
+        """Die, of this error or without one."""
         self.is_alive = False
         if not self.ended.done():
             self.ended.set_exception(error or ray.exceptions.RayActorError(error_msg="it died"))
@@ -124,7 +124,7 @@ class FakeActor:
 
     async def _sign_of_life(self) -> None:
         await self.in_sign_of_life()
-        # An engine that has failed leaves a process that answers.
+        # A process with a failed engine still responds.
         if self.ended.done() and isinstance(self.ended.exception(), ray.exceptions.RayError):
             await self.ended
 
@@ -134,7 +134,7 @@ class FakeActor:
 
 
 class CountingBuffer:
-    """A buffer that keeps the indices of what it was given."""
+    """A buffer that records the indices of its groups."""
 
     def __init__(self) -> None:
         self.kept: list[int] = []
@@ -143,7 +143,7 @@ class CountingBuffer:
     async def put(
         self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]
     ) -> list[Refusal]:
-        """The groups whose episodes are all lost."""
+        """Return the indices of groups whose episodes are all lost."""
         arrived = groups if isinstance(groups, list) else await groups
         lost = [one.index for one in arrived if all(r.reward is None for r in one.rollouts)]
         self.lost += lost
@@ -153,7 +153,7 @@ class CountingBuffer:
 
 @dataclass(eq=False)
 class FakeFleet:
-    """All processes that were started, and what they put into the buffer."""
+    """All started processes and their buffer."""
 
     behave: Callable[[FakeActor], None] = lambda actor: None
     """Called with each new process."""
@@ -164,7 +164,7 @@ class FakeFleet:
     async def running(
         self, patch: pytest.MonkeyPatch, settings: dict[str, Any]
     ) -> AsyncIterator[RolloutWorkers]:
-        """The workers of a run with these settings, until the block ends."""
+        """Yield the workers of a run with these settings."""
         patch.setattr(worker_process, "make_actor", self._make_actor)
         patch.setattr(worker_process.WorkerProcess, "kill", lambda worker: worker.actor.end())
         patch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
@@ -185,13 +185,13 @@ class FakeFleet:
         return actor
 
 
-def groups_of(*indices: int) -> list[GroupSpec]:
-    """Groups to be played."""
+def make_groups(*indices: int) -> list[GroupSpec]:
+    """Return groups to play."""
     return [GroupSpec(index, "coins", (0, 0)) for index in indices]
 
 
-def weights_of(version: int, answer: tuple[float, ...] = ()) -> PublishedWeights:
-    """A version that can be published, with the learner's answer to its canary prompt."""
+def publish_weights(version: int, answer: tuple[float, ...] = ()) -> PublishedWeights:
+    """Return a published version with the learner's canary log-probs."""
     prompt = ScoringRequest([1], [2])
     manifest = WeightManifest(version, (), f"content {version}", (prompt,), (answer,))
     return PublishedWeights(manifest, None)

@@ -1,7 +1,7 @@
 """A run without models: the real controller, buffer, checkpoints and files; simulated workers.
 
-    SimulatedLearner   counts its steps, remembers what it trained on, dies when it is told to
-    SimulatedWorkers   one worker that plays groups as tasks, in as long as it is told to
+    SimulatedLearner   counts its steps, records its batches, dies on request
+    SimulatedWorkers   one worker that plays groups as tasks with configurable durations
 
 Everything runs on one event loop, and takes milliseconds.
 """
@@ -52,7 +52,7 @@ NUM_SLOTS = 4
 
 
 class SimulatedBuffer(BufferActor):
-    """The buffer in this process, which remembers what each step trained on."""
+    """A buffer in this process that records the groups of each step."""
 
     def __init__(self, run: LanguageModelRun, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
         super().__init__(run, {})
@@ -80,7 +80,7 @@ class SimulatedBuffer(BufferActor):
         return replace(taken, batch=batch)
 
     def die(self) -> None:
-        """Behave from now on as a remote buffer whose process has died."""
+        """Behave like a remote buffer whose process died."""
         self.is_alive = False
 
     def _refuse_if_lost(self) -> None:
@@ -88,20 +88,20 @@ class SimulatedBuffer(BufferActor):
             raise BufferLostError("the buffer died")
 
 
-async def at_once(*_: object) -> None:
-    """Takes one turn of the event loop."""
+async def next_iteration(*_: object) -> None:
+    """Wait for one iteration of the event loop."""
     await asyncio.sleep(0)
 
 
 @dataclass
 class SimulatedLearner:
-    """The learner: its weights are the number of steps it has taken, and its life."""
+    """A learner whose weights are its number of steps and its number of restarts."""
 
     steps: int = 0
     life: int = 0
     is_alive: bool = True
-    in_step: Callable[[int], Any] = at_once
-    """Awaited in each step with its number, from 0."""
+    in_step: Callable[[int], Any] = next_iteration
+    """Awaited in each step, with its 0-based number."""
     num_restarts: int = 0
 
     async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
@@ -140,7 +140,7 @@ class SimulatedLearner:
         self.num_restarts += 1
 
     def load(self, learner_folder: Path | None) -> None:
-        """Go to where the checkpoint stands."""
+        """Load the step of a checkpoint."""
         file = learner_folder / "steps.json" if learner_folder else None
         self.steps = json.loads(file.read_text()) if file else 0
 
@@ -153,28 +153,28 @@ class SimulatedLearner:
             raise LearnerLostError("a rank died")
 
 
-def rewards_of(spec: GroupSpec) -> tuple[float | None, ...]:
-    """Rewards that teach something."""
+def informative_rewards(spec: GroupSpec) -> tuple[float | None, ...]:
+    """Return rewards with nonzero variance."""
     return (1.0, -1.0)
 
 
 @dataclass
 class SimulatedWorkers:
-    """The rollout workers; each slot has room for one group."""
+    """Rollout workers whose slots have room for one group."""
 
     buffer: SimulatedBuffer
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
-    rewards: Callable[[GroupSpec], tuple[float | None, ...]] = rewards_of
+    rewards: Callable[[GroupSpec], tuple[float | None, ...]] = informative_rewards
     dies_with: Callable[[GroupSpec], bool] = lambda spec: False
-    """Whether the worker dies while it plays the group."""
-    in_delivery: Callable[[PublishedWeights], Any] = at_once
+    """Returns True if the worker dies while it plays the group."""
+    in_delivery: Callable[[PublishedWeights], Any] = next_iteration
     """Awaited in each delivery."""
     held: PublishedWeights | None = None
     num_breaches: int = 0
-    num_deliveries_at_once: int = 0
-    most_deliveries_at_once: int = 0
+    num_deliveries_next_iteration: int = 0
+    most_deliveries_next_iteration: int = 0
     begun: list[tuple[GroupSpec, int]] = field(default_factory=list)
-    """Every group with the version that began it."""
+    """Every started group and the version that it started with."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
     def describe(self) -> str:
@@ -193,7 +193,7 @@ class SimulatedWorkers:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)
                 return await self.buffer.put([make_lost_group(spec) for spec in specs])
-            # What is played on a worker continues when the controller no longer waits for it.
+            # The worker continues to play when the controller no longer waits.
             playing = asyncio.create_task(self._play_and_put(specs))
             return await asyncio.shield(playing)
         finally:
@@ -202,20 +202,20 @@ class SimulatedWorkers:
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
     ) -> list[WorkerWeights]:
-        self.num_deliveries_at_once += 1
-        self.most_deliveries_at_once = max(
-            self.most_deliveries_at_once, self.num_deliveries_at_once
+        self.num_deliveries_next_iteration += 1
+        self.most_deliveries_next_iteration = max(
+            self.most_deliveries_next_iteration, self.num_deliveries_next_iteration
         )
         try:
             await self.in_delivery(published)
         finally:
-            self.num_deliveries_at_once -= 1
+            self.num_deliveries_next_iteration -= 1
         self.held = published
         return list(self.held_weights.values())
 
     @property
     def held_weights(self) -> dict[int, WorkerWeights]:
-        """What the worker holds."""
+        """Weights of the worker."""
         if self.held is None:
             return {}
         manifest = self.held.manifest
@@ -236,18 +236,18 @@ class SimulatedWorkers:
 
 @dataclass
 class SimulatedRun:
-    """A run in a folder; `go` plays it to its end, also in several processes' lives."""
+    """A run in a folder; each call of `go` is one process that trains it."""
 
     folder: Path
     settings: dict[str, Any]
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
     batches: dict[int, tuple[GroupSummary, ...]] = field(default_factory=dict)
-    """What each step trained on, the last time it was trained."""
+    """Groups that each step trained on, the last time."""
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
     num_tasks: dict[str, int] = field(default_factory=dict)
-    """Of environments whose tasks are counted."""
+    """Number of tasks, by environment."""
     begun: list[GroupSpec] = field(default_factory=list)
-    """Every group that was begun, in all lives."""
+    """Every group that was started, in all processes."""
 
     @property
     def config(self) -> LanguageModelRun:
@@ -268,11 +268,11 @@ class SimulatedRun:
 
     @property
     def trained(self) -> list[int]:
-        """Indices of the groups that were trained on, step by step."""
+        """Indices of the trained groups, step by step."""
         return [group.index for step in sorted(self.batches) for group in self.batches[step]]
 
     async def go(self, *, resume: bool = False) -> RunState:
-        """The state in which the run ended."""
+        """Run the controller and return the final state."""
         run = resolve_num_steps(self.config, self.num_tasks)
         path = self.folder / "run"
         state = RunState()

@@ -1,4 +1,4 @@
-"""A run that ends with an error says what was wrong, and loses no step that it can save."""
+"""A run that fails raises the first error and saves the last step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def make_run(folder: Path, **training: Any) -> SimulatedRun:
-    """A run whose only checkpoints are those of its end."""
+    """Return a run that writes a checkpoint only at its end."""
     training = {
         "num_steps": 20,
         "groups_per_step": 4,
@@ -45,7 +45,7 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 
 def skip_updates(run: SimulatedRun, *steps: int) -> None:
-    """Let the updates of these steps be skipped."""
+    """Skip the updates of these steps."""
     train_step, in_a_row = run.learner.train_step, 0
 
     async def skipping(*args: Any) -> StepMetrics:
@@ -58,7 +58,7 @@ def skip_updates(run: SimulatedRun, *steps: int) -> None:
     run.learner.train_step = skipping
 
 
-async def test_a_few_skipped_updates_are_counted_and_end_nothing(tmp_path: Path) -> None:
+async def test_few_skipped_updates_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, 2, 3, 7)
     state = await run.go()
@@ -66,7 +66,7 @@ async def test_a_few_skipped_updates_are_counted_and_end_nothing(tmp_path: Path)
     assert [row.step for row in run.rows if row.values["num_skipped_updates"]] == [3, 4, 8]
 
 
-async def test_a_run_that_takes_no_update_any_more_ends_with_a_sentence(tmp_path: Path) -> None:
+async def test_run_stops_when_all_updates_are_skipped(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     skip_updates(run, *range(3, 20))
     with pytest.raises(TrainingStalledError, match=r"10 updates in a row .*learning_rate"):
@@ -76,12 +76,12 @@ async def test_a_run_that_takes_no_update_any_more_ends_with_a_sentence(tmp_path
 
 
 class Broken(Exception):
-    """What no part of the run expects."""
+    """An unexpected error."""
 
 
 @dataclass
 class Failure:
-    """Something beside the training loop that fails while the learner is in a step."""
+    """A failure outside the training loop during a learner's step."""
 
     run: SimulatedRun
     step: int
@@ -89,7 +89,7 @@ class Failure:
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prepare(self, workers: SimulatedWorkers, _: Controller) -> None:
-        """Let the delivery of the step's own version fail, once the step is under way."""
+        """Fail the delivery of the step's version while the step runs."""
         begun = asyncio.Event()
 
         async def in_step(step: int) -> None:
@@ -100,7 +100,7 @@ class Failure:
         async def in_delivery(published: PublishedWeights) -> None:
             if published.manifest.version == self.step and not self.happened.is_set():
                 await begun.wait()
-                # The step ends only after the run has heard of the failure.
+                # The step finishes only after the run has noticed the failure.
                 asyncio.get_running_loop().call_later(0.02, self.happened.set)
                 raise self.error
 
@@ -108,14 +108,14 @@ class Failure:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of which there are checkpoints."""
+    """Return the steps of the checkpoints."""
     return [checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")]
 
 
 @pytest.mark.parametrize(
     "error", [Broken("a bug"), CanaryError("other weights"), UnavailableError("the server is away")]
 )
-async def test_the_step_in_progress_ends_and_is_saved_whatever_fails_beside_it(
+async def test_current_step_finishes_and_is_saved_after_any_failure(
     tmp_path: Path, error: Exception
 ) -> None:
     run = make_run(tmp_path)
@@ -137,7 +137,7 @@ async def test_the_step_in_progress_ends_and_is_saved_whatever_fails_beside_it(
     assert len(set(run.trained)) == len(run.trained) == 4 * 20
 
 
-async def test_a_step_that_fails_leaves_no_checkpoint_of_half_of_it(tmp_path: Path) -> None:
+async def test_failed_step_is_not_saved(tmp_path: Path) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=3)
 
     async def in_step(step: int) -> None:
@@ -150,7 +150,7 @@ async def test_a_step_that_fails_leaves_no_checkpoint_of_half_of_it(tmp_path: Pa
     assert saved_steps(tmp_path) == [3]
 
 
-async def test_a_run_that_fails_before_its_first_step_writes_no_checkpoint(tmp_path: Path) -> None:
+async def test_failure_before_the_first_step_writes_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
     async def in_step(step: int) -> None:
@@ -162,7 +162,7 @@ async def test_a_run_that_fails_before_its_first_step_writes_no_checkpoint(tmp_p
     assert saved_steps(tmp_path) == []
 
 
-async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_run_ended(
+async def test_failure_of_the_last_checkpoint_does_not_hide_the_first_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
@@ -181,7 +181,7 @@ async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_ru
 
 
 @pytest.mark.parametrize("waits_in", ["save", "ping"])
-async def test_a_learner_that_does_not_answer_holds_up_no_end(
+async def test_unresponsive_learner_does_not_delay_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.2)
@@ -197,7 +197,7 @@ async def test_a_learner_that_does_not_answer_holds_up_no_end(
     assert saved_steps(tmp_path) == []
 
 
-async def test_weights_that_are_not_published_leave_a_checkpoint_of_what_was_trained(
+async def test_unpublished_weights_are_saved(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -215,7 +215,7 @@ async def test_weights_that_are_not_published_leave_a_checkpoint_of_what_was_tra
     assert run.rows[-1].step == 6
 
 
-async def test_a_restart_that_fails_half_way_saves_no_weights_that_belong_to_no_step(
+async def test_failed_restart_saves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=3)
@@ -237,7 +237,7 @@ async def test_a_restart_that_fails_half_way_saves_no_weights_that_belong_to_no_
     assert saved_steps(tmp_path) == [3]
 
 
-def test_the_command_line_says_what_to_continue_from(
+def test_command_line_prints_the_step_to_continue_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(*_: object, **__: object) -> Path:

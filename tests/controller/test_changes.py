@@ -1,4 +1,4 @@
-"""What a run may change when it continues."""
+"""Changes of the configuration that a resumed run allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 @pytest.fixture
 def begun(tmp_path: Path) -> LanguageModelRun:
-    """A run whose folder is there."""
+    """A run whose folder contains its configuration."""
     run = load_run_config(EXAMPLE)
     (tmp_path / CONFIG_FILE).write_text(run.model_dump_json())
     return run
@@ -39,7 +39,7 @@ def changed(run: LanguageModelRun, *overrides: str) -> LanguageModelRun:
         ("algorithm.kind=ppo", "algorithm.kind was 'grpo' and is 'ppo'"),
     ],
 )
-def test_another_model_or_algorithm_is_another_run(
+def test_model_and_algorithm_cannot_change(
     tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -55,7 +55,7 @@ def test_another_model_or_algorithm_is_another_run(
         ("environments.more.package=math_env", "environments.more was None and is {"),
     ],
 )
-def test_what_makes_figures_unlike_is_told(
+def test_changes_that_affect_results_are_reported(
     tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
     changes = find_config_changes(tmp_path, changed(begun, override))
@@ -65,33 +65,31 @@ def test_what_makes_figures_unlike_is_told(
 @pytest.mark.parametrize(
     "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
 )
-def test_how_far_and_where_a_run_goes_is_nobodys_business(
+def test_length_and_location_of_a_run_may_change(
     tmp_path: Path, begun: LanguageModelRun, override: str
 ) -> None:
     assert find_config_changes(tmp_path, changed(begun, override)) == []
 
 
-def test_a_configuration_that_cannot_be_read_is_named(
-    tmp_path: Path, begun: LanguageModelRun
-) -> None:
+def test_unreadable_configuration_is_named(tmp_path: Path, begun: LanguageModelRun) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
     with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' must contain the configuration"):
         find_config_changes(tmp_path, begun)
 
 
-def test_many_changes_are_counted(tmp_path: Path, begun: LanguageModelRun) -> None:
+def test_many_changes_are_summarized(tmp_path: Path, begun: LanguageModelRun) -> None:
     names = [f"environments.more{n}.package=math_env" for n in range(30)]
     words = describe_changes(find_config_changes(tmp_path, changed(begun, *names)))
     assert words.endswith("and 10 more")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file, but the lock's, as it is."""
+    """Return the content of every file except the lock."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-async def test_a_run_that_may_not_continue_so_leaves_everything_as_it_was(tmp_path: Path) -> None:
+async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
     metrics = MetricsWriter(run, folder.path)
@@ -106,7 +104,7 @@ async def test_a_run_that_may_not_continue_so_leaves_everything_as_it_was(tmp_pa
     assert files_of(folder.path) == before
 
 
-def test_a_run_that_continues_has_its_new_configuration_once_it_has_loaded(tmp_path: Path) -> None:
+def test_resumed_run_writes_its_new_configuration(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
     folder.close()

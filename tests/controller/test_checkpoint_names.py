@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that is not there, or that nothing can go on from."""
+"""Messages about checkpoints that are missing or that a run cannot resume from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.run import checkpoint
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, check_streams, read_state
 
 
-def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_path: Path) -> None:
+def test_missing_and_damaged_checkpoints_have_different_messages(tmp_path: Path) -> None:
     damaged = tmp_path / "step-00000001"
     damaged.mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as missing:
@@ -25,7 +25,7 @@ def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_pat
         read_state(damaged, RunState)
 
 
-async def test_a_run_does_not_go_on_with_other_random_numbers(
+async def test_resume_with_other_random_numbers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LanguageModelRun(output_dir=str(tmp_path))
@@ -41,7 +41,7 @@ async def test_a_run_does_not_go_on_with_other_random_numbers(
     assert read_state(saved, RunState).step == 5, "it can be judged all the same"
 
 
-def test_a_checkpoint_that_says_nothing_of_its_random_numbers_is_older_than_they_are() -> None:
+def test_checkpoint_without_stream_version_is_refused() -> None:
     path = Path("step-00000005")
     check_streams(path, RunState.model_validate_json(RunState().model_dump_json()))
     with pytest.raises(CheckpointError, match=r"got 0; .* --overwrite or under another name"):

@@ -1,4 +1,4 @@
-"""A checkpoint counts once all of it was seen; one that is damaged later is passed over."""
+"""A checkpoint is committed when it is complete, and skipped if it is damaged later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = ("learner/.metadata", "learner/__0_0.distcp", "learner/__1_0.distcp", "m
 
 
 def write(aside: Path) -> list[SavedFile]:
-    """Write what two ranks write, and say so."""
+    """Write the files of two ranks and return their records."""
     for name in NAMES:
         (aside / name).parent.mkdir(exist_ok=True)
         (aside / name).write_text(name * 10)
@@ -43,7 +43,7 @@ async def save(folder: Path, step: int, keep: int = 2) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which there are checkpoints."""
+    """Return the steps of the checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
 
 
@@ -57,7 +57,7 @@ def truncate(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [remove, truncate])
 @pytest.mark.parametrize("name", ["learner/__1_0.distcp", "model/config.json"])
-async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
+async def test_incomplete_checkpoint_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.run.checkpoint.VISIBLE_TIMEOUT_S", 0.0)
@@ -74,9 +74,7 @@ async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
 
 
 @pytest.mark.parametrize("before", [[], [5], [5, 7]], ids=str)
-async def test_what_does_not_fit_on_the_disk_leaves_nothing_and_names_the_newest_whole_one(
-    tmp_path: Path, before: list[int]
-) -> None:
+async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, before: list[int]) -> None:
     for step in before:
         await save(tmp_path, step)
     if len(before) > 1:
@@ -93,7 +91,7 @@ async def test_what_does_not_fit_on_the_disk_leaves_nothing_and_names_the_newest
     assert sorted(tmp_path.iterdir()) == there
 
 
-async def test_a_file_that_appears_late_is_waited_for(
+async def test_commit_waits_for_a_late_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=1)
@@ -111,7 +109,7 @@ async def test_a_file_that_appears_late_is_waited_for(
 
 @pytest.mark.parametrize("damage", [remove, truncate])
 @pytest.mark.parametrize("name", [*NAMES, "state.json", "files.json"])
-async def test_a_damaged_checkpoint_is_passed_over_with_a_word(
+async def test_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -123,14 +121,14 @@ async def test_a_damaged_checkpoint_is_passed_over_with_a_word(
     assert "step-00000010' cannot be read" in capsys.readouterr().err
 
 
-async def test_where_every_checkpoint_is_damaged_the_first_is_named(tmp_path: Path) -> None:
+async def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
     for step in (5, 10):
         remove(await save(tmp_path, step) / "learner" / ".metadata")
     with pytest.raises(CheckpointError, match="step-00000005' cannot be read"):
         find_newest_checkpoint(tmp_path)
 
 
-async def test_a_run_that_passed_over_a_checkpoint_keeps_those_that_it_writes(
+async def test_new_checkpoints_replace_a_skipped_one(
     tmp_path: Path,
 ) -> None:
     await save(tmp_path, 5, keep=1)
@@ -139,7 +137,7 @@ async def test_a_run_that_passed_over_a_checkpoint_keeps_those_that_it_writes(
     assert steps_in(tmp_path) == [6]
 
 
-async def test_the_oldest_beyond_those_kept_are_removed(tmp_path: Path) -> None:
+async def test_oldest_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in (5, 10, 15, 15):
         await save(tmp_path, step, keep=2)
     assert steps_in(tmp_path) == [10, 15]
@@ -147,7 +145,7 @@ async def test_the_oldest_beyond_those_kept_are_removed(tmp_path: Path) -> None:
 
 
 def make_run(folder: Path, **training: Any) -> SimulatedRun:
-    """A run with a checkpoint every third step."""
+    """Return a run with a checkpoint every third step."""
     training = {
         "num_steps": 12,
         "groups_per_step": 4,
@@ -158,7 +156,7 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 
 def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]) -> None:
-    """Let the learner die in a step in which a checkpoint is damaged, too."""
+    """Kill the learner and damage a checkpoint in the same step."""
     to_come = {step}
 
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
@@ -173,7 +171,7 @@ def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]
     run.prepare = prepare
 
 
-async def test_a_lost_learner_continues_from_the_checkpoint_before_a_damaged_one(
+async def test_lost_learner_skips_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
@@ -186,7 +184,7 @@ async def test_a_lost_learner_continues_from_the_checkpoint_before_a_damaged_one
     assert len(set(run.trained)) == len(run.trained) == 4 * 12
 
 
-async def test_a_checkpoint_that_no_rank_can_load_is_passed_over(
+async def test_checkpoint_that_cannot_be_loaded_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path)
@@ -204,7 +202,7 @@ async def test_a_checkpoint_that_no_rank_can_load_is_passed_over(
     assert "training continues from step 3" in caplog.text
 
 
-async def test_a_run_without_a_checkpoint_that_can_be_read_does_not_begin_anew(
+async def test_run_without_readable_checkpoint_does_not_restart(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, keep_checkpoints=1)

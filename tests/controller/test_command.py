@@ -1,4 +1,4 @@
-"""`python -m ludus.trainer`: what it says where no run comes of it."""
+"""Messages of `python -m ludus.trainer` when no run starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.driver.commands import find_checkpoint
 from ludus.trainer.setup.resolve import resolve_config
 
 
-def test_a_full_disk_is_a_sentence(
+def test_full_disk_gives_a_short_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def save(*_: object) -> int:
@@ -29,7 +29,7 @@ def test_a_full_disk_is_a_sentence(
     assert re.fullmatch(said + " there; make room\n", told)
 
 
-def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> None:
+def test_checkpoint_is_found_by_path_or_name(tmp_path: Path) -> None:
     (tmp_path / "step-00000150").mkdir()
     assert find_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
     assert find_checkpoint(tmp_path, tmp_path / "other") == tmp_path
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["./here", "~/here"])
-def test_a_models_folder_means_the_same_one_wherever_a_process_runs(
+def test_model_folder_becomes_absolute(
     path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "here").mkdir()

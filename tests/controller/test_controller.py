@@ -1,4 +1,4 @@
-"""The two loops overlap as far as the staleness bound allows, and end when something fails."""
+"""The loops overlap as far as the staleness limit allows, and stop after a failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 def make_run(
     folder: Path, *, num_steps: int = 6, max_staleness: int = 1, groups: int = 4, **rest: Any
 ) -> SimulatedRun:
-    """A run of the simulation."""
+    """Return a simulated run."""
     training = {
         "num_steps": num_steps,
         "groups_per_step": groups,
@@ -37,11 +37,11 @@ def make_run(
 
 
 def uneven(spec: GroupSpec) -> float:
-    """Seconds of a game, a few of them long; the same for the same group."""
+    """Return the duration of a group in seconds; a few groups are slow."""
     return random.Random(spec.index).lognormvariate(-7, 1.0)
 
 
-async def test_what_the_curriculum_opens_is_a_row_a_line_of_the_log_and_a_number(
+async def test_curriculum_logs_the_environments_that_it_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(
@@ -62,7 +62,7 @@ async def test_what_the_curriculum_opens_is_a_row_a_line_of_the_log_and_a_number
 
 
 @pytest.mark.slow
-async def test_a_delivery_runs_beside_the_next_step(tmp_path: Path) -> None:
+async def test_delivery_overlaps_with_the_next_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=1)
     second_step_runs = asyncio.Event()
 
@@ -83,7 +83,7 @@ async def test_a_delivery_runs_beside_the_next_step(tmp_path: Path) -> None:
     assert state.weight_syncs == 7
 
 
-async def test_at_most_one_delivery_is_under_way_and_none_is_left_out(tmp_path: Path) -> None:
+async def test_every_version_is_delivered_one_at_a_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=3)
     seen: list[SimulatedWorkers] = []
     delivered: list[int] = []
@@ -103,9 +103,7 @@ async def test_at_most_one_delivery_is_under_way_and_none_is_left_out(tmp_path: 
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_no_sample_is_older_than_the_bound_however_slow_the_delivery(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_staleness_stays_within_the_limit(tmp_path: Path, max_staleness: int) -> None:
     run = make_run(tmp_path, num_steps=12, max_staleness=max_staleness)
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
@@ -120,10 +118,10 @@ async def test_no_sample_is_older_than_the_bound_however_slow_the_delivery(
 
 
 @pytest.mark.slow
-async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
+async def test_on_policy_batches_do_not_depend_on_timing(
     tmp_path: Path,
 ) -> None:
-    """Zero-variance groups and two environments included."""
+    """The run includes zero-variance groups and two environments."""
     batches = []
     for attempt in range(3):
         run = make_run(
@@ -145,7 +143,7 @@ async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
     assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
 
 
-async def test_a_breach_is_counted_and_a_run_whose_other_workers_pass_goes_on(
+async def test_breach_is_counted_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -163,7 +161,7 @@ async def test_a_breach_is_counted_and_a_run_whose_other_workers_pass_goes_on(
     assert sum(row.values.get("num_canary_failures", 0) for row in events) == 2
 
 
-async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learner_does(
+async def test_failed_delivery_stops_the_run_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controller, "last_checkpoint_timeout_s", 0.05)
@@ -186,7 +184,7 @@ async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learne
         await run.go()
 
 
-async def test_a_version_that_is_not_published_in_time_ends_the_run(
+async def test_slow_publication_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Delivery, "grace_s", 0.0)
@@ -200,7 +198,7 @@ async def test_a_version_that_is_not_published_in_time_ends_the_run(
         await run.go()
 
 
-async def test_groups_that_died_with_their_worker_are_played_again(tmp_path: Path) -> None:
+async def test_groups_of_a_dead_worker_are_replayed(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=10)
     deaths = {5, 6, 17, 30}
 
@@ -213,7 +211,7 @@ async def test_groups_that_died_with_their_worker_are_played_again(tmp_path: Pat
     assert deaths.isdisjoint(run.trained)
 
 
-async def test_an_environment_that_is_away_for_a_while_delays_and_loses_nothing(
+async def test_short_outage_of_an_environment_only_delays_the_run(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, environments={"coins": {"reconnect_timeout_s": 60}})
@@ -232,12 +230,12 @@ async def test_an_environment_that_is_away_for_a_while_delays_and_loses_nothing(
     state = await run.go()
     assert state.step == 6
     assert state.episodes_lost > 0
-    # What waited when the last step was taken has been played, too.
+    # Groups that waited during the last step were played, too.
     assert state.games_played - state.episodes_lost >= state.games_trained == 6 * 4 * 2
 
 
 @pytest.mark.slow
-async def test_an_environment_that_stays_away_ends_the_run_with_its_name(tmp_path: Path) -> None:
+async def test_long_outage_of_an_environment_stops_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, environments={"coins": {"reconnect_timeout_s": 0.2}})
 
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
@@ -249,12 +247,12 @@ async def test_an_environment_that_stays_away_ends_the_run_with_its_name(tmp_pat
         await run.go()
 
 
-async def test_each_side_says_how_long_it_waited_for_the_other(tmp_path: Path) -> None:
+async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=0, num_steps=4)
 
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
         async def in_step(step: int) -> None:
-            # The end of the last game may be noted a moment after its batch was made.
+            # The last group may be recorded shortly after its batch.
             await eventually(lambda: not controller._sampling._playing)
             await asyncio.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""Passes over the rows of a data set: each row once, whatever is lost, stopped or begun again."""
+"""Each epoch uses each row of a data set once, despite losses, stops and resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_ROWS = 48
 
 
 def make_run(folder: Path, **training: Any) -> SimulatedRun:
-    """A run of two passes over 48 rows; groups take uneven times, and some die with a worker."""
+    """Return a run of two epochs over 48 rows, with uneven durations and lost groups."""
     settings = {
         "training": {"groups_per_step": 8, "num_epochs": 2, "checkpoint_every_steps": 3} | training,
         "algorithm": {"zero_variance_groups": "keep"},
@@ -36,7 +36,7 @@ def make_run(folder: Path, **training: Any) -> SimulatedRun:
 
 
 def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-    """Let games take uneven times, a third have equal rewards, and every ninth worker die."""
+    """Use uneven durations, a third of zero-variance groups, and every ninth group lost."""
 
     def duration_s(spec: GroupSpec) -> float:
         return random.Random(spec.index).lognormvariate(-6, 1.0)
@@ -47,15 +47,13 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
 
 
 def places_trained(run: SimulatedRun) -> list[int]:
-    """The seeds that the run's steps trained on, in their order."""
+    """Return the trained seeds, in the order of the steps."""
     seeds = {spec.index: spec.seeds[0] for spec in run.begun}
     return [seeds[index] for index in run.trained]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_each_pass_trains_on_each_row_once_though_groups_are_lost(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness: int) -> None:
     run = make_run(tmp_path, max_staleness=max_staleness)
     state = await run.go()
     assert state.step == 2 * NUM_ROWS // 8
@@ -64,7 +62,7 @@ async def test_each_pass_trains_on_each_row_once_though_groups_are_lost(
     assert max(spec.seeds[0] for spec in run.begun) < 2 * NUM_ROWS, "none is played for nothing"
 
 
-async def test_a_run_that_is_stopped_and_continued_misses_no_row_and_repeats_none(
+async def test_resumed_run_neither_skips_nor_repeats_rows(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, num_epochs=1)
@@ -76,7 +74,7 @@ async def test_a_run_that_is_stopped_and_continued_misses_no_row_and_repeats_non
     assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
 
 
-async def test_a_run_stopped_amid_a_pass_goes_on_with_the_rows_that_are_left(
+async def test_run_stopped_within_an_epoch_continues_with_the_remaining_rows(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path, num_epochs=1)
@@ -99,7 +97,7 @@ async def test_a_run_stopped_amid_a_pass_goes_on_with_the_rows_that_are_left(
     assert sorted(places_trained(run)) == list(range(NUM_ROWS))
 
 
-async def test_a_learner_that_dies_goes_back_to_the_rows_of_its_checkpoint(tmp_path: Path) -> None:
+async def test_restarted_learner_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     die_in(run, 4, 8)
     state = await run.go()
@@ -107,14 +105,14 @@ async def test_a_learner_that_dies_goes_back_to_the_rows_of_its_checkpoint(tmp_p
     assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
 
 
-async def test_whoever_follows_the_run_learns_how_many_steps_it_takes(tmp_path: Path) -> None:
+async def test_phase_rows_contain_the_number_of_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     await run.go()
     rows = read_metrics(tmp_path / "run")
     assert {row.num_steps for row in rows if row.kind == "phase"} == {12}
 
 
-# -- places ----------------------------------------------------------------------------
+# -- task order -------------------------------------------------------------------------
 
 
 def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
@@ -122,7 +120,7 @@ def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
     return Mixture(run, state, GroupSeeds(run.seed, 2, shared=True, num_tasks=num_tasks))
 
 
-def test_a_group_that_was_lost_has_its_task_again_three_times_and_one_that_taught_nothing_not():
+def test_lost_group_keeps_its_task_three_times():
     mixture = make_mixture(MixtureState(), rows=10)
     specs = [mixture.next_group() for _ in range(4)]
     assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
@@ -138,7 +136,7 @@ def test_a_group_that_was_lost_has_its_task_again_three_times_and_one_that_taugh
     assert mixture.replace_group(coins, is_lost=True).seeds != coins.seeds
 
 
-def test_places_go_on_where_other_environments_join() -> None:
+def test_task_order_survives_other_environments() -> None:
     state = MixtureState()
     mixture = make_mixture(state, rows=10)
     dealt = [mixture.next_group() for _ in range(6)]
@@ -156,12 +154,12 @@ def vars_of(state: MixtureState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in state.__slots__}
 
 
-def test_episodes_with_a_task_each_take_as_many_places_as_they_are() -> None:
+def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
     seeds = GroupSeeds(0, 3, shared=False, num_tasks={"rows": 10})
     assert [seeds.select("rows", index, index) for index in range(2)] == [(0, 1, 2), (3, 4, 5)]
 
 
-def test_places_begin_anew_after_whole_passes_below_the_seeds_of_the_warm_start() -> None:
+def test_seeds_wrap_below_those_of_the_warm_start() -> None:
     seeds = GroupSeeds(0, 1, shared=True, num_tasks={"rows": 10})
     last = 2**30 // 10 * 10 - 1
     assert (seeds.select("rows", 0, last), seeds.select("rows", 0, last + 1)) == ((last,), (0,))
@@ -179,14 +177,14 @@ def configured(**training: Any) -> LanguageModelRun:
     ("num_epochs", "num_tasks", "num_steps"),
     [(1, 64, 8), (2, 64, 16), (1, 65, 9), (0.5, 64, 4), (0.1, 240, 3), (1, 3, 1)],
 )
-def test_passes_become_steps(num_epochs: float, num_tasks: int, num_steps: int) -> None:
+def test_epochs_are_converted_to_steps(num_epochs: float, num_tasks: int, num_steps: int) -> None:
     run = resolve_num_steps(
         configured(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks}
     )
     assert run.training.num_steps == num_steps
 
 
-def test_passes_over_nothing_that_is_counted_are_refused() -> None:
+def test_epochs_need_a_number_of_tasks() -> None:
     with pytest.raises(ConfigError, match="every seed of 'coins' is another task"):
         resolve_num_steps(configured(num_epochs=1), {})
     assert resolve_num_steps(configured(num_steps=7), {}).training.num_steps == 7
@@ -199,7 +197,7 @@ def test_passes_over_nothing_that_is_counted_are_refused() -> None:
         ({}, "zero_variance_groups = 'replace' skips groups of equal rewards"),
     ],
 )
-def test_what_cannot_be_counted_in_passes_is_refused_at_parse(
+def test_configuration_that_does_not_support_epochs_is_refused(
     tree: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""A run in which episodes fail: a few only delay it, nearly all end it with their true reason."""
+"""A few failed episodes delay a run; if nearly all fail, it stops with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Session:
-    """One step, which pays 1 and -1 in turn."""
+    """A session of one step with alternating rewards of 1 and -1."""
 
     def __init__(self, number: int, fails: bool) -> None:
         self._number, self._fails = number, fails
@@ -39,11 +39,11 @@ class Session:
         return StepResult({}, reward=1.0 - 2.0 * (self._number % 2), terminated=True)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
 
 class Client:
-    """An environment in this process, some of whose episodes fail."""
+    """An environment in this process with some failing episodes."""
 
     def __init__(self, fails: Callable[[int], bool]) -> None:
         self._fails = fails
@@ -63,7 +63,7 @@ def chat() -> ChatTokenizer:
 def make_run(
     folder: Path, chat: ChatTokenizer, fails: Callable[[int], bool], **parts: Any
 ) -> SimulatedRun:
-    """A run whose groups are played in earnest, by a policy that has one answer."""
+    """A run with real players and a policy that has one completion."""
     settings = {
         "environments": {"coins": {"reconnect_timeout_s": 0.5}},
         "training": {"num_steps": 15, "groups_per_step": 4},
@@ -86,7 +86,7 @@ def make_run(
     return run
 
 
-async def test_one_episode_in_fifty_that_fails_ends_no_run(
+async def test_few_failed_episodes_do_not_stop_the_run(
     tmp_path: Path, chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path, chat, lambda number: number % 50 == 7)
@@ -101,15 +101,13 @@ async def test_one_episode_in_fifty_that_fails_ends_no_run(
     assert "KeyError: 'tile'" in warnings[0]
 
 
-async def test_a_run_in_which_everything_fails_ends_with_the_reason(
-    tmp_path: Path, chat: ChatTokenizer
-) -> None:
+async def test_run_stops_if_all_episodes_fail(tmp_path: Path, chat: ChatTokenizer) -> None:
     run = make_run(tmp_path, chat, lambda number: True)
     with pytest.raises(EpisodesFailedError, match=r"'coins'.*step failed with KeyError: 'tile'"):
         await run.go()
 
 
-async def test_an_environment_that_fails_for_ever_from_some_step_on_ends_the_run(
+async def test_environment_that_starts_to_fail_stops_the_run(
     tmp_path: Path, chat: ChatTokenizer
 ) -> None:
     run = make_run(tmp_path, chat, lambda number: number > 100)
@@ -118,16 +116,14 @@ async def test_an_environment_that_fails_for_ever_from_some_step_on_ends_the_run
     assert run.learner.steps > 0
 
 
-async def test_a_reward_function_with_a_mistake_ends_the_run_with_its_name(
-    tmp_path: Path, chat: ChatTokenizer
-) -> None:
+async def test_broken_reward_function_stops_the_run(tmp_path: Path, chat: ChatTokenizer) -> None:
     reward = Reward([RewardTerm(function="tests.rollout.reward_functions:fails")])
     run = make_run(tmp_path, chat, lambda number: False, reward=reward)
     with pytest.raises(EpisodesFailedError, match=r"reward_functions:fails.*KeyError: 'answer'"):
         await run.go()
 
 
-async def test_what_is_configured_wrong_ends_the_run_at_once(
+async def test_configuration_error_in_an_episode_stops_the_run(
     tmp_path: Path, chat: ChatTokenizer
 ) -> None:
     async def misconfigured(*_: object) -> None:

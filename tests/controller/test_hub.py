@@ -1,4 +1,4 @@
-"""Models of Hugging Face where it does not answer: from the cache, or refused in one sentence."""
+"""Without a response from Hugging Face, models come from the cache or are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = "nobody/model"
 
 
 class SilentHub:
-    """A hub that takes connections and never answers; it counts those that ask whether it does."""
+    """A hub that accepts connections, never responds, and counts availability requests."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ class SilentHub:
             try:
                 connection, _ = self._listening.accept()
                 self._connections.append(connection)
-                # Once in a process the hub's client also fetches a list that no model needs.
+                # Once per process, the hub's client also fetches an unrelated list.
                 self._num_asked += connection.recv(5) == b"HEAD "
             except OSError:
                 return
@@ -54,7 +54,7 @@ class SilentHub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
-    """The hub of this process, whose cache is empty."""
+    """A silent hub and an empty cache."""
     silent = SilentHub()
     monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -67,14 +67,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
 
 
 def put_in_cache(cache: Path, folder: Path) -> None:
-    """Put a model into a cache, as one that was loaded before."""
+    """Put a model into the cache."""
     place = cache / f"models--{MODEL.replace('/', '--')}"
     shutil.copytree(folder, place / "snapshots" / "abc")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("abc")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> None:
+def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
     told = rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
     for loads in (
         check_model_path,
@@ -88,16 +88,14 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> N
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
+def test_dry_run_reports_a_silent_hub(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
     run = LanguageModelRun.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
     with pytest.raises(NotFoundError, match="does not respond"):
         check_start(run, Resume.NEVER)
 
 
-def test_a_hub_that_comes_back_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, hub: SilentHub
-) -> None:
+def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: SilentHub) -> None:
     for minute in (0, 0, 1):
         monkeypatch.setattr(load, "current_minute", lambda minute=minute: minute)
         with pytest.raises(NotFoundError):
@@ -105,7 +103,7 @@ def test_a_hub_that_comes_back_is_asked_again(
     assert hub.num_asked == 2
 
 
-def test_a_model_in_the_cache_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
+def test_cached_model_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["HIT or STAND"], 300)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),

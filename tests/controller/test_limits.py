@@ -1,4 +1,4 @@
-"""Whatever waits has a limit, and says what it waited for."""
+"""Every wait has a limit and a description."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ STEP = None, Coefficients(1e-3, entropy=0.0, kl=0.0)
 
 
 async def forever(ended: list[str]) -> None:
-    """Wait, and say that it is over."""
+    """Wait until cancelled, and record the end."""
     try:
         await asyncio.Event().wait()
     finally:
         ended.append("forever")
 
 
-async def test_what_takes_too_long_is_named_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+async def test_wait_beyond_the_limit_is_cancelled_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ended: list[str] = []
     with pytest.raises(TimeoutError, match=r"waited for a friend longer than patience = 0\.01 s"):
         await wait_with_limit(forever(ended), "a friend", timeout_s=0.01, setting="patience")
@@ -37,7 +39,7 @@ async def test_what_takes_too_long_is_named_and_ended(caplog: pytest.LogCaptureF
     assert ended == ["forever"]
 
 
-async def test_what_is_waited_for_is_said_meanwhile(
+async def test_long_wait_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
@@ -47,7 +49,7 @@ async def test_what_is_waited_for_is_said_meanwhile(
     assert "waiting for a friend" in caplog.text
 
 
-async def test_what_comes_in_time_is_returned_and_a_failure_is_its_own() -> None:
+async def test_result_or_failure_within_the_limit_is_passed_on() -> None:
     async def fail() -> None:
         raise TimeoutError("its own")
 
@@ -56,7 +58,7 @@ async def test_what_comes_in_time_is_returned_and_a_failure_is_its_own() -> None
         await wait_with_limit(fail(), "it", timeout_s=60, setting="patience")
 
 
-async def test_who_is_cancelled_takes_along_what_was_waited_for() -> None:
+async def test_cancelled_wait_cancels_the_awaited_task() -> None:
     ended: list[str] = []
     waiting = asyncio.create_task(
         wait_with_limit(forever(ended), "a friend", timeout_s=60, setting="patience")
@@ -68,7 +70,7 @@ async def test_who_is_cancelled_takes_along_what_was_waited_for() -> None:
 
 
 class SimulatedRank:
-    """A rank that never answers one of its calls."""
+    """A rank that never responds to one of its methods."""
 
     def __init__(self, hangs_in: str) -> None:
         self._hangs_in = hangs_in
@@ -84,14 +86,14 @@ class SimulatedCall:
         self._hangs = hangs
 
     async def remote(self, *_: object) -> str:
-        """Something, or nothing for ever."""
+        """Return a result, or wait forever."""
         if self._hangs:
             await asyncio.Event().wait()
         return "answer"
 
 
 def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerGroup, list[Any]]:
-    """A learner of two such ranks, and those that have been ended."""
+    """A learner of two such ranks, and the killed ranks."""
     ended: list[Any] = []
 
     class Options:
@@ -116,7 +118,7 @@ def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerG
 
 
 async def start(group: LearnerGroup) -> None:
-    """Start its ranks."""
+    """Start the ranks."""
     await group.start(make_learner_spec(LanguageModelRun(), "model"), RayWeightStore())
 
 
@@ -128,7 +130,7 @@ async def start(group: LearnerGroup) -> None:
         ("start", "to meet and load the model"),
     ],
 )
-async def test_a_learner_that_does_not_start_is_lost_with_a_sentence(
+async def test_learner_that_does_not_start_is_lost(
     monkeypatch: pytest.MonkeyPatch, hangs_in: str, what: str
 ) -> None:
     group, ended = make_group(monkeypatch, hangs_in)
@@ -137,7 +139,7 @@ async def test_a_learner_that_does_not_start_is_lost_with_a_sentence(
     assert len(ended) == 2
 
 
-async def test_a_learner_that_hangs_in_a_call_is_lost_until_it_is_restarted(
+async def test_learner_that_hangs_is_lost_until_its_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, ended = make_group(monkeypatch, "train_step")

@@ -1,4 +1,4 @@
-"""What `ludus train --dry-run` looks at, and what it leaves alone."""
+"""The checks of `ludus train --dry-run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
     check_start(load_run_config(EXAMPLE, [place, "name=run", *overrides]), resume)
 
 
-def test_a_run_that_can_start_passes_and_nothing_is_written(tmp_path: Path) -> None:
+def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
     check(tmp_path / "runs" / "deep")
     assert list(tmp_path.iterdir()) == []
 
@@ -43,13 +43,13 @@ def test_a_run_that_can_start_passes_and_nothing_is_written(tmp_path: Path) -> N
         ("learner.num_gpus_per_rank=64", "the run needs"),
     ],
 )
-def test_what_a_start_would_trip_over_is_told(tmp_path: Path, override: str, told: str) -> None:
+def test_each_problem_of_a_start_is_reported(tmp_path: Path, override: str, told: str) -> None:
     gap = ["environment.random_policy=null", "environment.optimal_policy=null"]
     with pytest.raises(UserError, match=told):
         check(tmp_path, *gap, override)
 
 
-def test_a_folder_that_is_a_file_or_in_use_is_told(tmp_path: Path) -> None:
+def test_unusable_run_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file' is not a writable folder"):
         check(tmp_path / "file")
@@ -60,13 +60,13 @@ def test_a_folder_that_is_a_file_or_in_use_is_told(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_resume_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_resume_without_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint"):
         check(tmp_path, resume=Resume.ALWAYS)
     check(tmp_path, resume=Resume.AUTO)
 
 
-async def test_a_resume_with_other_random_numbers_is_told(
+async def test_resume_with_other_random_numbers_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
@@ -77,7 +77,7 @@ async def test_a_resume_with_other_random_numbers_is_told(
         await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
 
 
-def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:
+def test_random_baseline_needs_no_fixed_policies(tmp_path: Path) -> None:
     nobody = ["environment.policies=null", "environment.optimal_policy=null"]
     check(tmp_path, *nobody, 'environment.baselines=["random"]')
     with pytest.raises(UserError, match="'random' alone does not"):
@@ -107,7 +107,7 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
         (two_sets_of_answers, "all of them must have the same answers"),
     ],
 )
-def test_prompts_that_cannot_be_made_are_told_before_the_run_and_not_after_it(
+def test_invalid_chart_prompts_are_reported_before_the_run(
     tmp_path: Path, function: Callable[..., object], told: str
 ) -> None:
     path = function_path(function)

@@ -1,4 +1,4 @@
-"""What a run begins with is made although some episodes fail, and refused where none can be had."""
+"""The warm start and the canary tolerate some failed episodes, but not only failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_with(**rollout: Any) -> LanguageModelRun:
 async def environments_of(
     run: LanguageModelRun, factory: type[FragileEnv], max_sessions: int = 256
 ) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
-    """The one environment, on a real server."""
+    """Yield the only environment, connected to a real server."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     async with (
         EnvServer(factory, options) as server,
@@ -83,7 +83,7 @@ def chat() -> ChatTokenizer:
 
 
 @pytest.mark.slow
-async def test_warm_start_games_that_fail_are_left_out(
+async def test_failed_warm_start_episodes_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_with()
@@ -94,7 +94,7 @@ async def test_warm_start_games_that_fail_are_left_out(
     assert "no picture" in caplog.text
 
 
-async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
+async def test_warm_start_without_successful_episode_is_an_error(
     tmp_path: Path,
 ) -> None:
     run = run_with()
@@ -103,7 +103,7 @@ async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
             await prepare_model(run, environments, tmp_path / "model")
 
 
-async def test_the_canary_prompt_is_taken_from_an_episode_that_begins(chat: ChatTokenizer) -> None:
+async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> None:
     run = run_with()
     async with environments_of(run, FailsAtFirst) as environments:
         (prompt, *_) = await make_canary(environments["fragile"], chat)
@@ -113,7 +113,7 @@ async def test_the_canary_prompt_is_taken_from_an_episode_that_begins(chat: Chat
             await make_canary(environments["fragile"], chat)
 
 
-async def test_a_first_prompt_that_is_too_long_is_refused_with_both_numbers(
+async def test_long_first_prompt_is_refused(
     chat: ChatTokenizer,
 ) -> None:
     well, too_few = run_with(max_tokens=200), run_with(max_tokens=24)

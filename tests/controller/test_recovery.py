@@ -1,4 +1,4 @@
-"""What a run survives: a lost learner, a stop, a crash. Each group is trained on once."""
+"""A run survives a lost learner, a stop and a crash, and trains on each group once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_STEPS = 12
 
 
 def make_run(folder: Path, *, num_steps: int = NUM_STEPS, **training: Any) -> SimulatedRun:
-    """A run that writes a checkpoint every fifth step."""
+    """Return a run that writes a checkpoint every fifth step."""
     training = {
         "num_steps": num_steps,
         "groups_per_step": 4,
@@ -35,7 +35,7 @@ def make_run(folder: Path, *, num_steps: int = NUM_STEPS, **training: Any) -> Si
 
 
 def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-    """Let games take uneven times, and a fifth of the groups have zero variance."""
+    """Use uneven durations, and zero variance in a fifth of the groups."""
 
     def duration_s(spec: GroupSpec) -> float:
         return random.Random(spec.index).lognormvariate(-6, 1.0)
@@ -45,7 +45,7 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
 
 
 def die_in(run: SimulatedRun, *steps: int) -> None:
-    """Let the learner die the first time it is in each of these steps."""
+    """Kill the learner in the first attempt of each of these steps."""
     to_come = set(steps)
 
     async def in_step(step: int) -> None:
@@ -58,7 +58,7 @@ def die_in(run: SimulatedRun, *steps: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_lost_learner_continues_from_the_newest_checkpoint_by_itself(
+async def test_lost_learner_restarts_from_the_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -72,7 +72,7 @@ async def test_a_lost_learner_continues_from_the_newest_checkpoint_by_itself(
     assert state.num_groups_rolled_back >= 2 * 4, "at least those of the steps that were lost"
 
 
-async def test_a_learner_lost_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
+async def test_learner_lost_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     die_in(run, 2)
     state = await run.go()
@@ -80,7 +80,7 @@ async def test_a_learner_lost_before_the_first_checkpoint_begins_again(tmp_path:
     assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1))
 
 
-async def test_nothing_sampled_by_weights_that_are_gone_is_trained_on(tmp_path: Path) -> None:
+async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     die_in(run, 3, 7)
     sampled_by: dict[int, tuple[int, int]] = {}
@@ -103,12 +103,12 @@ async def test_nothing_sampled_by_weights_that_are_gone_is_trained_on(tmp_path: 
     for groups in run.batches.values():
         for group in groups:
             life, step = sampled_by[group.index]
-            # Life 0 ended before its first checkpoint, life 1 continued to that of step 5.
+            # The first learner died before its first checkpoint, the second after that of step 5.
             assert life == 2 or (life == 1 and step <= 5)
     assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
 
 
-async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
+async def test_learner_lost_too_often_stops_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_learner_restarts=2)
     die_in(run, 6, 7, 8)
     with pytest.raises(LearnerLostError, match=r"restarted 2 times.*--resume"):
@@ -116,7 +116,7 @@ async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> 
 
 
 def lose_buffer_in(run: SimulatedRun, step: int) -> None:
-    """Let the buffer die while the learner is in this step."""
+    """Kill the buffer during this step."""
     prepare_run = run.prepare
 
     def lose(workers: SimulatedWorkers, controller: Controller) -> None:
@@ -133,7 +133,7 @@ def lose_buffer_in(run: SimulatedRun, step: int) -> None:
     run.prepare = lose
 
 
-async def test_a_lost_buffer_ends_the_run_with_a_checkpoint_of_the_step_it_was_in(
+async def test_lost_buffer_stops_the_run_with_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -153,7 +153,7 @@ async def test_a_lost_buffer_ends_the_run_with_a_checkpoint_of_the_step_it_was_i
     assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
 
 
-async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
+async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
@@ -173,7 +173,7 @@ async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
     assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5
 
 
-async def test_weights_that_went_with_their_learner_are_its_loss_and_not_a_failed_sync(
+async def test_weights_of_a_lost_learner_count_as_its_loss(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -196,7 +196,7 @@ async def test_weights_that_went_with_their_learner_are_its_loss_and_not_a_faile
     assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
 
 
-async def test_a_stopped_run_loses_nothing(tmp_path: Path) -> None:
+async def test_stopped_run_loses_no_group(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     prepare_run = run.prepare
 
@@ -230,9 +230,7 @@ async def test_a_stopped_run_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-async def test_a_run_that_is_killed_anywhere_trains_on_every_group_once(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_killed_run_trains_on_every_group_once(tmp_path: Path, seed: int) -> None:
     run = make_run(tmp_path, checkpoint_every_steps=1)
     first = asyncio.create_task(run.go())
     chance = random.Random(seed)
@@ -249,7 +247,7 @@ async def test_a_run_that_is_killed_anywhere_trains_on_every_group_once(
     assert len(missing) <= 4, "nothing but what still waits at the end"
 
 
-async def test_without_staleness_a_resumed_run_trains_on_what_it_would_have(
+async def test_on_policy_resume_trains_on_the_same_groups(
     tmp_path: Path,
 ) -> None:
     whole = make_run(tmp_path / "whole", max_staleness=0)
@@ -266,7 +264,7 @@ async def test_without_staleness_a_resumed_run_trains_on_what_it_would_have(
     assert state.games_played == whole_state.games_played
 
 
-async def test_a_run_resumed_without_an_environment_plays_in_those_it_has(tmp_path: Path) -> None:
+async def test_resume_without_an_environment_uses_the_others(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=5)
     run.settings["environments"] = {"coins": {}, "dice": {}}
     await run.go()

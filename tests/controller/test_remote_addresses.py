@@ -1,4 +1,4 @@
-"""Remote environments that are not there: refused early, and under the names they were given."""
+"""Unreachable remote environments are refused early and by their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.env.served import port_of_nobody
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """Host and port where nobody listens."""
+    """Yield a host and port without a listener."""
     with port_of_nobody() as port:
         yield f"127.0.0.1:{port}"
 
@@ -47,7 +47,7 @@ async def begin(run: LanguageModelRun, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_dead_address_is_refused_before_ray_starts(
+async def test_unreachable_address_is_refused_before_ray_starts(
     nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def place_in_ray(*_: object, **__: object) -> None:
@@ -62,13 +62,13 @@ async def test_a_dead_address_is_refused_before_ray_starts(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_dry_run_tells_it_too(nobody: str) -> None:
+def test_dry_run_reports_an_unreachable_address(nobody: str) -> None:
     with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{nobody}'"):
         check_start(alone(f"ws://{nobody}"), Resume.NEVER)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_all_that_are_dead_are_named_at_once_and_without_credentials(nobody: str) -> None:
+async def test_all_unreachable_addresses_are_named_without_credentials(nobody: str) -> None:
     there = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = there.sockets[0].getsockname()[1]
     run = several(
@@ -86,7 +86,7 @@ async def test_all_that_are_dead_are_named_at_once_and_without_credentials(nobod
     there.close()
 
 
-async def test_a_server_that_is_about_to_listen_is_waited_for() -> None:
+async def test_check_waits_for_a_starting_server() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         run = alone(f"grpc://127.0.0.1:{server.getsockname()[1]}")

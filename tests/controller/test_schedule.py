@@ -1,4 +1,4 @@
-"""Learning rate and coefficients move as the configuration says."""
+"""Schedules of the learning rate and the coefficients."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ludus.trainer.run.schedule import compute_coefficients
 
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
-    """A run of `num_steps` with such a learner."""
+    """Return a run of `num_steps` with these learner settings."""
     tree = {"training": {"num_steps": num_steps}, "learner": learner, "algorithm": algorithm or {}}
     return LanguageModelRun.model_validate(tree)
 
 
 def rates(run: LanguageModelRun) -> list[float]:
-    """The learning rate of each step."""
+    """Return the learning rate of each step."""
     return [compute_coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
 
 
-def test_a_constant_rate_stays_after_its_warm_up() -> None:
+def test_constant_rate_after_warmup() -> None:
     run = make_run(5, learning_rate=0.4, warmup_steps=4)
     assert rates(run) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
 
 
-def test_a_linear_rate_falls_evenly_to_its_final_value_in_the_last_step() -> None:
+def test_linear_rate_reaches_its_final_value_in_the_last_step() -> None:
     run = make_run(5, learning_rate=1.0, learning_rate_final=0.2, schedule="linear")
     assert rates(run) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_a_cosine_rate_falls_slowly_at_both_ends_and_is_half_way_in_the_middle() -> None:
+def test_cosine_rate_is_half_way_in_the_middle() -> None:
     run = make_run(
         11, learning_rate=1.0, learning_rate_final=0.2, schedule="cosine", warmup_steps=2
     )
@@ -42,12 +42,12 @@ def test_a_cosine_rate_falls_slowly_at_both_ends_and_is_half_way_in_the_middle()
     assert found[-1] == pytest.approx(0.2)
 
 
-def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+def test_warmup_longer_than_the_run_only_rises() -> None:
     found = rates(make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10))
     assert found == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_coefficients_reach_their_final_values_in_the_annealed_share_of_the_run() -> None:
+def test_coefficients_reach_their_final_values_at_the_anneal_fraction() -> None:
     run = make_run(
         11,
         algorithm={

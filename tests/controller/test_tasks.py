@@ -1,4 +1,4 @@
-"""A run ends with the error of whatever fails beside its training loop."""
+"""A failed background task ends its block with its error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def nothing() -> None:
-    """Ends at once, as the watch over remote environments does."""
+    """Finish at once."""
 
 
 async def fail_soon() -> None:
@@ -28,7 +28,7 @@ async def forever(ended: list[str]) -> None:
         ended.append("forever")
 
 
-async def test_a_failure_in_the_background_ends_the_run_though_another_task_ended_well() -> None:
+async def test_background_failure_cancels_the_block() -> None:
     ended: list[str] = []
     with pytest.raises(GroupMismatchError):
         async with Tasks() as tasks:
@@ -39,7 +39,7 @@ async def test_a_failure_in_the_background_ends_the_run_though_another_task_ende
     assert ended == ["forever", "forever"], "nothing outlives it"
 
 
-async def test_background_tasks_that_end_well_let_the_run_continue_to_its_end() -> None:
+async def test_finished_background_tasks_do_not_end_the_block() -> None:
     async def train() -> int:
         await asyncio.sleep(0.02)
         return 7
@@ -49,7 +49,7 @@ async def test_background_tasks_that_end_well_let_the_run_continue_to_its_end() 
         assert await train() == 7
 
 
-async def test_a_task_that_a_task_starts_is_watched_too() -> None:
+async def test_task_started_by_a_task_is_watched() -> None:
     with pytest.raises(GroupMismatchError):
         async with Tasks() as tasks:
 
@@ -60,14 +60,14 @@ async def test_a_task_that_a_task_starts_is_watched_too() -> None:
             await asyncio.Event().wait()
 
 
-async def test_the_failure_of_the_run_itself_is_raised_as_it_is() -> None:
+async def test_failure_of_the_block_is_raised_unchanged() -> None:
     with pytest.raises(GroupMismatchError):
         async with Tasks() as tasks:
             tasks.start(forever([]))
             await fail_soon()
 
 
-async def test_a_run_that_is_cancelled_takes_its_tasks_along() -> None:
+async def test_cancelled_block_cancels_its_tasks() -> None:
     ended: list[str] = []
 
     async def run() -> None:
@@ -92,7 +92,7 @@ async def test_the_cause_of_a_failure_is_kept() -> None:
     assert str(caught.value.__cause__) == "why"
 
 
-async def test_results_come_in_the_order_of_their_calls_and_a_failure_waits_for_none() -> None:
+async def test_gather_keeps_the_order_and_cancels_after_a_failure() -> None:
     async def later(value: int) -> int:
         await asyncio.sleep(0.01 / value)
         return value

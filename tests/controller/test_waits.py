@@ -1,4 +1,4 @@
-"""What waits for workers, groups, the buffer or games says so, and gives up in the end."""
+"""Waits for workers, groups, the buffer and evaluations are described and limited."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NO_PATIENCE = ALONE | {"training": {"idle_timeout_s": 0.1}}
 
 
 async def for_ever(*_: object) -> None:
-    """Wait for what does not come."""
+    """Wait forever."""
     await asyncio.Event().wait()
 
 
-async def test_a_worker_that_hangs_while_it_starts_is_replaced(
+async def test_worker_that_hangs_in_its_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -53,7 +53,7 @@ async def test_a_worker_that_hangs_while_it_starts_is_replaced(
     assert "placement.start_timeout_s = 0.1" in caplog.text
 
 
-async def test_a_run_whose_workers_hang_while_they_start_ends_and_says_where(
+async def test_run_stops_if_all_workers_hang_in_their_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -65,7 +65,7 @@ async def test_a_run_whose_workers_hang_while_they_start_ends_and_says_where(
             raise AssertionError("none has started")
 
 
-async def test_a_run_whose_workers_find_no_room_ends_and_says_so(
+async def test_run_stops_if_workers_find_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -77,7 +77,7 @@ async def test_a_run_whose_workers_find_no_room_ends_and_says_so(
             raise AssertionError("none has started")
 
 
-async def test_what_each_worker_does_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def behave(actor: FakeActor) -> None:
         if actor.place == 1:
             actor.in_start = for_ever
@@ -94,7 +94,7 @@ async def test_what_each_worker_does_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("waits_for", ["evaluation", "weights"])
-async def test_who_waits_for_a_worker_that_does_not_come_back_gives_up(
+async def test_wait_for_a_lost_worker_ends_at_its_limit(
     monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
     def behave(actor: FakeActor) -> None:
@@ -115,7 +115,7 @@ async def test_who_waits_for_a_worker_that_does_not_come_back_gives_up(
 
 
 class FrozenBuffer:
-    """A buffer's actor whose process answers nothing."""
+    """A buffer actor that never responds."""
 
     def __init__(self, **_: object) -> None:
         pass
@@ -132,19 +132,19 @@ class FrozenBuffer:
 
 
 class FrozenCall(Method):
-    """A call of it."""
+    """A method of the actor."""
 
     def options(self, **_: object) -> FrozenCall:
         """The call itself."""
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        """What is waited for, once or, of `take`, twice."""
+        """The call; `take` consists of two calls."""
         call = super().remote(*arguments)
         return (call, None) if len(arguments) == 2 and isinstance(arguments[1], float) else call
 
 
-async def test_a_buffer_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "remote", FrozenBuffer)
     run = LanguageModelRun.model_validate(NO_PATIENCE)
     buffer = RemoteBuffer(run, on_one_machine(run))
@@ -157,7 +157,7 @@ async def test_a_buffer_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyP
         await buffer.state()
 
 
-async def test_an_evaluation_that_takes_too_long_ends_with_its_limit() -> None:
+async def test_slow_evaluation_ends_at_its_limit() -> None:
     class Workers:
         async def evaluate(self, *_: object) -> list[Any]:
             await for_ever()
@@ -171,7 +171,7 @@ async def test_an_evaluation_that_takes_too_long_ends_with_its_limit() -> None:
         await evaluator.evaluate(8)
 
 
-async def test_a_run_of_which_no_group_ends_says_who_plays_what_and_ends(tmp_path: Path) -> None:
+async def test_run_without_finished_groups_stops_and_names_them(tmp_path: Path) -> None:
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
         workers.duration_s = lambda spec: 0.001 if spec.index < 8 else 3600.0
 

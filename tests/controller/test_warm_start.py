@@ -35,7 +35,7 @@ TINY = {
 
 
 class Guessing(CountingEnv):
-    """Ends with the right number out of three, drawn as everybody would; won at the first try."""
+    """A game that ends with the right number of three, which `random` draws from the seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Guessing(CountingEnv):
 
 
 class OneQuestion(Guessing):
-    """Ends with the first answer."""
+    """A game that ends with the first answer."""
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         transition = super().step(action)
@@ -62,7 +62,7 @@ class OneQuestion(Guessing):
 
 
 class AlwaysWon(CountingEnv):
-    """Ends with the first answer, and pays for any."""
+    """A game that ends with the first answer and rewards every answer."""
 
     def step(self, action: CountAction) -> Transition[CountObservation]:
         return Transition(self._observe(), reward=1.0, terminated=True)
@@ -70,7 +70,7 @@ class AlwaysWon(CountingEnv):
 
 @dataclass(slots=True)
 class Game:
-    """What an environment saw of a game."""
+    """A recorded episode."""
 
     environment: str
     seed: int
@@ -79,7 +79,7 @@ class Game:
 
 
 def run_of(*names: str, **environment: Any) -> LanguageModelRun:
-    """A run with environments of those names."""
+    """Return a run with environments of these names."""
     tree = {"environments": dict.fromkeys(names, environment), "model": TINY, "seed": 3}
     return LanguageModelRun.model_validate(tree)
 
@@ -88,7 +88,7 @@ def run_of(*names: str, **environment: Any) -> LanguageModelRun:
 async def served(
     run: LanguageModelRun, factory: type[CountingEnv]
 ) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[Game]]]:
-    """The run's environments, each on a server of its own, and the games that are played there."""
+    """Yield the run's environments, each on a separate server, and the recorded episodes."""
     environments: dict[str, ConnectedEnvironment] = {}
     games: list[Game] = []
     async with AsyncExitStack() as stack:
@@ -120,7 +120,7 @@ async def served(
         yield environments, games
 
 
-async def test_a_secret_that_is_drawn_from_the_seed_is_guessed_by_chance_alone(
+async def test_secret_from_the_seed_is_only_guessed_by_chance(
     tmp_path: Path,
 ) -> None:
     run = run_of("guess")
@@ -133,7 +133,7 @@ async def test_a_secret_that_is_drawn_from_the_seed_is_guessed_by_chance_alone(
     assert 2.0 < mean_steps < 4.0, "three tries on average"
 
 
-async def test_it_is_told_how_long_the_games_were_and_how_well_they_were_learned(
+async def test_warm_start_is_summarized_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -149,7 +149,7 @@ async def test_it_is_told_how_long_the_games_were_and_how_well_they_were_learned
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-async def test_no_two_games_of_the_warm_start_begin_alike_in_whatever_environment(
+async def test_warm_start_seeds_are_distinct_in_all_environments(
     tmp_path: Path,
 ) -> None:
     run = run_of("one", "other")
@@ -165,7 +165,7 @@ async def test_no_two_games_of_the_warm_start_begin_alike_in_whatever_environmen
     ("factory", "environment", "is_suspicious"),
     [(AlwaysWon, {}, True), (AlwaysWon, {"max_turns": 1}, False), (OneQuestion, {}, False)],
 )
-async def test_games_that_all_end_at_once_and_alike_are_suspicious(
+async def test_equal_one_step_episodes_give_a_warning(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],

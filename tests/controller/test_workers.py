@@ -1,4 +1,4 @@
-"""Rollout workers are given as much as they may hold, and replaced when something is wrong."""
+"""Rollout workers get groups up to their capacity, and are replaced after failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("num_groups", [1, 4, 8, 31, 32, 100, 200])
-async def test_a_worker_plays_as_many_groups_at_once_as_the_run_says(
+async def test_worker_plays_the_configured_number_of_groups(
     num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = asyncio.Event()
@@ -40,7 +40,7 @@ async def test_a_worker_plays_as_many_groups_at_once_as_the_run_says(
         async def begin_all() -> None:
             for number in range(10**6):
                 slot = await workers.slot()
-                # Now and then there are fewer groups to begin than the slot has room for.
+                # Sometimes there are fewer groups than the slot has room for.
                 size = 1 if number % 3 == 0 else slot.size
                 playing.append(asyncio.create_task(workers.play(slot, groups_of(*range(size)))))
 
@@ -55,7 +55,7 @@ async def test_a_worker_plays_as_many_groups_at_once_as_the_run_says(
         await asyncio.gather(beginning, *playing, return_exceptions=True)
 
 
-async def test_a_slot_that_is_given_back_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeFleet().running(
         monkeypatch, {"rollout": {"num_groups_in_flight": 40}}
     ) as workers:
@@ -68,7 +68,7 @@ async def test_a_slot_that_is_given_back_is_given_again(monkeypatch: pytest.Monk
         assert (await waiting).size == slots[0].size
 
 
-async def test_a_run_that_ends_while_a_worker_waits_for_room_leaves_no_error_that_nobody_heard(
+async def test_run_that_stops_while_a_worker_waits_leaves_no_unhandled_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unheard: list[dict[str, Any]] = []
@@ -97,23 +97,23 @@ ALONE = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16}}
 
 
 def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
-    """Change the first process that starts, and no other."""
+    """Apply a change to the first process only."""
     fleet.behave = lambda actor: change(actor) if actor.place == 0 else None
 
 
 async def ready(workers: RolloutWorkers, number: int) -> None:
-    """Wait until so many workers are ready."""
+    """Wait until this number of workers is ready."""
     await eventually(lambda: workers.num_ready == number)
 
 
 async def play_on(workers: RolloutWorkers) -> None:
-    """Take slots until the run ends."""
+    """Take slots until the run stops."""
     while True:
         workers.free(await workers.slot())
         await asyncio.sleep(0)
 
 
-async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played_again(
+async def test_worker_with_a_failed_engine_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet()
@@ -137,7 +137,7 @@ async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played
         assert {held.version for held in workers.held_weights.values()} == {1}
 
 
-async def test_a_worker_whose_engine_fails_in_an_evaluation_leaves_its_games_to_others(
+async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet()
@@ -149,7 +149,7 @@ async def test_a_worker_whose_engine_fails_in_an_evaluation_leaves_its_games_to_
 
 
 @pytest.mark.parametrize("what", ["breach", "timeout", "broken"])
-async def test_a_worker_that_is_refused_once_fetches_from_scratch_and_plays_again(
+async def test_worker_with_one_breach_fetches_all_weights_again(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(worker_process, "_GRACE_S", 0.0)
@@ -185,7 +185,7 @@ async def test_a_worker_that_is_refused_once_fetches_from_scratch_and_plays_agai
 
 
 @pytest.mark.parametrize("what", ["breach", "broken"])
-async def test_a_worker_that_is_refused_twice_is_replaced_while_others_play(
+async def test_worker_with_two_breaches_is_replaced(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async def in_load(published: PublishedWeights) -> None:
@@ -208,10 +208,10 @@ async def test_a_worker_that_is_refused_twice_is_replaced_while_others_play(
         assert workers.num_restarts == 1
 
 
-async def test_a_worker_that_never_samples_from_the_published_weights_ends_the_run(
+async def test_worker_with_repeated_breaches_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its replacements do not either, so it is no process that went wrong."""
+    """The replacements fail, too, so the cause is not a single process."""
     fleet = FakeFleet()
 
     def behave(actor: FakeActor) -> None:
@@ -227,7 +227,7 @@ async def test_a_worker_that_never_samples_from_the_published_weights_ends_the_r
         assert workers.num_breaches == 3
 
 
-async def test_one_breach_ends_a_run_that_allows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_first_breach_stops_a_run_that_allows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = FakeFleet()
     async with fleet.running(
         monkeypatch, TWO | {"weights": {"canary": {"max_breaches": 1}}}
@@ -240,7 +240,7 @@ async def test_one_breach_ends_a_run_that_allows_none(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("settings", [ALONE, TWO])
-async def test_breaches_of_all_workers_end_the_run_though_each_fetched_again(
+async def test_breaches_of_all_workers_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     fleet = FakeFleet()
@@ -254,10 +254,10 @@ async def test_breaches_of_all_workers_end_the_run_though_each_fetched_again(
         assert all(actor.from_scratch == [True, True] for actor in fleet.actors[:num_workers])
 
 
-async def test_weights_that_no_worker_can_fetch_fail_their_delivery_and_the_next_may_succeed(
+async def test_failed_fetch_fails_its_delivery_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are gone with the learner that published them; its successor publishes again."""
+    """The weights are lost with their learner; the restarted learner publishes again."""
     fleet = FakeFleet()
 
     async def in_load(published: PublishedWeights) -> None:
@@ -276,7 +276,7 @@ async def test_weights_that_no_worker_can_fetch_fail_their_delivery_and_the_next
         assert {one.version for one in workers.held_weights.values()} == {2}
 
 
-async def test_a_worker_that_does_not_start_ends_no_run_in_which_enough_others_play(
+async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet()
@@ -292,7 +292,7 @@ async def test_a_worker_that_does_not_start_ends_no_run_in_which_enough_others_p
         assert (await workers.slot()).worker.actor.is_alive
 
 
-async def test_a_worker_that_is_the_only_one_and_never_plays_ends_the_run(
+async def test_failed_start_of_the_only_worker_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet(lambda actor: actor.end(EngineLostError("out of memory")))
@@ -301,7 +301,7 @@ async def test_a_worker_that_is_the_only_one_and_never_plays_ends_the_run(
             await play_on(workers)
 
 
-async def test_a_driver_that_stood_still_takes_no_worker_for_dead(
+async def test_blocked_driver_does_not_declare_workers_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
@@ -323,7 +323,7 @@ async def test_a_driver_that_stood_still_takes_no_worker_for_dead(
         assert (workers.num_ready, workers.num_restarts, len(fleet.actors)) == (1, 0, 1)
 
 
-async def test_a_worker_that_gives_no_sign_of_life_is_replaced(
+async def test_unresponsive_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)

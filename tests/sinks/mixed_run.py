@@ -1,4 +1,4 @@
-"""A run with two environments, and the rows that it leaves, made up."""
+"""Synthetic rows of a run with two environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def phase(phase: Phase, step: int = 0) -> MetricsRow:
 
 
 def step_rows(step: int) -> list[MetricsRow]:
-    """A training step: 100 games, of which 40 and 60 were played in the two environments."""
+    """Return the rows of a step with 40 and 60 episodes in the two environments."""
     whole = {
         TrainMetric.LOSS: 1 / step,
         TrainMetric.NUM_EPISODES: 100,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 BLACKJACK = ("environment=blackjack", "opponent=environment")
 TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")
 OPTIONS = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "first"}}
-"""What the servers of both environments say that they were built with."""
+"""Options of both environments."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def scrape(exporter: PrometheusExporter) -> str:
 
 
 def samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
-    """Value by name and labels, but for the run's name, which every series has."""
+    """Return the values by name and labels, without the label `run`."""
     found = {}
     for family in text_string_to_metric_families(scrape(exporter)):
         for sample in family.samples:
@@ -57,7 +57,7 @@ def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
         exporter.write(row)
 
 
-def test_counters_are_there_from_the_start_at_zero_and_gauges_once_they_are_measured(
+def test_counters_start_at_zero_and_gauges_when_measured(
     exporter: PrometheusExporter,
 ) -> None:
     before = samples(exporter)
@@ -71,7 +71,7 @@ def test_counters_are_there_from_the_start_at_zero_and_gauges_once_they_are_meas
     assert before[TrainSeries.RUN,] == 1
 
 
-def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExporter) -> None:
+def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
     write(exporter, *step_rows(1), *step_rows(2), *eval_rows(2, 0.4))
     found = samples(exporter)
     expected = {
@@ -93,11 +93,11 @@ def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExport
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,
     }
     assert {key: found.get(key) for key in expected} == expected
-    # What environments have of their own is not counted a second time for the whole run.
+    # Values of environments are not counted again for the whole run.
     assert ("ludus_train_episodes_total",) not in found
 
 
-def test_what_the_curriculum_opens_is_counted_by_environment(
+def test_opened_environments_are_counted(
     exporter: PrometheusExporter,
 ) -> None:
     write(exporter, event(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
@@ -106,7 +106,7 @@ def test_what_the_curriculum_opens_is_counted_by_environment(
     assert found["ludus_train_unlocks_total", *BLACKJACK] == 0
 
 
-def test_exactly_one_phase_is_on(exporter: PrometheusExporter) -> None:
+def test_exactly_one_phase_is_active(exporter: PrometheusExporter) -> None:
     for current in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
         write(exporter, phase(current))
         found = samples(exporter)
@@ -114,7 +114,7 @@ def test_exactly_one_phase_is_on(exporter: PrometheusExporter) -> None:
         assert shown == {name: float(name is current) for name in Phase}
 
 
-def test_workers_show_what_they_hold_until_they_leave(exporter: PrometheusExporter) -> None:
+def test_weights_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
     write(exporter, weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
     found = samples(exporter)
     assert found["ludus_train_worker_weights_version", "worker=1"] == 3
@@ -128,7 +128,7 @@ def test_workers_show_what_they_hold_until_they_leave(exporter: PrometheusExport
     assert ("ludus_train_worker_weights_version", "worker=0") not in found
 
 
-def test_environments_are_shown_once_their_servers_have_named_the_opponent() -> None:
+def test_environments_appear_when_their_opponent_is_known() -> None:
     run = run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
@@ -141,7 +141,7 @@ def test_environments_are_shown_once_their_servers_have_named_the_opponent() -> 
         exporter.close()
 
 
-def test_steps_phases_and_checkpoints_say_when_they_were() -> None:
+def test_times_of_steps_phases_and_checkpoints_are_exported() -> None:
     now = 1000.0
     series = RunSeries(run_config(), lambda: now)
 
@@ -170,7 +170,7 @@ def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
     assert samples(exporter)["ludus_train_canary_failures_total",] == 1
 
 
-def test_scrapes_while_the_run_continues_are_whole_and_never_go_back(
+def test_concurrent_scrapes_are_consistent(
     exporter: PrometheusExporter,
 ) -> None:
     num_steps, stop = 300, threading.Event()
@@ -192,7 +192,7 @@ def test_scrapes_while_the_run_continues_are_whole_and_never_go_back(
     assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
 
 
-def test_every_declared_series_is_exported_with_a_help_text(exporter: PrometheusExporter) -> None:
+def test_every_series_has_a_help_text(exporter: PrometheusExporter) -> None:
     families = {f.name: f for f in text_string_to_metric_families(scrape(exporter))}
     declared = {prometheus_name(m) for kind in (TrainMetric, EvalMetric) for m in kind}
     assert set(families) == declared | set(TrainSeries)
@@ -200,12 +200,12 @@ def test_every_declared_series_is_exported_with_a_help_text(exporter: Prometheus
     assert len(declared) == len(TrainMetric) + len(EvalMetric)
 
 
-def test_a_peer_that_says_nothing_holds_up_no_scrape(exporter: PrometheusExporter) -> None:
+def test_silent_client_does_not_block_scrapes(exporter: PrometheusExporter) -> None:
     with socket.create_connection(("127.0.0.1", exporter.port)):
         assert "ludus_train_step" in scrape(exporter)
 
 
-def test_after_the_run_nobody_listens() -> None:
+def test_closed_exporter_does_not_listen() -> None:
     sinks = open_sinks(run_config(prometheus={}), Path("unused"))
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
@@ -215,7 +215,7 @@ def test_after_the_run_nobody_listens() -> None:
         scrape(exporter)
 
 
-def test_a_resumed_run_counts_on() -> None:
+def test_resumed_run_continues_its_counters() -> None:
     past = [row for step in (1, 2, 3) for row in step_rows(step)]
     sinks = open_sinks(run_config(prometheus={}), Path("unused"), resume_from=3, past=past)
     (exporter,) = sinks
@@ -226,7 +226,7 @@ def test_a_resumed_run_counts_on() -> None:
     sinks.close()
 
 
-def test_a_port_that_is_taken_is_refused_with_the_way_out() -> None:
+def test_occupied_port_is_refused_with_a_remedy() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -14,7 +14,7 @@ from tests.sinks.mixed_run import run_config, step_rows
 
 
 class Recorder:
-    """Keeps what it is given; fails from row `fails_from` on."""
+    """A sink that records its calls and fails from row `fails_from` on."""
 
     def __init__(self, name: str, fails_from: int | None = None) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Recorder:
             raise OSError(28, "No space left on device")
 
 
-def test_a_sink_that_fails_is_left_out_with_one_warning_and_the_others_go_on(
+def test_failed_sink_gets_no_more_rows_after_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     full, good = Recorder("full", fails_from=1), Recorder("good")
@@ -56,7 +56,7 @@ def test_a_sink_that_fails_is_left_out_with_one_warning_and_the_others_go_on(
     assert good.num_closed == 1
 
 
-def test_a_sink_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+def test_failed_close_does_not_affect_other_sinks() -> None:
     broken, good = Recorder("broken", fails_from=5), Recorder("good")
     sinks = Sinks([broken, good])
     sinks.close()
@@ -64,12 +64,12 @@ def test_a_sink_that_cannot_be_closed_keeps_no_other_from_it() -> None:
     assert (broken.num_closed, good.num_closed) == (1, 1)
 
 
-def test_without_sinks_nothing_of_theirs_is_loaded(tmp_path: Path) -> None:
+def test_packages_of_unused_sinks_are_not_imported(tmp_path: Path) -> None:
     assert len(open_sinks(run_config(), tmp_path)) == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_that_is_not_installed_is_refused_with_the_way_out(
+def test_missing_wandb_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -77,7 +77,7 @@ def test_wandb_that_is_not_installed_is_refused_with_the_way_out(
         open_sinks(run_config(wandb={"mode": "offline"}), tmp_path)
 
 
-def test_wandb_online_without_a_key_is_refused_before_it_asks_anyone(
+def test_wandb_online_without_a_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -85,7 +85,7 @@ def test_wandb_online_without_a_key_is_refused_before_it_asks_anyone(
         open_sinks(run_config(wandb={}), tmp_path)
 
 
-def test_a_sink_that_cannot_start_leaves_none_open(
+def test_failed_start_closes_the_other_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

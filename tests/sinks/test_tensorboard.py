@@ -17,7 +17,7 @@ def write_steps(sinks: Sinks, first: int, last: int) -> None:
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values by tag."""
+    """Return the steps and values by tag."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {
@@ -26,7 +26,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
     sinks = open_sinks(run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 2)
     for row in eval_rows(2, 0.5):
@@ -40,7 +40,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [step for step, _ in found["eval/blackjack/random/win_rate"]] == [2]
 
 
-def test_a_resumed_run_continues_and_what_came_after_its_checkpoint_is_void(tmp_path: Path) -> None:
+def test_resumed_run_drops_values_after_its_checkpoint(tmp_path: Path) -> None:
     run = run_config(tensorboard=True)
     before = open_sinks(run, tmp_path)
     write_steps(before, 1, 6)
@@ -51,7 +51,7 @@ def test_a_resumed_run_continues_and_what_came_after_its_checkpoint_is_void(tmp_
     assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
+def test_rewound_run_shows_each_step_once(tmp_path: Path) -> None:
     sinks = open_sinks(run_config(tensorboard=True), tmp_path)
     write_steps(sinks, 1, 6)
     sinks.rewind(2)

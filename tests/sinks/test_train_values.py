@@ -1,4 +1,4 @@
-"""What a step's rows say, from what buffer, learner and controller return."""
+"""The values in the rows of a step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MIXED = taken(
 )
 
 
-def test_an_environment_that_does_not_say_what_success_is_has_no_wins() -> None:
+def test_environment_without_success_has_no_wins() -> None:
     pole = group("pole", [200.0, 17.0])
     silent = tuple(dataclasses.replace(rollout, success=None) for rollout in pole.rollouts)
     values, environments = compute_step_values(
@@ -86,7 +86,7 @@ def test_an_environment_that_does_not_say_what_success_is_has_no_wins() -> None:
     assert values[TrainMetric.WIN_RATE] == 0.5
 
 
-def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_played() -> None:
+def test_values_of_the_run_combine_all_environments() -> None:
     values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[0]
     alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
     counts = {"one": total(MIXED.counts.values())}
@@ -106,7 +106,7 @@ def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_play
     assert values[TrainMetric.EPISODES_PER_SECOND] == 6.0
 
 
-def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> None:
+def test_environments_have_no_learner_values() -> None:
     values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[1]
     blackjack, catch = values["blackjack"], values["catch"]
     assert blackjack[TrainMetric.NUM_WINS] == 1
@@ -129,7 +129,7 @@ def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> No
         )
 
 
-def test_calls_of_tools_are_those_of_each_environment_and_of_the_whole_run() -> None:
+def test_tool_calls_are_counted_by_environment_and_run() -> None:
     counts = {
         "asked": RolloutCounts(
             num_episodes=4, num_tool_calls=6, num_tool_calls_failed=2, num_with_tool_calls=3
@@ -146,7 +146,7 @@ def test_calls_of_tools_are_those_of_each_environment_and_of_the_whole_run() -> 
     assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
-def test_means_of_nothing_are_left_out() -> None:
+def test_means_without_samples_are_left_out() -> None:
     nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
     values, environments = compute_step_values(
@@ -160,7 +160,7 @@ def test_means_of_nothing_are_left_out() -> None:
     assert values[TrainMetric.NUM_EPISODES_LOST] == 2
 
 
-def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None:
+def test_optional_values_appear_only_if_measured() -> None:
     without = compute_step_values(MIXED, METRICS, TIMES, canary_error=0.0)[0]
     absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
     assert not absent & without.keys()
@@ -170,11 +170,11 @@ def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None
     values = compute_step_values(MIXED, full, TIMES, canary_error=0.0)[0]
     assert values[TrainMetric.VALUE_LOSS] == 0.5
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
-    # 3 GFLOP in one second, of 12 that were possible.
+    # The step computes 3 GFLOP in one second, out of a possible 12.
     assert values[TrainMetric.MFU] == pytest.approx(0.25)
 
 
-def test_what_an_update_that_was_skipped_leaves_without_a_number_is_left_out() -> None:
+def test_values_that_are_not_finite_are_left_out() -> None:
     skipped = dataclasses.replace(
         METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
     )

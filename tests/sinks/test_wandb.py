@@ -1,4 +1,4 @@
-"""W&B offline, in a process of its own: it starts a service process and hooks the exit."""
+"""W&B offline, in a separate process, because it starts a service and hooks the exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHOLE_OR_LAST = (1, 4)
 
 
 def play(folder: Path, first: int, last: int) -> None:
-    # No key, and no network that it could reach.
+    # There is neither a key nor a network.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"HOME": str(folder), "https_proxy": "http://127.0.0.1:9"}
     environment["WANDB_X_SERVICE_WAIT"] = "240"  # its service starts in 30 s, or not at all
@@ -35,7 +35,7 @@ def play(folder: Path, first: int, last: int) -> None:
 
 
 def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """The records of a .wandb file: blocks as in LevelDB's log, after a header."""
+    """Yield the records of a .wandb file: a header and blocks as in LevelDB's log."""
     data, at, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""
     while at + _RECORD_HEADER.size <= len(data):
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
@@ -58,7 +58,7 @@ def history(path: Path) -> Iterator[dict[str, float]]:
             yield {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
 
 
-def test_an_offline_run_is_in_the_runs_folder_and_a_resumed_one_has_the_same_id(
+def test_offline_run_is_stored_and_keeps_its_id(
     tmp_path: Path,
 ) -> None:
     play(tmp_path, 1, 3)

@@ -1,4 +1,4 @@
-"""Writes a run to W&B, offline, in two processes' worth: `wandb_program.py FOLDER FIRST LAST`."""
+"""Write the steps of a run to W&B offline: `wandb_program.py FOLDER FIRST LAST`."""
 
 import sys
 from pathlib import Path
