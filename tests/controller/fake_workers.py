@@ -41,7 +41,7 @@ class Method:
         return asyncio.ensure_future(self._call(*arguments))
 
 
-async def at_once(*_: object) -> None:
+async def next_iteration(*_: object) -> None:
     """Wait for one iteration of the event loop."""
     await asyncio.sleep(0)
 
@@ -50,15 +50,15 @@ async def at_once(*_: object) -> None:
 class FakeActor:
     """A simulated process of a rollout worker."""
 
-    place: int
+    index: int
     """Number of processes started before."""
-    in_sign_of_life: Callable[[], Awaitable[None]] = at_once
+    in_sign_of_life: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in each ping; the first ping returns when the worker has room."""
-    in_start: Callable[[], Awaitable[None]] = at_once
+    in_start: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in the start."""
-    in_play: Callable[[FakeActor], Awaitable[None]] = at_once
+    in_play: Callable[[FakeActor], Awaitable[None]] = next_iteration
     """Awaited in each call that plays."""
-    in_load: Callable[[PublishedWeights], Awaitable[None]] = at_once
+    in_load: Callable[[PublishedWeights], Awaitable[None]] = next_iteration
     """Awaited in each call that loads weights."""
     canary_error: Callable[[PublishedWeights], float] = lambda published: 0.0
     """Difference of the canary log-probs from the learner's."""
@@ -85,7 +85,7 @@ class FakeActor:
         self.is_alive = False
         if not self.ended.done():
             self.ended.set_exception(error or ray.exceptions.RayActorError(error_msg="it died"))
-            self.ended.exception()  # whoever waits for it hears of it, and maybe nobody does
+            self.ended.exception()  # marks the exception as retrieved
 
     async def _start(self, spec: RolloutWorkerSpec) -> str:
         self.number = spec.number
@@ -145,9 +145,13 @@ class CountingBuffer:
     ) -> list[Refusal]:
         """Return the indices of groups whose episodes are all lost."""
         arrived = groups if isinstance(groups, list) else await groups
-        lost = [one.index for one in arrived if all(r.reward is None for r in one.rollouts)]
+        lost = [
+            group.index
+            for group in arrived
+            if all(rollout.reward is None for rollout in group.rollouts)
+        ]
         self.lost += lost
-        self.kept += [one.index for one in arrived if one.index not in lost]
+        self.kept += [group.index for group in arrived if group.index not in lost]
         return [Refusal(index, is_lost=True) for index in lost]
 
 

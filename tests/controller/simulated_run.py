@@ -74,10 +74,10 @@ class SimulatedBuffer(BufferActor):
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         self._refuse_if_lost()
-        taken, batch = await super().take(version, timeout_s)
-        if taken.groups:
-            self._batches[version] = taken.groups
-        return replace(taken, batch=batch)
+        taken_batch, batch = await super().take(version, timeout_s)
+        if taken_batch.groups:
+            self._batches[version] = taken_batch.groups
+        return replace(taken_batch, batch=batch)
 
     def die(self) -> None:
         """Behave like a remote buffer whose process died."""
@@ -169,11 +169,11 @@ class SimulatedWorkers:
     """Returns True if the worker dies while it plays the group."""
     in_delivery: Callable[[PublishedWeights], Any] = next_iteration
     """Awaited in each delivery."""
-    held: PublishedWeights | None = None
+    published_weights: PublishedWeights | None = None
     num_breaches: int = 0
-    num_deliveries_next_iteration: int = 0
-    most_deliveries_next_iteration: int = 0
-    begun: list[tuple[GroupSpec, int]] = field(default_factory=list)
+    num_concurrent_deliveries: int = 0
+    max_concurrent_deliveries: int = 0
+    started_groups: list[tuple[GroupSpec, int]] = field(default_factory=list)
     """Every started group and the version that it started with."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
@@ -202,23 +202,23 @@ class SimulatedWorkers:
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
     ) -> list[WorkerWeights]:
-        self.num_deliveries_next_iteration += 1
-        self.most_deliveries_next_iteration = max(
-            self.most_deliveries_next_iteration, self.num_deliveries_next_iteration
+        self.num_concurrent_deliveries += 1
+        self.max_concurrent_deliveries = max(
+            self.max_concurrent_deliveries, self.num_concurrent_deliveries
         )
         try:
             await self.in_delivery(published)
         finally:
-            self.num_deliveries_next_iteration -= 1
-        self.held = published
+            self.num_concurrent_deliveries -= 1
+        self.published_weights = published
         return list(self.held_weights.values())
 
     @property
     def held_weights(self) -> dict[int, WorkerWeights]:
         """Weights of the worker."""
-        if self.held is None:
+        if self.published_weights is None:
             return {}
-        manifest = self.held.manifest
+        manifest = self.published_weights.manifest
         report = CanaryReport(manifest.version, manifest.content_hash, error=1e-6)
         return {0: WorkerWeights(report, 0.0, 0.0, 0)}
 
@@ -226,9 +226,9 @@ class SimulatedWorkers:
         return await self.buffer.put(await asyncio.gather(*(self._play(spec) for spec in specs)))
 
     async def _play(self, spec: GroupSpec) -> RolloutGroup:
-        assert self.held is not None
-        version = self.held.manifest.version
-        self.begun.append((spec, version))
+        assert self.published_weights is not None
+        version = self.published_weights.manifest.version
+        self.started_groups.append((spec, version))
         await asyncio.sleep(self.duration_s(spec))
         group = make_group(*self.rewards(spec), index=spec.index, version=version)
         return RolloutGroup(group.index, spec.environment, group.rollouts)
@@ -246,7 +246,7 @@ class SimulatedRun:
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
     num_tasks: dict[str, int] = field(default_factory=dict)
     """Number of tasks, by environment."""
-    begun: list[GroupSpec] = field(default_factory=list)
+    started_groups: list[GroupSpec] = field(default_factory=list)
     """Every group that was started, in all processes."""
 
     @property
@@ -307,5 +307,5 @@ class SimulatedRun:
         finally:
             metrics.close()
             folder.close()
-            self.begun.extend(spec for spec, _ in workers.begun)
+            self.started_groups.extend(spec for spec, _ in workers.started_groups)
         return state

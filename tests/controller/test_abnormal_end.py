@@ -28,7 +28,7 @@ from ludus.trainer.run.checkpoint import (
     list_checkpoints,
     read_state,
 )
-from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, next_iteration
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -90,16 +90,16 @@ class Failure:
 
     def prepare(self, workers: SimulatedWorkers, _: Controller) -> None:
         """Fail the delivery of the step's version while the step runs."""
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
         async def in_step(step: int) -> None:
             if step == self.step and not self.happened.is_set():
-                begun.set()
+                started.set()
                 await self.happened.wait()
 
         async def in_delivery(published: PublishedWeights) -> None:
             if published.manifest.version == self.step and not self.happened.is_set():
-                await begun.wait()
+                await started.wait()
                 # The step finishes only after the run has noticed the failure.
                 asyncio.get_running_loop().call_later(0.02, self.happened.set)
                 raise self.error
@@ -130,7 +130,7 @@ async def test_current_step_finishes_and_is_saved_after_any_failure(
     assert saved.games_trained == 5 * 4 * 2
 
     run.prepare = lambda workers, controller: None
-    run.learner.in_step = at_once
+    run.learner.in_step = next_iteration
     state = await run.go(resume=True)
     assert state.step == 20
     assert [row.step for row in run.rows] == list(range(1, 21)), "each step once"
@@ -248,5 +248,5 @@ def test_command_line_prints_the_step_to_continue_from(
     monkeypatch.setattr("ludus.trainer.driver.commands.train", fail)
     (tmp_path / "run.toml").write_text('name = "run"')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 1
-    said = "error: the server is away; continue with --resume from step 7\n"
-    assert capsys.readouterr().err == said
+    message = "error: the server is away; continue with --resume from step 7\n"
+    assert capsys.readouterr().err == message

@@ -21,33 +21,33 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> LanguageModelRun:
+def started_run(tmp_path: Path) -> LanguageModelRun:
     """A run whose folder contains its configuration."""
     run = load_run_config(EXAMPLE)
     (tmp_path / CONFIG_FILE).write_text(run.model_dump_json())
     return run
 
 
-def changed(run: LanguageModelRun, *overrides: str) -> LanguageModelRun:
+def change_run(run: LanguageModelRun, *overrides: str) -> LanguageModelRun:
     return run_config_from(run.model_dump(mode="json"), overrides)
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("model.width=256", r"model.width was \d+ and is 256"),
         ("algorithm.kind=ppo", "algorithm.kind was 'grpo' and is 'ppo'"),
     ],
 )
 def test_model_and_algorithm_cannot_change(
-    tmp_path: Path, begun: LanguageModelRun, override: str, told: str
+    tmp_path: Path, started_run: LanguageModelRun, override: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
-        find_config_changes(tmp_path, changed(begun, override))
+    with pytest.raises(ConfigError, match=message):
+        find_config_changes(tmp_path, change_run(started_run, override))
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("seed=7", f"seed was {load_run_config(EXAMPLE).seed} and is 7"),
         ("learner.learning_rate=0.5", "is 0.5"),
@@ -56,37 +56,37 @@ def test_model_and_algorithm_cannot_change(
     ],
 )
 def test_changes_that_affect_results_are_reported(
-    tmp_path: Path, begun: LanguageModelRun, override: str, told: str
+    tmp_path: Path, started_run: LanguageModelRun, override: str, message: str
 ) -> None:
-    changes = find_config_changes(tmp_path, changed(begun, override))
-    assert told in describe_changes(changes)
+    changes = find_config_changes(tmp_path, change_run(started_run, override))
+    assert message in describe_changes(changes)
 
 
 @pytest.mark.parametrize(
     "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
 )
 def test_length_and_location_of_a_run_may_change(
-    tmp_path: Path, begun: LanguageModelRun, override: str
+    tmp_path: Path, started_run: LanguageModelRun, override: str
 ) -> None:
-    assert find_config_changes(tmp_path, changed(begun, override)) == []
+    assert find_config_changes(tmp_path, change_run(started_run, override)) == []
 
 
-def test_unreadable_configuration_is_named(tmp_path: Path, begun: LanguageModelRun) -> None:
+def test_unreadable_configuration_is_named(tmp_path: Path, started_run: LanguageModelRun) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
     with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' must contain the configuration"):
-        find_config_changes(tmp_path, begun)
+        find_config_changes(tmp_path, started_run)
 
 
-def test_many_changes_are_summarized(tmp_path: Path, begun: LanguageModelRun) -> None:
+def test_many_changes_are_summarized(tmp_path: Path, started_run: LanguageModelRun) -> None:
     names = [f"environments.more{n}.package=math_env" for n in range(30)]
-    words = describe_changes(find_config_changes(tmp_path, changed(begun, *names)))
+    words = describe_changes(find_config_changes(tmp_path, change_run(started_run, *names)))
     assert words.endswith("and 10 more")
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of every file except the lock."""
-    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
@@ -97,21 +97,21 @@ async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
     metrics.close()
     folder.close()
     await save(folder.checkpoints, 5)
-    before = files_of(folder.path)
+    previous = read_files(folder.path)
     with pytest.raises(ConfigError, match=r"algorithm\.kind was 'grpo' and is 'ppo'"):
-        async with Trainer(changed(run, "algorithm.kind=ppo"), resume="always"):
+        async with Trainer(change_run(run, "algorithm.kind=ppo"), resume="always"):
             pass
-    assert files_of(folder.path) == before
+    assert read_files(folder.path) == previous
 
 
 def test_resumed_run_writes_its_new_configuration(tmp_path: Path) -> None:
     run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
     folder = RunFolder.create(run, overwrite=False)
     folder.close()
-    before = (folder.path / CONFIG_FILE).read_bytes()
-    resumed = changed(run, "learner.learning_rate=0.5")
+    previous = (folder.path / CONFIG_FILE).read_bytes()
+    resumed = change_run(run, "learner.learning_rate=0.5")
     again = RunFolder.reopen(resumed)
-    assert (folder.path / CONFIG_FILE).read_bytes() == before
+    assert (folder.path / CONFIG_FILE).read_bytes() == previous
     again.write_config(resumed)
     assert load_run_config(folder.path / CONFIG_FILE).learner.learning_rate == 0.5
     again.close()

@@ -30,15 +30,15 @@ async def test_resume_with_other_random_numbers_is_refused(
 ) -> None:
     run = LanguageModelRun(output_dir=str(tmp_path))
     checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
-    with checkpoints.prepare(5) as aside:
-        saved = await checkpoints.commit(aside, RunState(step=5), [])
-    before = sorted(path for path in tmp_path.rglob("*"))
+    with checkpoints.prepare(5) as folder:
+        saved = await checkpoints.commit(folder, RunState(step=5), [])
+    previous = sorted(path for path in tmp_path.rglob("*"))
     monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
     with pytest.raises(CheckpointError, match="streams of version 2, got 1; continue with"):
         async with Trainer(run, resume="always"):
-            raise AssertionError("it went on")
-    assert sorted(path for path in tmp_path.rglob("*")) == before
-    assert read_state(saved, RunState).step == 5, "it can be judged all the same"
+            raise AssertionError("the run resumed")
+    assert sorted(path for path in tmp_path.rglob("*")) == previous
+    assert read_state(saved, RunState).step == 5, "its policy can still be evaluated"
 
 
 def test_checkpoint_without_stream_version_is_refused() -> None:

@@ -27,19 +27,19 @@ pytestmark = pytest.mark.timeout(120)
 NAMES = ("learner/.metadata", "learner/__0_0.distcp", "learner/__1_0.distcp", "model/config.json")
 
 
-def write(aside: Path) -> list[SavedFile]:
+def write(folder: Path) -> list[SavedFile]:
     """Write the files of two ranks and return their records."""
     for name in NAMES:
-        (aside / name).parent.mkdir(exist_ok=True)
-        (aside / name).write_text(name * 10)
-    return [SavedFile.from_path(aside / name) for name in NAMES]
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name * 10)
+    return [SavedFile.from_path(folder / name) for name in NAMES]
 
 
 async def save(folder: Path, step: int, keep: int = 2) -> Path:
     """Write a checkpoint of `step`."""
     checkpoints = CheckpointFolder(folder, keep)
-    with checkpoints.prepare(step) as aside:
-        return await checkpoints.commit(aside, RunState(step=step), write(aside))
+    with checkpoints.prepare(step) as folder:
+        return await checkpoints.commit(folder, RunState(step=step), write(folder))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -65,45 +65,45 @@ async def test_incomplete_checkpoint_is_not_committed(
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     with (
         pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"),
-        checkpoints.prepare(10) as aside,
+        checkpoints.prepare(10) as folder,
     ):
-        written = write(aside)
-        damage(aside / name)
-        await checkpoints.commit(aside, RunState(step=10), written)
+        written = write(folder)
+        damage(folder / name)
+        await checkpoints.commit(folder, RunState(step=10), written)
     assert read_state(find_newest_checkpoint(tmp_path), RunState).step == 5
 
 
-@pytest.mark.parametrize("before", [[], [5], [5, 7]], ids=str)
-async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, before: list[int]) -> None:
-    for step in before:
+@pytest.mark.parametrize("steps", [[], [5], [5, 7]], ids=str)
+async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, steps: list[int]) -> None:
+    for step in steps:
         await save(tmp_path, step)
-    if len(before) > 1:
-        truncate(tmp_path / f"step-{before[-1]:08d}" / NAMES[0])
-    there = sorted(tmp_path.iterdir())
-    newest = r"'.*/step-00000005'" if before else "there is no earlier checkpoint"
-    told = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
+    if len(steps) > 1:
+        truncate(tmp_path / f"step-{steps[-1]:08d}" / NAMES[0])
+    entries = sorted(tmp_path.iterdir())
+    newest = r"'.*/step-00000005'" if steps else "there is no earlier checkpoint"
+    message = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
     with (
-        pytest.raises(CheckpointError, match=told),
-        CheckpointFolder(tmp_path, keep=1).prepare(10) as aside,
+        pytest.raises(CheckpointError, match=message),
+        CheckpointFolder(tmp_path, keep=1).prepare(10) as folder,
     ):
-        write(aside)
+        write(folder)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert sorted(tmp_path.iterdir()) == there
+    assert sorted(tmp_path.iterdir()) == entries
 
 
 async def test_commit_waits_for_a_late_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=1)
-    with checkpoints.prepare(10) as aside:
-        written = write(aside)
-        late = aside / "learner" / "__1_0.distcp"
+    with checkpoints.prepare(10) as folder:
+        written = write(folder)
+        late = folder / "learner" / "__1_0.distcp"
         text = late.read_text()
         late.unlink()
         monkeypatch.setattr(
             "ludus.trainer.run.checkpoint.time.sleep", lambda _: late.write_text(text)
         )
-        checkpoint = await checkpoints.commit(aside, RunState(step=10), written)
+        checkpoint = await checkpoints.commit(folder, RunState(step=10), written)
     assert checkpoint == find_newest_checkpoint(tmp_path)
 
 

@@ -24,9 +24,9 @@ def test_full_disk_gives_a_short_message(
     config = tmp_path / "run.json"
     config.write_text("{}")
     assert command.main(["train", "--config", str(config)]) == 1
-    place, told = re.escape(str(tmp_path / "demo" / "state")), capsys.readouterr().err
-    said = rf"error: '{place}' cannot be written: No space left on device; [\d,]+ bytes are free"
-    assert re.fullmatch(said + " there; make room\n", told)
+    path, output = re.escape(str(tmp_path / "demo" / "state")), capsys.readouterr().err
+    pattern = rf"error: '{path}' cannot be written: No space left on device; [\d,]+ bytes are free"
+    assert re.fullmatch(pattern + " there; make room\n", output)
 
 
 def test_checkpoint_is_found_by_path_or_name(tmp_path: Path) -> None:

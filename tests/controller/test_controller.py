@@ -98,7 +98,7 @@ async def test_every_version_is_delivered_one_at_a_time(tmp_path: Path) -> None:
 
     run.prepare = prepare
     await run.go()
-    assert seen[0].most_deliveries_at_once == 1
+    assert seen[0].max_concurrent_deliveries == 1
     assert delivered == list(range(7))
 
 

@@ -48,7 +48,7 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
 
 def places_trained(run: SimulatedRun) -> list[int]:
     """Return the trained seeds, in the order of the steps."""
-    seeds = {spec.index: spec.seeds[0] for spec in run.begun}
+    seeds = {spec.index: spec.seeds[0] for spec in run.started_groups}
     return [seeds[index] for index in run.trained]
 
 
@@ -59,7 +59,9 @@ async def test_each_epoch_trains_on_each_row_once(tmp_path: Path, max_staleness:
     assert state.step == 2 * NUM_ROWS // 8
     assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
     assert state.episodes_lost > 10
-    assert max(spec.seeds[0] for spec in run.begun) < 2 * NUM_ROWS, "none is played for nothing"
+    assert max(spec.seeds[0] for spec in run.started_groups) < 2 * NUM_ROWS, (
+        "no row is played in vain"
+    )
 
 
 async def test_resumed_run_neither_skips_nor_repeats_rows(
@@ -128,8 +130,8 @@ def test_lost_group_keeps_its_task_three_times():
     assert mixture.replace_group(first).seeds == (2, 2)
     again = first
     for _ in range(3):
-        before, again = again, mixture.replace_group(again, is_lost=True)
-        assert again.seeds == first.seeds and again.index > before.index
+        previous, again = again, mixture.replace_group(again, is_lost=True)
+        assert again.seeds == first.seeds and again.index > previous.index
     assert mixture.replace_group(again, is_lost=True).seeds == (3, 3)
     assert mixture.reissue_group(first).seeds == first.seeds
     coins = next(spec for spec in specs if spec.environment == "coins")
@@ -139,18 +141,18 @@ def test_lost_group_keeps_its_task_three_times():
 def test_task_order_survives_other_environments() -> None:
     state = MixtureState()
     mixture = make_mixture(state, rows=10)
-    dealt = [mixture.next_group() for _ in range(6)]
-    places = [spec.seeds[0] for spec in dealt if spec.environment == "rows"]
+    specs = [mixture.next_group() for _ in range(6)]
+    seeds = [spec.seeds[0] for spec in specs if spec.environment == "rows"]
     run = LanguageModelRun.model_validate({"environments": {"rows": {}, "dice": {}, "coins": {}}})
-    seeds = GroupSeeds(run.seed, 2, shared=True, num_tasks={"rows": 10})
-    joined = Mixture(run, MixtureState(**vars_of(state)), seeds)
-    more = [joined.next_group() for _ in range(6)]
-    places += [spec.seeds[0] for spec in more if spec.environment == "rows"]
-    assert places == [0, 1, 2, 3, 4]
-    assert {spec.index for spec in dealt}.isdisjoint(spec.index for spec in more)
+    group_seeds = GroupSeeds(run.seed, 2, shared=True, num_tasks={"rows": 10})
+    joined = Mixture(run, MixtureState(**state_values(state)), group_seeds)
+    extra = [joined.next_group() for _ in range(6)]
+    seeds += [spec.seeds[0] for spec in extra if spec.environment == "rows"]
+    assert seeds == [0, 1, 2, 3, 4]
+    assert {spec.index for spec in specs}.isdisjoint(spec.index for spec in extra)
 
 
-def vars_of(state: MixtureState) -> dict[str, Any]:
+def state_values(state: MixtureState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in state.__slots__}
 
 
@@ -168,7 +170,7 @@ def test_seeds_wrap_below_those_of_the_warm_start() -> None:
 # -- steps -----------------------------------------------------------------------------
 
 
-def configured(**training: Any) -> LanguageModelRun:
+def make_config(**training: Any) -> LanguageModelRun:
     tree = {"environment": {"package": "coins"}, "algorithm": {"zero_variance_groups": "keep"}}
     return LanguageModelRun.model_validate(tree | {"training": training})
 
@@ -179,15 +181,15 @@ def configured(**training: Any) -> LanguageModelRun:
 )
 def test_epochs_are_converted_to_steps(num_epochs: float, num_tasks: int, num_steps: int) -> None:
     run = resolve_num_steps(
-        configured(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks}
+        make_config(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks}
     )
     assert run.training.num_steps == num_steps
 
 
 def test_epochs_need_a_number_of_tasks() -> None:
     with pytest.raises(ConfigError, match="every seed of 'coins' is another task"):
-        resolve_num_steps(configured(num_epochs=1), {})
-    assert resolve_num_steps(configured(num_steps=7), {}).training.num_steps == 7
+        resolve_num_steps(make_config(num_epochs=1), {})
+    assert resolve_num_steps(make_config(num_steps=7), {}).training.num_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ class SilentHub:
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
-        self._num_asked = 0
+        self._num_requests = 0
         self.address = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._take, daemon=True).start()
 
     @property
-    def num_asked(self) -> int:
-        return self._num_asked
+    def num_requests(self) -> int:
+        return self._num_requests
 
     def _take(self) -> None:
         while True:
@@ -42,14 +42,14 @@ class SilentHub:
                 connection, _ = self._listening.accept()
                 self._connections.append(connection)
                 # Once per process, the hub's client also fetches an unrelated list.
-                self._num_asked += connection.recv(5) == b"HEAD "
+                self._num_requests += connection.recv(5) == b"HEAD "
             except OSError:
                 return
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
-        for one in (self._listening, *self._connections):
-            one.close()
+        for connection in (self._listening, *self._connections):
+            connection.close()
 
 
 @pytest.fixture
@@ -68,23 +68,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
 
 def put_in_cache(cache: Path, folder: Path) -> None:
     """Put a model into the cache."""
-    place = cache / f"models--{MODEL.replace('/', '--')}"
-    shutil.copytree(folder, place / "snapshots" / "abc")
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("abc")
+    cached_model = cache / f"models--{MODEL.replace('/', '--')}"
+    shutil.copytree(folder, cached_model / "snapshots" / "abc")
+    (cached_model / "refs").mkdir()
+    (cached_model / "refs" / "main").write_text("abc")
 
 
 def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
-    told = rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
+    message = (
+        rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
+    )
     for loads in (
         check_model_path,
         load.load_tokenizer,
         load.load_skeleton,
         load.load_language_model,
     ):
-        with pytest.raises(NotFoundError, match=told):
+        with pytest.raises(NotFoundError, match=message):
             loads(MODEL)
-    assert hub.num_asked == 1
+    assert hub.num_requests == 1
 
 
 @pytest.mark.usefixtures("hub")
@@ -100,7 +102,7 @@ def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: S
         monkeypatch.setattr(load, "current_minute", lambda minute=minute: minute)
         with pytest.raises(NotFoundError):
             check_model_path(MODEL)
-    assert hub.num_asked == 2
+    assert hub.num_requests == 2
 
 
 def test_cached_model_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
@@ -118,4 +120,4 @@ def test_cached_model_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
     check_model_path(MODEL)
     assert load.load_tokenizer(MODEL).encode("HIT") == tokenizer.encode("HIT")
     assert load.load_language_model(MODEL).config.hidden_size == 32
-    assert hub.num_asked == 1
+    assert hub.num_requests == 1

@@ -123,7 +123,7 @@ async def start(group: LearnerGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hangs_in", "what"),
+    ("hangs_in", "description"),
     [
         ("answer", "the learner's ranks to start"),
         ("rendezvous", "where the ranks meet"),
@@ -131,10 +131,12 @@ async def start(group: LearnerGroup) -> None:
     ],
 )
 async def test_learner_that_does_not_start_is_lost(
-    monkeypatch: pytest.MonkeyPatch, hangs_in: str, what: str
+    monkeypatch: pytest.MonkeyPatch, hangs_in: str, description: str
 ) -> None:
     group, ended = make_group(monkeypatch, hangs_in)
-    with pytest.raises(LearnerLostError, match=rf"{what}.*placement\.start_timeout_s = 0\.25"):
+    with pytest.raises(
+        LearnerLostError, match=rf"{description}.*placement\.start_timeout_s = 0\.25"
+    ):
         await start(group)
     assert len(ended) == 2
 

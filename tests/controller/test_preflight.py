@@ -22,8 +22,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 
 def check(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
-    place = f"output_dir={json.dumps(str(folder))}"
-    check_start(load_run_config(EXAMPLE, [place, "name=run", *overrides]), resume)
+    location = f"output_dir={json.dumps(str(folder))}"
+    check_start(load_run_config(EXAMPLE, [location, "name=run", *overrides]), resume)
 
 
 def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("environment.options.game=blackjak", "blackjak"),
         ("environment.package=blakjack_env", "no environment package 'blakjack_env'"),
@@ -43,9 +43,9 @@ def test_valid_run_passes_and_nothing_is_written(tmp_path: Path) -> None:
         ("learner.num_gpus_per_rank=64", "the run needs"),
     ],
 )
-def test_each_problem_of_a_start_is_reported(tmp_path: Path, override: str, told: str) -> None:
+def test_each_problem_of_a_start_is_reported(tmp_path: Path, override: str, message: str) -> None:
     gap = ["environment.random_policy=null", "environment.optimal_policy=null"]
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check(tmp_path, *gap, override)
 
 
@@ -70,18 +70,18 @@ async def test_resume_with_other_random_numbers_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
-    with checkpoints.prepare(5) as aside:
-        await checkpoints.commit(aside, RunState(step=5), [])
+    with checkpoints.prepare(5) as folder:
+        await checkpoints.commit(folder, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 2, got 1"):
         await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
 
 
 def test_random_baseline_needs_no_fixed_policies(tmp_path: Path) -> None:
-    nobody = ["environment.policies=null", "environment.optimal_policy=null"]
-    check(tmp_path, *nobody, 'environment.baselines=["random"]')
+    unused = ["environment.policies=null", "environment.optimal_policy=null"]
+    check(tmp_path, *unused, 'environment.baselines=["random"]')
     with pytest.raises(UserError, match="'random' alone does not"):
-        check(tmp_path, *nobody, 'environment.baselines=["random", "dealer_rule"]')
+        check(tmp_path, *unused, 'environment.baselines=["random", "dealer_rule"]')
 
 
 def raises() -> None:
@@ -93,12 +93,12 @@ def wants_a_deck(deck: list[str]) -> None:
 
 
 def two_sets_of_answers() -> list[PolicyChartPrompt]:
-    place = {"reference": "A", "panel": "", "row": "", "column": ""}
-    return [PolicyChartPrompt([], answers, **place) for answers in (["A", "B"], ["A"])]
+    location = {"reference": "A", "panel": "", "row": "", "column": ""}
+    return [PolicyChartPrompt([], answers, **location) for answers in (["A", "B"], ["A"])]
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (raises, "raised TypeError: a chart of nothing"),
         (wants_a_deck, "must be a function without arguments"),
@@ -108,8 +108,8 @@ def two_sets_of_answers() -> list[PolicyChartPrompt]:
     ],
 )
 def test_invalid_chart_prompts_are_reported_before_the_run(
-    tmp_path: Path, function: Callable[..., object], told: str
+    tmp_path: Path, function: Callable[..., object], message: str
 ) -> None:
     path = function_path(function)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check(tmp_path, f"environment.policy_chart={json.dumps(path)}")

@@ -58,7 +58,7 @@ def run_with(**rollout: Any) -> LanguageModelRun:
 
 
 @asynccontextmanager
-async def environments_of(
+async def connect_environment(
     run: LanguageModelRun, factory: type[FragileEnv], max_sessions: int = 256
 ) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
     """Yield the only environment, connected to a real server."""
@@ -87,7 +87,7 @@ async def test_failed_warm_start_episodes_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_with()
-    async with environments_of(run, FragileEnv, max_sessions=4) as environments:
+    async with connect_environment(run, FragileEnv, max_sessions=4) as environments:
         model = await prepare_model(run, environments, tmp_path / "model")
     assert (Path(model) / "config.json").is_file()
     assert "of 24 episodes of the warm start failed" in caplog.text
@@ -98,17 +98,17 @@ async def test_warm_start_without_successful_episode_is_an_error(
     tmp_path: Path,
 ) -> None:
     run = run_with()
-    async with environments_of(run, NeverBegins) as environments:
+    async with connect_environment(run, NeverBegins) as environments:
         with pytest.raises(EpisodesFailedError, match=r"24 of 24 episodes.*licence has run out"):
             await prepare_model(run, environments, tmp_path / "model")
 
 
 async def test_canary_uses_the_first_episode_that_opens(chat: ChatTokenizer) -> None:
     run = run_with()
-    async with environments_of(run, FailsAtFirst) as environments:
+    async with connect_environment(run, FailsAtFirst) as environments:
         (prompt, *_) = await make_canary(environments["fragile"], chat)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
-    async with environments_of(run, NeverBegins) as environments:
+    async with connect_environment(run, NeverBegins) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):
             await make_canary(environments["fragile"], chat)
 
@@ -117,7 +117,7 @@ async def test_long_first_prompt_is_refused(
     chat: ChatTokenizer,
 ) -> None:
     well, too_few = run_with(max_tokens=200), run_with(max_tokens=24)
-    async with environments_of(well, FailsAtFirst) as environments:
+    async with connect_environment(well, FailsAtFirst) as environments:
         await check_first_prompts(well, environments, chat)
         with pytest.raises(
             ConfigError, match=r"'fragile'.*max_tokens = 24, but the shortest prompt has \d+ tokens"

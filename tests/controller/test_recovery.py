@@ -14,7 +14,7 @@ from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec, SavedFile
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
-from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, next_iteration
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,8 +91,8 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
         duration_s = workers.duration_s
 
         def remember(spec: GroupSpec) -> float:
-            assert workers.held is not None
-            _, life, _, step = workers.held.manifest.content_hash.split()
+            assert workers.published_weights is not None
+            _, life, _, step = workers.published_weights.manifest.content_hash.split()
             sampled_by[spec.index] = int(life), int(step)
             return duration_s(spec)
 
@@ -147,7 +147,7 @@ async def test_lost_buffer_stops_the_run_with_a_checkpoint(
     assert saved.step == run.learner.steps == 7
     assert saved.buffered_groups == []
     assert [row.step for row in run.rows] == list(range(1, 8))
-    run.prepare, run.learner.in_step = prepare_run, at_once
+    run.prepare, run.learner.in_step = prepare_run, next_iteration
     state = await run.go(resume=True)
     assert state.step == NUM_STEPS
     assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
@@ -250,17 +250,17 @@ async def test_killed_run_trains_on_every_group_once(tmp_path: Path, seed: int) 
 async def test_on_policy_resume_trains_on_the_same_groups(
     tmp_path: Path,
 ) -> None:
-    whole = make_run(tmp_path / "whole", max_staleness=0)
-    whole_state = await whole.go()
+    complete = make_run(tmp_path / "whole", max_staleness=0)
+    whole_state = await complete.go()
     parts = make_run(tmp_path / "parts", max_staleness=0, num_steps=5)
     await parts.go()
     parts.settings["training"]["num_steps"] = NUM_STEPS
     state = await parts.go(resume=True)
-    indices = {s: [g.index for g in groups] for s, groups in whole.batches.items()}
+    indices = {s: [g.index for g in groups] for s, groups in complete.batches.items()}
     assert {s: [g.index for g in groups] for s, groups in parts.batches.items()} == indices
     measured = {"num_episodes", "num_groups", "num_groups_dead", "reward_mean", "staleness_max"}
-    for one, other in zip(whole.rows, parts.rows, strict=True):
-        assert {m: one.values[m] for m in measured} == {m: other.values[m] for m in measured}
+    for row, other in zip(complete.rows, parts.rows, strict=True):
+        assert {m: row.values[m] for m in measured} == {m: other.values[m] for m in measured}
     assert state.games_played == whole_state.games_played
 
 

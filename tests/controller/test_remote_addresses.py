@@ -21,7 +21,7 @@ from tests.env.served import port_of_nobody
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
+def unused_address() -> Iterator[str]:
     """Yield a host and port without a listener."""
     with port_of_nobody() as port:
         yield f"127.0.0.1:{port}"
@@ -37,7 +37,7 @@ def alone(address: str) -> LanguageModelRun:
 
 
 def several(**addresses: str) -> LanguageModelRun:
-    named = {name: {"kind": "remote", "address": one} for name, one in addresses.items()}
+    named = {name: {"kind": "remote", "address": address} for name, address in addresses.items()}
     return LanguageModelRun.model_validate({"environments": named})
 
 
@@ -48,42 +48,42 @@ async def begin(run: LanguageModelRun, folder: Path) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_unreachable_address_is_refused_before_ray_starts(
-    nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unused_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def place_in_ray(*_: object, **__: object) -> None:
         raise AssertionError("Ray was to be started")
 
     monkeypatch.setattr(build, "place_in_ray", place_in_ray)
     with pytest.raises(ConfigError) as caught:
-        await begin(alone(f"grpc://{nobody}"), tmp_path)
-    told = str(caught.value)
-    assert told.startswith(f"environment.address = 'grpc://{nobody}': ")
-    assert "environments." not in told
+        await begin(alone(f"grpc://{unused_address}"), tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"environment.address = 'grpc://{unused_address}': ")
+    assert "environments." not in message
 
 
 @pytest.mark.usefixtures("impatient")
-def test_dry_run_reports_an_unreachable_address(nobody: str) -> None:
-    with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{nobody}'"):
-        check_start(alone(f"ws://{nobody}"), Resume.NEVER)
+def test_dry_run_reports_an_unreachable_address(unused_address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{unused_address}'"):
+        check_start(alone(f"ws://{unused_address}"), Resume.NEVER)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_all_unreachable_addresses_are_named_without_credentials(nobody: str) -> None:
-    there = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = there.sockets[0].getsockname()[1]
+async def test_all_unreachable_addresses_are_named_without_credentials(unused_address: str) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
     run = several(
-        first=f"http://me:open-sesame@{nobody}",
+        first=f"http://me:open-sesame@{unused_address}",
         there=f"grpc://127.0.0.1:{port}",
-        last=f"grpc://{nobody}/chess",
+        last=f"grpc://{unused_address}/chess",
     )
     with pytest.raises(ConfigError) as caught:
         await check_remote_addresses(run)
-    told = str(caught.value)
-    assert f"environments.first.address = 'http://{nobody}'" in told
-    assert f"environments.last.address = 'grpc://{nobody}/chess'" in told
-    assert "there.address" not in told
-    assert "open-sesame" not in told
-    there.close()
+    message = str(caught.value)
+    assert f"environments.first.address = 'http://{unused_address}'" in message
+    assert f"environments.last.address = 'grpc://{unused_address}/chess'" in message
+    assert "there.address" not in message
+    assert "open-sesame" not in message
+    server.close()
 
 
 async def test_check_waits_for_a_starting_server() -> None:

@@ -35,16 +35,16 @@ def test_cosine_rate_is_half_way_in_the_middle() -> None:
     run = make_run(
         11, learning_rate=1.0, learning_rate_final=0.2, schedule="cosine", warmup_steps=2
     )
-    found = rates(run)
-    assert found[:3] == pytest.approx([0.5, 1.0, 1.0])
-    assert found[6] == pytest.approx(0.6)
-    assert found[4] == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
-    assert found[-1] == pytest.approx(0.2)
+    values = rates(run)
+    assert values[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert values[6] == pytest.approx(0.6)
+    assert values[4] == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
+    assert values[-1] == pytest.approx(0.2)
 
 
 def test_warmup_longer_than_the_run_only_rises() -> None:
-    found = rates(make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10))
-    assert found == pytest.approx([0.1, 0.2, 0.3])
+    values = rates(make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10))
+    assert values == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_coefficients_reach_their_final_values_at_the_anneal_fraction() -> None:

@@ -12,7 +12,7 @@ from ludus.trainer.core.tasks import Tasks, gather_or_cancel
 pytestmark = pytest.mark.timeout(60)
 
 
-async def nothing() -> None:
+async def finish_at_once() -> None:
     """Finish at once."""
 
 
@@ -32,7 +32,7 @@ async def test_background_failure_cancels_the_block() -> None:
     ended: list[str] = []
     with pytest.raises(GroupMismatchError):
         async with Tasks() as tasks:
-            tasks.start(nothing())
+            tasks.start(finish_at_once())
             tasks.start(fail_soon())
             tasks.start(forever(ended))
             await forever(ended)
@@ -45,7 +45,7 @@ async def test_finished_background_tasks_do_not_end_the_block() -> None:
         return 7
 
     async with Tasks() as tasks:
-        tasks.start(nothing())
+        tasks.start(finish_at_once())
         assert await train() == 7
 
 

@@ -21,7 +21,7 @@ from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.controller import Controller
-from tests.controller.fake_workers import FakeActor, FakeFleet, Method, weights_of
+from tests.controller.fake_workers import FakeActor, FakeFleet, Method, publish_weights
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.env.polling import eventually
 
@@ -41,7 +41,7 @@ async def test_worker_that_hangs_in_its_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        if actor.place == 1:
+        if actor.index == 1:
             actor.in_start = for_ever
 
     fleet = FakeFleet(behave)
@@ -79,7 +79,7 @@ async def test_run_stops_if_workers_find_no_room(
 
 async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def behave(actor: FakeActor) -> None:
-        if actor.place == 1:
+        if actor.index == 1:
             actor.in_start = for_ever
 
     async with FakeFleet(behave).running(monkeypatch, TWO) as workers:
@@ -98,7 +98,7 @@ async def test_wait_for_a_lost_worker_ends_at_its_limit(
     monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        if actor.place > 0:
+        if actor.index > 0:
             actor.in_start = for_ever
 
     fleet = FakeFleet(behave)
@@ -111,7 +111,7 @@ async def test_wait_for_a_lost_worker_ends_at_its_limit(
             if waits_for == "evaluation":
                 await workers.evaluate("coins", range(4), 1.0)
             else:
-                await workers.load_weights(weights_of(1), 60)
+                await workers.load_weights(publish_weights(1), 60)
 
 
 class FrozenBuffer:

@@ -78,14 +78,14 @@ class Game:
     is_won: bool = False
 
 
-def run_of(*names: str, **environment: Any) -> LanguageModelRun:
+def make_run(*names: str, **environment: Any) -> LanguageModelRun:
     """Return a run with environments of these names."""
     tree = {"environments": dict.fromkeys(names, environment), "model": TINY, "seed": 3}
     return LanguageModelRun.model_validate(tree)
 
 
 @asynccontextmanager
-async def served(
+async def serve_environments(
     run: LanguageModelRun, factory: type[CountingEnv]
 ) -> AsyncIterator[tuple[dict[str, ConnectedEnvironment], list[Game]]]:
     """Yield the run's environments, each on a separate server, and the recorded episodes."""
@@ -95,10 +95,10 @@ async def served(
         for name, config in run.environments.items():
 
             class Watched(factory):  # type: ignore[misc, valid-type]
-                of = name
+                environment_name = name
 
                 def reset(self, *, seed: int, **options: Any) -> Transition[CountObservation]:
-                    self.game = Game(self.of, seed)
+                    self.game = Game(self.environment_name, seed)
                     games.append(self.game)
                     return super().reset(seed=seed, **options)
 
@@ -123,8 +123,8 @@ async def served(
 async def test_secret_from_the_seed_is_only_guessed_by_chance(
     tmp_path: Path,
 ) -> None:
-    run = run_of("guess")
-    async with served(run, Guessing) as (environments, games):
+    run = make_run("guess")
+    async with serve_environments(run, Guessing) as (environments, games):
         await prepare_model(run, environments, tmp_path)
     assert len(games) == NUM_GAMES
     share_won = sum(game.is_won for game in games) / NUM_GAMES
@@ -137,8 +137,8 @@ async def test_warm_start_is_summarized_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    run = run_of("guess")
-    async with served(run, Guessing) as (environments, games):
+    run = make_run("guess")
+    async with serve_environments(run, Guessing) as (environments, games):
         await prepare_model(run, environments, tmp_path)
     steps = [game.num_steps for game in games]
     mean_steps = sum(steps) / NUM_GAMES
@@ -146,14 +146,14 @@ async def test_warm_start_is_summarized_in_the_log(
         caplog.text
     )
     assert f"trained on {NUM_GAMES} of {NUM_GAMES} episodes: a cross-entropy of" in caplog.text
-    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_warm_start_seeds_are_distinct_in_all_environments(
     tmp_path: Path,
 ) -> None:
-    run = run_of("one", "other")
-    async with served(run, Guessing) as (environments, games):
+    run = make_run("one", "other")
+    async with serve_environments(run, Guessing) as (environments, games):
         await prepare_model(run, environments, tmp_path)
     assert {game.environment for game in games} == {"one", "other"}
     seeds = [game.seed for game in games]
@@ -173,9 +173,9 @@ async def test_equal_one_step_episodes_give_a_warning(
     environment: dict[str, int],
     is_suspicious: bool,
 ) -> None:
-    run = run_of("quick", **environment)
-    async with served(run, factory) as (environments, _):
+    run = make_run("quick", **environment)
+    async with serve_environments(run, factory) as (environments, _):
         await prepare_model(run, environments, tmp_path)
-    told = f"all {NUM_GAMES} episodes of the warm start in 'quick' ended after one step"
-    assert (told in caplog.text) == is_suspicious
-    assert ("warning: " + told in capsys.readouterr().err) == is_suspicious
+    message = f"all {NUM_GAMES} episodes of the warm start in 'quick' ended after one step"
+    assert (message in caplog.text) == is_suspicious
+    assert ("warning: " + message in capsys.readouterr().err) == is_suspicious

@@ -13,7 +13,7 @@ from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, Wo
 from ludus.trainer.actors import worker_process
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
-from tests.controller.fake_workers import FakeActor, FakeFleet, groups_of, weights_of
+from tests.controller.fake_workers import FakeActor, FakeFleet, make_groups, publish_weights
 from tests.env.polling import eventually, move_loop_clock, turns_of_the_loop
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +42,7 @@ async def test_worker_plays_the_configured_number_of_groups(
                 slot = await workers.slot()
                 # Sometimes there are fewer groups than the slot has room for.
                 size = 1 if number % 3 == 0 else slot.size
-                playing.append(asyncio.create_task(workers.play(slot, groups_of(*range(size)))))
+                playing.append(asyncio.create_task(workers.play(slot, make_groups(*range(size)))))
 
         beginning = asyncio.create_task(begin_all())
         await turns_of_the_loop(100 + 3 * num_groups)
@@ -98,7 +98,7 @@ ALONE = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16}}
 
 def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
     """Apply a change to the first process only."""
-    fleet.behave = lambda actor: change(actor) if actor.place == 0 else None
+    fleet.behave = lambda actor: change(actor) if actor.index == 0 else None
 
 
 async def ready(workers: RolloutWorkers, number: int) -> None:
@@ -125,16 +125,18 @@ async def test_worker_with_a_failed_engine_is_replaced(
 
     async with fleet.running(monkeypatch, TWO) as workers:
         await ready(workers, 2)
-        await workers.load_weights(weights_of(1), 60)
+        await workers.load_weights(publish_weights(1), 60)
         slots = [await workers.slot() for _ in range(2)]
         fleet.actors[0].in_play = fails
-        played = [await workers.play(slot, groups_of(number)) for number, slot in enumerate(slots)]
-        refused = [[one.index for one in some] for some in played]
+        played = [
+            await workers.play(slot, make_groups(number)) for number, slot in enumerate(slots)
+        ]
+        refused = [[refusal.index for refusal in refusals] for refusals in played]
         assert sorted(refused) == [[], [0]] or sorted(refused) == [[], [1]]
         await eventually(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert workers.num_restarts == 1
-        assert {held.version for held in workers.held_weights.values()} == {1}
+        assert {weights.version for weights in workers.held_weights.values()} == {1}
 
 
 async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
@@ -148,48 +150,50 @@ async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
         assert [outcome.seed for outcome in outcomes] == list(range(20))
 
 
-@pytest.mark.parametrize("what", ["breach", "timeout", "broken"])
+@pytest.mark.parametrize("method", ["breach", "timeout", "broken"])
 async def test_worker_with_one_breach_fetches_all_weights_again(
-    monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(worker_process, "_GRACE_S", 0.0)
     fleet, may_load = FakeFleet(), asyncio.Event()
 
     async def in_load(published: PublishedWeights) -> None:
         num_loads = len(fleet.actors[0].from_scratch)
-        if num_loads == 2 and what == "timeout":
+        if num_loads == 2 and method == "timeout":
             await asyncio.Event().wait()
-        if num_loads == 2 and what == "broken":
+        if num_loads == 2 and method == "broken":
             raise WeightSyncError("tensor 'w' arrived altered")
         if num_loads == 3:
             await may_load.wait()
 
     async with fleet.running(monkeypatch, TWO) as workers:
         await ready(workers, 2)
-        await workers.load_weights(weights_of(0), 60)
+        await workers.load_weights(publish_weights(0), 60)
         doubtful, sound = fleet.actors
         doubtful.in_load = in_load
-        if what == "breach":
+        if method == "breach":
             doubtful.canary_error = lambda _: 0.5 if len(doubtful.from_scratch) == 2 else 0.0
-        held = await workers.load_weights(weights_of(1), 0.05)
-        assert [one.version for one in held] == [1], "the others do not wait for it"
+        weights = await workers.load_weights(publish_weights(1), 0.05)
+        assert [worker_weights.version for worker_weights in weights] == [1], (
+            "the others do not wait for it"
+        )
         assert list(workers.held_weights) == [sound.number]
         slots = [await workers.slot() for _ in range(16)]
         assert {slot.worker.number for slot in slots} == {sound.number}, "it gets no traffic"
         may_load.set()
         await ready(workers, 2)
         assert doubtful.from_scratch == [True, False, True]
-        assert {one.version for one in workers.held_weights.values()} == {1}
+        assert {weights.version for weights in workers.held_weights.values()} == {1}
         assert (workers.num_restarts, workers.num_joined, len(fleet.actors)) == (0, 2, 2)
-        assert workers.num_breaches == doubtful.num_abandoned == (what == "breach")
+        assert workers.num_breaches == doubtful.num_abandoned == (method == "breach")
 
 
-@pytest.mark.parametrize("what", ["breach", "broken"])
+@pytest.mark.parametrize("method", ["breach", "broken"])
 async def test_worker_with_two_breaches_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     async def in_load(published: PublishedWeights) -> None:
-        if what == "broken":
+        if method == "broken":
             raise WeightSyncError("tensor 'w' arrived altered")
 
     def change(actor: FakeActor) -> None:
@@ -200,8 +204,8 @@ async def test_worker_with_two_breaches_is_replaced(
     first_only(fleet, change)
     async with fleet.running(monkeypatch, TWO) as workers:
         await ready(workers, 2)
-        [held] = await workers.load_weights(weights_of(1), 60)
-        assert held.version == 1
+        [weights] = await workers.load_weights(publish_weights(1), 60)
+        assert weights.version == 1
         await eventually(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert not fleet.actors[0].is_alive
@@ -221,7 +225,7 @@ async def test_worker_with_repeated_breaches_stops_the_run(
     settings = TWO | {"weights": {"canary": {"max_breaches": 3}}}
     async with fleet.running(monkeypatch, settings) as workers:
         await ready(workers, 2)
-        await workers.load_weights(weights_of(1), 60)
+        await workers.load_weights(publish_weights(1), 60)
         with pytest.raises(CanaryError, match=r"worker 0.*0\.5.*3 in a row.*max_breaches = 3"):
             await play_on(workers)
         assert workers.num_breaches == 3
@@ -235,7 +239,7 @@ async def test_first_breach_stops_a_run_that_allows_none(monkeypatch: pytest.Mon
         await ready(workers, 2)
         fleet.actors[0].canary_error = lambda _: 0.5
         with pytest.raises(CanaryError, match="max_breaches = 1"):
-            await workers.load_weights(weights_of(1), 60)
+            await workers.load_weights(publish_weights(1), 60)
             await play_on(workers)
 
 
@@ -250,7 +254,7 @@ async def test_breaches_of_all_workers_stop_the_run(
         for actor in fleet.actors:
             actor.canary_error = lambda _: 0.5
         with pytest.raises(CanaryError, match="does not sample from the published weights, nor"):
-            await workers.load_weights(weights_of(1), 60)
+            await workers.load_weights(publish_weights(1), 60)
         assert all(actor.from_scratch == [True, True] for actor in fleet.actors[:num_workers])
 
 
@@ -269,11 +273,11 @@ async def test_failed_fetch_fails_its_delivery_only(
         for actor in fleet.actors:
             actor.in_load = in_load
         with pytest.raises(WeightSyncError, match="has lost them"):
-            await workers.load_weights(weights_of(1), 60)
+            await workers.load_weights(publish_weights(1), 60)
         assert (workers.num_ready, len(workers.held_weights)) == (0, 0)
-        await workers.load_weights(weights_of(2), 60)
+        await workers.load_weights(publish_weights(2), 60)
         await ready(workers, 2)
-        assert {one.version for one in workers.held_weights.values()} == {2}
+        assert {weights.version for weights in workers.held_weights.values()} == {2}
 
 
 async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
@@ -282,7 +286,7 @@ async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
     fleet = FakeFleet()
 
     def behave(actor: FakeActor) -> None:
-        if 0 < actor.place < 8:
+        if 0 < actor.index < 8:
             actor.end(EngineLostError("the engine has failed"))
 
     fleet.behave = behave
@@ -305,21 +309,21 @@ async def test_blocked_driver_does_not_declare_workers_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
-    may_answer, num_asked = asyncio.Event(), 0
+    may_answer, num_pings = asyncio.Event(), 0
 
     async def sign_of_life() -> None:
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_pings
+        num_pings += 1
         await may_answer.wait()
 
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
         fleet.actors[0]._sign_of_life = sign_of_life
-        await eventually(lambda: num_asked == 1)
+        await eventually(lambda: num_pings == 1)
         move_loop_clock(1000.0)
         await turns_of_the_loop()
         may_answer.set()
-        await eventually(lambda: num_asked > 1)
+        await eventually(lambda: num_pings > 1)
         assert (workers.num_ready, workers.num_restarts, len(fleet.actors)) == (1, 0, 1)
 
 

@@ -32,7 +32,7 @@ def phase(phase: Phase, step: int = 0) -> MetricsRow:
 
 def step_rows(step: int) -> list[MetricsRow]:
     """Return the rows of a step with 40 and 60 episodes in the two environments."""
-    whole = {
+    run_values = {
         TrainMetric.LOSS: 1 / step,
         TrainMetric.NUM_EPISODES: 100,
         TrainMetric.NUM_TOKENS_TRAINED: 1000,
@@ -40,9 +40,9 @@ def step_rows(step: int) -> list[MetricsRow]:
         TrainMetric.STEP_S: 0.75,
     }
     return [
-        _row("train", step, whole),
-        _row("environment", step, _played(40, wins=10, draws=5), "blackjack"),
-        _row("environment", step, _played(60, wins=60, draws=0), "tic_tac_toe"),
+        _row("train", step, run_values),
+        _row("environment", step, _environment_values(40, wins=10, draws=5), "blackjack"),
+        _row("environment", step, _environment_values(60, wins=60, draws=0), "tic_tac_toe"),
     ]
 
 
@@ -61,21 +61,21 @@ def event(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
 
 
 def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
-    held = tuple(
+    weights = tuple(
         WorkerWeightsRow(worker=worker, version=version, content_hash=text, canary_error=1e-7)
         for worker, text in hashes.items()
     )
     return MetricsRow(
         kind="weights",
         step=version,
-        weights=held,
+        weights=weights,
         elapsed_s=0,
         num_games_trained=0,
         values={TrainMetric.SAMPLER_PAUSE_S: 0.25},
     )
 
 
-def _played(num_episodes: int, *, wins: int, draws: int) -> dict[str, float]:
+def _environment_values(num_episodes: int, *, wins: int, draws: int) -> dict[str, float]:
     return {
         TrainMetric.NUM_EPISODES: num_episodes,
         TrainMetric.NUM_WINS: wins,

@@ -42,14 +42,14 @@ def scrape(exporter: PrometheusExporter) -> str:
 
 def samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
     """Return the values by name and labels, without the label `run`."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(scrape(exporter)):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("run") == "mixed"
             key = (sample.name, *(f"{label}={value}" for label, value in labels.items()))
-            found[key] = sample.value
-    return found
+            values[key] = sample.value
+    return values
 
 
 def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
@@ -60,20 +60,20 @@ def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
 def test_counters_start_at_zero_and_gauges_when_measured(
     exporter: PrometheusExporter,
 ) -> None:
-    before = samples(exporter)
+    previous = samples(exporter)
     for metric in TrainMetric:
         name = prometheus_name(metric)
         is_counter = metric.spec.reduction is Reduction.SUM
         labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.is_per_environment else ((),)
-        for of_series in labels:
-            assert before.get((f"{name}_total", *of_series)) == (0 if is_counter else None)
-            assert (name, *of_series) not in before
-    assert before[TrainSeries.RUN,] == 1
+        for series_values in labels:
+            assert previous.get((f"{name}_total", *series_values)) == (0 if is_counter else None)
+            assert (name, *series_values) not in previous
+    assert previous[TrainSeries.RUN,] == 1
 
 
 def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusExporter) -> None:
     write(exporter, *step_rows(1), *step_rows(2), *eval_rows(2, 0.4))
-    found = samples(exporter)
+    values = samples(exporter)
     expected = {
         ("ludus_train_wins_total", *BLACKJACK): 20,
         ("ludus_train_draws_total", *BLACKJACK): 10,
@@ -92,40 +92,40 @@ def test_counters_add_up_and_gauges_show_the_latest_value(exporter: PrometheusEx
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=trained"): 0.4,
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,
     }
-    assert {key: found.get(key) for key in expected} == expected
+    assert {key: values.get(key) for key in expected} == expected
     # Values of environments are not counted again for the whole run.
-    assert ("ludus_train_episodes_total",) not in found
+    assert ("ludus_train_episodes_total",) not in values
 
 
 def test_opened_environments_are_counted(
     exporter: PrometheusExporter,
 ) -> None:
     write(exporter, event(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
-    found = samples(exporter)
-    assert found["ludus_train_unlocks_total", *TIC_TAC_TOE] == 1
-    assert found["ludus_train_unlocks_total", *BLACKJACK] == 0
+    values = samples(exporter)
+    assert values["ludus_train_unlocks_total", *TIC_TAC_TOE] == 1
+    assert values["ludus_train_unlocks_total", *BLACKJACK] == 0
 
 
 def test_exactly_one_phase_is_active(exporter: PrometheusExporter) -> None:
     for current in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
         write(exporter, phase(current))
-        found = samples(exporter)
-        shown = {name: found["ludus_train_phase", f"phase={name}"] for name in Phase}
+        values = samples(exporter)
+        shown = {name: values["ludus_train_phase", f"phase={name}"] for name in Phase}
         assert shown == {name: float(name is current) for name in Phase}
 
 
 def test_weights_of_removed_workers_disappear(exporter: PrometheusExporter) -> None:
     write(exporter, weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
-    found = samples(exporter)
-    assert found["ludus_train_worker_weights_version", "worker=1"] == 3
-    assert found["ludus_train_worker_weights_hash", "worker=0"] == 10
-    assert found["ludus_train_worker_weights_hash", "worker=1"] == 11
-    assert found["ludus_train_sampler_pause_seconds_total",] == 0.25
+    values = samples(exporter)
+    assert values["ludus_train_worker_weights_version", "worker=1"] == 3
+    assert values["ludus_train_worker_weights_hash", "worker=0"] == 10
+    assert values["ludus_train_worker_weights_hash", "worker=1"] == 11
+    assert values["ludus_train_sampler_pause_seconds_total",] == 0.25
     write(exporter, weights_row(4, {1: "ffffffffffff"}))
-    found = samples(exporter)
-    assert found["ludus_train_workers",] == 1
-    assert found["ludus_train_worker_weights_hash", "worker=1"] == 2**48 - 1
-    assert ("ludus_train_worker_weights_version", "worker=0") not in found
+    values = samples(exporter)
+    assert values["ludus_train_workers",] == 1
+    assert values["ludus_train_worker_weights_hash", "worker=1"] == 2**48 - 1
+    assert ("ludus_train_worker_weights_version", "worker=0") not in values
 
 
 def test_environments_appear_when_their_opponent_is_known() -> None:
@@ -184,9 +184,9 @@ def test_concurrent_scrapes_are_consistent(
     trainer.start()
     seen: list[float] = []
     while not stop.is_set() or not seen:
-        found = samples(exporter)
-        assert sum(found["ludus_train_phase", f"phase={name}"] for name in Phase) <= 1
-        seen.append(found[("ludus_train_wins_total", *BLACKJACK)])
+        values = samples(exporter)
+        assert sum(values["ludus_train_phase", f"phase={name}"] for name in Phase) <= 1
+        seen.append(values[("ludus_train_wins_total", *BLACKJACK)])
     trainer.join()
     assert seen == sorted(seen)
     assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
@@ -227,9 +227,9 @@ def test_resumed_run_continues_its_counters() -> None:
 
 
 def test_occupied_port_is_refused_with_a_remedy() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
             open_sinks(run_config(prometheus={"port": port}), Path("unused"))

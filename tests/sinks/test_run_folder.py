@@ -104,7 +104,7 @@ def test_every_kind_of_row_is_written(tmp_path: Path) -> None:
     assert (baseline.kind, baseline.policy) == ("baseline", "random")
     assert baseline.values[EvalMetric.WIN_RATE] == 0
     assert EvalMetric.GAP_CLOSED not in baseline.values
-    assert [held.worker for held in weights.weights] == [0, 1]
+    assert [worker.worker for worker in weights.weights] == [0, 1]
     assert weights.weights[0].content_hash == "ab" * 16
     assert weights.values == {
         "weight_fetch_s": 0.5,

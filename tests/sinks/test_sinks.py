@@ -27,7 +27,7 @@ class Recorder:
             raise OSError(28, "No space left on device")
         self.rows.append(row)
 
-    def connected(self, options: Mapping[str, JsonObject]) -> None:
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
         self.options = options
 
     def rewind(self, step: int) -> None:

@@ -32,22 +32,22 @@ def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
     for row in eval_rows(2, 0.5):
         sinks.write(row)
     sinks.close()
-    found = read(tmp_path)
-    assert found["train/loss"] == [(1, 1.0), (2, 0.5)]
-    assert found["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
-    assert found["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
-    assert found["eval/blackjack/win_rate"] == [(2, 0.5)]
-    assert [step for step, _ in found["eval/blackjack/random/win_rate"]] == [2]
+    values = read(tmp_path)
+    assert values["train/loss"] == [(1, 1.0), (2, 0.5)]
+    assert values["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
+    assert values["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
+    assert values["eval/blackjack/win_rate"] == [(2, 0.5)]
+    assert [step for step, _ in values["eval/blackjack/random/win_rate"]] == [2]
 
 
 def test_resumed_run_drops_values_after_its_checkpoint(tmp_path: Path) -> None:
     run = run_config(tensorboard=True)
-    before = open_sinks(run, tmp_path)
-    write_steps(before, 1, 6)
-    before.close()
-    after = open_sinks(run, tmp_path, resume_from=4)
-    write_steps(after, 5, 5)
-    after.close()
+    writer = open_sinks(run, tmp_path)
+    write_steps(writer, 1, 6)
+    writer.close()
+    resumed_writer = open_sinks(run, tmp_path, resume_from=4)
+    write_steps(resumed_writer, 5, 5)
+    resumed_writer.close()
     assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 

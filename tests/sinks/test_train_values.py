@@ -53,7 +53,7 @@ def group(environment: str, rewards: list[float | None], version: int = 0) -> Ro
     return RolloutGroup(0, environment, rollouts)
 
 
-def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
+def make_batch(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
     counts: dict[str, RolloutCounts] = {}
     for each in (*groups, *refused):
         counts[each.environment] = total(
@@ -62,7 +62,7 @@ def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> Take
     return TakenBatch(tuple(summarize(each, version=2) for each in groups), counts, depth=3)
 
 
-MIXED = taken(
+MIXED = make_batch(
     group("blackjack", [1.0, -1.0, 0.0, None]),
     group("catch", [1.0, 1.0, 1.0, -1.0], version=2),
     group("catch", [1.0, -1.0], version=1),
@@ -74,7 +74,7 @@ def test_environment_without_success_has_no_wins() -> None:
     pole = group("pole", [200.0, 17.0])
     silent = tuple(dataclasses.replace(rollout, success=None) for rollout in pole.rollouts)
     values, environments = compute_step_values(
-        taken(dataclasses.replace(pole, rollouts=silent), group("catch", [1.0, -1.0])),
+        make_batch(dataclasses.replace(pole, rollouts=silent), group("catch", [1.0, -1.0])),
         METRICS,
         TIMES,
         canary_error=0.0,
@@ -120,11 +120,11 @@ def test_environments_have_no_learner_values() -> None:
     assert catch[TrainMetric.STALENESS_MEAN] == 0.5
     assert catch["reward_term.game"] == pytest.approx(0.5)
     assert catch["reward_term.format"] == 0.5
-    for own in values.values():
-        known = {str(metric): metric for metric in TrainMetric}
+    for environment_metrics in values.values():
+        names = {str(metric): metric for metric in TrainMetric}
         assert all(
-            known[name].spec.is_per_environment
-            for name in own
+            names[name].spec.is_per_environment
+            for name in environment_metrics
             if not name.startswith("reward_term.")
         )
 
@@ -139,31 +139,31 @@ def test_tool_calls_are_counted_by_environment_and_run() -> None:
     values, environments = compute_step_values(
         TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
     )
-    for of_part in (values, environments["asked"]):
-        assert of_part[TrainMetric.NUM_TOOL_CALLS] == 6
-        assert of_part[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
-        assert of_part[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
+    for part in (values, environments["asked"]):
+        assert part[TrainMetric.NUM_TOOL_CALLS] == 6
+        assert part[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
+        assert part[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
     assert environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
 
 
 def test_means_without_samples_are_left_out() -> None:
-    nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
-    counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
+    empty = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
+    counts = empty | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
     values, environments = compute_step_values(
         TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0
     )
-    for of_part in (values, *environments.values()):
-        assert TrainMetric.REWARD_MEAN not in of_part
-        assert TrainMetric.WIN_RATE not in of_part
-        assert TrainMetric.STALENESS_MEAN not in of_part
+    for part in (values, *environments.values()):
+        assert TrainMetric.REWARD_MEAN not in part
+        assert TrainMetric.WIN_RATE not in part
+        assert TrainMetric.STALENESS_MEAN not in part
     assert "reward_term.format" not in environments["catch"]
     assert values[TrainMetric.NUM_EPISODES_LOST] == 2
 
 
 def test_optional_values_appear_only_if_measured() -> None:
-    without = compute_step_values(MIXED, METRICS, TIMES, canary_error=0.0)[0]
+    values = compute_step_values(MIXED, METRICS, TIMES, canary_error=0.0)[0]
     absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
-    assert not absent & without.keys()
+    assert not absent & values.keys()
     full = dataclasses.replace(
         METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
     )

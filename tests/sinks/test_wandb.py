@@ -36,16 +36,16 @@ def play(folder: Path, first: int, last: int) -> None:
 
 def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
     """Yield the records of a .wandb file: a header and blocks as in LevelDB's log."""
-    data, at, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""
-    while at + _RECORD_HEADER.size <= len(data):
-        left = _BLOCK_BYTES - at % _BLOCK_BYTES
-        if left < _RECORD_HEADER.size:
-            at += left
+    data, offset, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""
+    while offset + _RECORD_HEADER.size <= len(data):
+        remaining = _BLOCK_BYTES - offset % _BLOCK_BYTES
+        if remaining < _RECORD_HEADER.size:
+            offset += remaining
             continue
-        _, length, kind = _RECORD_HEADER.unpack_from(data, at)
-        at += _RECORD_HEADER.size
-        parts += data[at : at + length]
-        at += length
+        _, length, kind = _RECORD_HEADER.unpack_from(data, offset)
+        offset += _RECORD_HEADER.size
+        parts += data[offset : offset + length]
+        offset += length
         if kind in _WHOLE_OR_LAST:
             yield wandb_internal_pb2.Record.FromString(parts)
             parts = b""
