@@ -76,8 +76,8 @@ def make_run(
         player, policy = make_player(Client(fails), chat, answers, **parts)
 
         async def play(spec: GroupSpec) -> RolloutGroup:
-            assert workers.held is not None
-            policy.version = workers.held.manifest.version
+            assert workers.published_weights is not None
+            policy.version = workers.published_weights.manifest.version
             return await player.play_group(spec)
 
         workers._play = play

@@ -18,7 +18,7 @@ from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.scoring import Reward
-from tests.controller.fake_workers import groups_of, weights_of
+from tests.controller.fake_workers import make_groups, publish_weights
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
 
@@ -58,9 +58,9 @@ def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
     return RolloutWorkerActor(torch.get_num_threads(), parts), async_engine
 
 
-async def test_what_is_abandoned_comes_back_as_lost() -> None:
+async def test_abandoned_groups_are_lost() -> None:
     worker, _ = make_worker(FakeEngine())
-    playing = asyncio.create_task(worker.play(groups_of(3, 4)))
+    playing = asyncio.create_task(worker.play(make_groups(3, 4)))
     await turns_of_the_loop()
     assert not playing.done()
     await worker.abandon()
@@ -70,15 +70,15 @@ async def test_what_is_abandoned_comes_back_as_lost() -> None:
     await worker.close()
 
 
-async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_weights(
+async def test_late_fetch_does_not_load_older_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_end, engine = threading.Event(), FakeEngine()
     monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(may_end))
     worker, _ = make_worker(engine)
-    late = asyncio.create_task(worker.load_weights(weights_of(1, (-1.0,)), True))
+    late = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await turns_of_the_loop()
-    held = await worker.load_weights(weights_of(2, (-1.0,)), True)
+    held = await worker.load_weights(publish_weights(2, (-1.0,)), True)
     assert held.version == 2
     may_end.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
@@ -87,7 +87,7 @@ async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_wei
     await worker.close()
 
 
-async def test_who_waits_for_its_end_hears_of_its_engines_failure() -> None:
+async def test_engine_failure_is_reported_to_the_waiter() -> None:
     engine = FakeEngine()
     worker, async_engine = make_worker(engine)
     ended = asyncio.create_task(worker.until_closed())
@@ -98,7 +98,7 @@ async def test_who_waits_for_its_end_hears_of_its_engines_failure() -> None:
         await ended
 
 
-async def test_who_waits_for_its_end_hears_that_it_was_closed() -> None:
+async def test_close_is_reported_to_the_waiter() -> None:
     worker, _ = make_worker(FakeEngine())
     ended = asyncio.create_task(worker.until_closed())
     await turns_of_the_loop()
