@@ -1,7 +1,6 @@
 """Our client as a load on a server of blackjack; `bench/environments.py` starts it.
 
     program stream ADDRESS --sessions 64 --max-calls-per-message 1    each awaits its own steps
-    program many ADDRESS --sessions 64 --groups 2                     one step_many per group
     program pyspiel                                                   the game alone, in process
 
 Each line of standard input is a number of seconds; the answer is one line of JSON with the steps
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions, Reset
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.types import JsonObject, StepResult
 
 SEEDS_PER_SESSION = 1_000_000_000
@@ -52,12 +51,15 @@ class Player:
         self.next_seed = number * SEEDS_PER_SESSION
         self.last = first
 
-    def next_action(self) -> JsonObject | Reset:
-        """A legal move, or the next episode."""
+    async def take_action(self) -> StepResult:
+        """Take a random legal action, or start the next episode, and return the result."""
         if self.last.terminated:
             self.next_seed += 1
-            return Reset(self.next_seed)
-        return {"action_id": self.rng.choice(self.last.observation["legal_actions"])}
+            self.last = await self.session.reset(seed=self.next_seed)
+        else:
+            action_id = self.rng.choice(self.last.observation["legal_actions"])
+            self.last = await self.session.step({"action_id": action_id})
+        return self.last
 
 
 async def _open_players(client: AsyncEnvClient, num_sessions: int, with_text: bool) -> list[Player]:
@@ -71,31 +73,10 @@ async def _open_players(client: AsyncEnvClient, num_sessions: int, with_text: bo
 
 async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
     """Play to the call during which the time is up."""
-    session = player.session
     while time.perf_counter() < until_s:
-        action = player.next_action()
-        if isinstance(action, Reset):
-            player.last = await session.reset(seed=action.seed)
-            counts.resets += 1
-        else:
-            player.last = await session.step(action)
-            counts.steps += 1
-
-
-async def play_together(
-    client: AsyncEnvClient, players: list[Player], until_s: float, counts: Counts
-) -> None:
-    """The same for a group whose steps and resets travel in one call."""
-    while time.perf_counter() < until_s:
-        actions = [(player.session, player.next_action()) for player in players]
-        outcomes = await client.step_many(actions)
-        for player, outcome in zip(players, outcomes, strict=True):
-            if not isinstance(outcome, StepResult):
-                raise outcome
-            player.last = outcome
-        num_resets = sum(isinstance(action, Reset) for _, action in actions)
-        counts.resets += num_resets
-        counts.steps += len(actions) - num_resets
+        result = await player.take_action()
+        counts.resets += result.step_index == 0
+        counts.steps += result.step_index > 0
 
 
 async def run_stream(arguments: argparse.Namespace) -> None:
@@ -107,20 +88,6 @@ async def run_stream(arguments: argparse.Namespace) -> None:
 
         async def play(until_s: float, counts: Counts) -> None:
             await asyncio.gather(*(play_alone(player, until_s, counts) for player in players))
-
-        await answer_windows(play)
-
-
-async def run_many(arguments: argparse.Namespace) -> None:
-    """Play whenever standard input says so, until it ends."""
-    async with await AsyncEnvClient.connect(arguments.address) as client:
-        players = await _open_players(client, arguments.sessions, arguments.with_text)
-        groups = [players[number :: arguments.groups] for number in range(arguments.groups)]
-
-        async def play(until_s: float, counts: Counts) -> None:
-            await asyncio.gather(
-                *(play_together(client, group, until_s, counts) for group in groups)
-            )
 
         await answer_windows(play)
 
@@ -175,12 +142,10 @@ async def run_hold(arguments: argparse.Namespace) -> None:
         counts = Counts()
         begun_s = time.perf_counter()
         for _ in range(arguments.number):
-            actions = [(player.session, player.next_action()) for player in players]
-            outcomes = await client.step_many(actions)
-            for player, outcome in zip(players, outcomes, strict=True):
-                if isinstance(outcome, StepResult):
-                    player.last = outcome
-                    counts.steps += 1
+            outcomes = await asyncio.gather(
+                *(player.take_action() for player in players), return_exceptions=True
+            )
+            counts.steps += sum(isinstance(outcome, StepResult) for outcome in outcomes)
         _say(
             {
                 "sessions": len(players),
@@ -197,12 +162,9 @@ async def run_latency(arguments: argparse.Namespace) -> None:
         (player,) = await _open_players(client, 1, False)
         durations_s: list[float] = []
         while len(durations_s) < arguments.number:
-            action = player.next_action()
             begun_s = time.perf_counter()
-            if isinstance(action, Reset):
-                player.last = await player.session.reset(seed=action.seed)
-            else:
-                player.last = await player.session.step(action)
+            result = await player.take_action()
+            if result.step_index:
                 durations_s.append(time.perf_counter() - begun_s)
         _say(_percentiles(durations_s))
 
@@ -237,7 +199,6 @@ def _say(answer: JsonObject) -> None:
 
 LOADS = {
     "stream": run_stream,
-    "many": run_many,
     "pyspiel": run_pyspiel,
     "opens": run_opens,
     "hold": run_hold,
@@ -251,7 +212,6 @@ def main() -> None:
     parser.add_argument("load", choices=LOADS)
     parser.add_argument("address", nargs="?", default="")
     parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--max-calls-per-message", type=int, default=0)
     parser.add_argument("--with-text", action="store_true")
     parser.add_argument("--in-flight", type=int, default=64)

@@ -3,8 +3,7 @@
     core 0: server (ours, and OpenEnv's own)  <---->  core 1: clients (and the gateway)
 
 Every contender plays blackjack with 64 sessions, episode after episode, any legal move, each
-session with its own seeds; steps are counted, resets beside them. `step_many` calls are over 64
-sessions each, and two are in flight, so that client and server work at once. `training` plays as
+session with its own seeds; steps are counted, resets beside them. `training` plays as
 a rollout worker plays, through its own code (`bench/training_load.py`). The contenders alternate
 round by round, so that a machine that slows down slows down all of them. OpenEnv's own
 server and client come from the package index and run in a virtual environment of their own
@@ -195,8 +194,6 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
     """The rows of the table, in the order in which they alternate."""
     ours, grpc = servers.ours, servers.grpc
-    in_two_groups = ["--groups", "2", "--sessions", str(2 * NUM_SESSIONS)]
-    many = [*LOAD, "many", grpc, *in_two_groups]
     rows = [
         Contender(
             "base",
@@ -229,18 +226,11 @@ def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
             [*LOAD, "stream", grpc],
             ours,
         ),
-        Contender("grpc_step_many", "step_many over 64, two in flight", many, ours),
-        Contender(
-            "grpc_step_many_with_text",
-            "step_many over 64, two in flight, with text",
-            [*many, "--with-text"],
-            ours,
-        ),
         Contender("pyspiel", "the game alone, in process", [*LOAD, "pyspiel"], None),
     ]
     if servers.gateway_grpc:
-        command = [*LOAD, "many", servers.gateway_grpc, *in_two_groups]
-        rows.append(Contender("gateway_step_many", "the same through the gateway", command, ours))
+        command = [*LOAD, "stream", servers.gateway_grpc]
+        rows.append(Contender("gateway_stream", "our stream through the gateway", command, ours))
     return rows
 
 
@@ -324,12 +314,12 @@ def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
 def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
     """Medians against the base, as TRL drives it too, and the gateway's against no gateway."""
     medians = {row.name: row.steps_per_s for row in rows}
-    names = ("training", "websocket_upstream_client", "grpc_stream", "grpc_step_many")
+    names = ("training", "websocket_upstream_client", "grpc_stream", "grpc_stream_together")
     ratios: dict[str, float | None] = {name: medians[name] / medians["base"] for name in names}
     ratios["training_vs_trl"] = medians["training"] / medians["base_as_trl_drives_it"]
-    gateway = medians.get("gateway_step_many")
-    ratios["gateway_step_many_vs_direct"] = (
-        None if gateway is None else gateway / medians["grpc_step_many"]
+    gateway = medians.get("gateway_stream")
+    ratios["gateway_vs_direct"] = (
+        None if gateway is None else gateway / medians["grpc_stream_together"]
     )
     return ratios
 
@@ -362,8 +352,6 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "server_core": SERVER_CORE,
         "client_core": CLIENT_CORE,
         "gateway_core": CLIENT_CORE,
-        "step_many": "two groups of 64 sessions, one call each in flight, which mixes steps and"
-        " resets; no text",
         "training": "examples/blackjack/tiny.toml, with an engine that answers at once",
     }
 

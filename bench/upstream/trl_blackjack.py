@@ -12,6 +12,7 @@ Arguments: model folder, output folder, seed, rounds, rounds between snapshots, 
 server, where the games are not to be played in this process.
 """
 
+import asyncio
 import itertools
 import json
 import sys
@@ -26,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trai
 from trl import GRPOConfig, GRPOTrainer
 
 from ludus.env.client import EnvClient
-from ludus.env.client.client import Reset
 from ludus.proto.errors import ActionError
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
@@ -82,15 +82,26 @@ class OverTheWire:
 
     def deal(self, seeds):
         """The messages that each game begins with."""
-        begun = [
-            (session, Reset(seed=seed)) for session, seed in zip(self.sessions, seeds, strict=True)
-        ]
-        return [result.text.messages for result in self.client.step_many(begun)]
+
+        async def reset_all():
+            resets = zip(self.sessions, seeds, strict=True)
+            return await asyncio.gather(
+                *(session.asynchronous.reset(seed=seed) for session, seed in resets)
+            )
+
+        return [result.text.messages for result in self.client.loop.run(reset_all())]
 
     def answer(self, games, texts):
         """(reward, messages) of each answer; None where it was no move, no messages at the end."""
-        steps = [(self.sessions[game], text) for game, text in zip(games, texts, strict=True)]
-        return [self.outcome(result) for result in self.client.step_many(steps)]
+
+        async def step_all():
+            steps = zip(games, texts, strict=True)
+            return await asyncio.gather(
+                *(self.sessions[game].asynchronous.step(text=text) for game, text in steps),
+                return_exceptions=True,
+            )
+
+        return [self.outcome(result) for result in self.client.loop.run(step_all())]
 
     def outcome(self, result):
         """What one answer led to."""

@@ -7,7 +7,6 @@ import asyncio
 import grpc
 import pytest
 
-from ludus.env.client import AsyncEnvClient
 from ludus.env.grpc import backlog as backlog_module
 from ludus.env.grpc import call_server as call_server_module
 from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter
@@ -60,37 +59,6 @@ async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(fac
 async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway():
     async with run_gateway() as (gateway, _):
         await check_message_limit(gateway.grpc_address)
-
-
-async def check_step_limit(address: str) -> None:
-    async with RawStream(address) as stream:
-        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        step = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}', step_index=1)
-        many = pb.StepManyRequest(steps=[step] * (MAX_CALLS_PER_MESSAGE + 1))
-        refused = await stream.ask(pb.Call(call_id=5, step_many=many))
-        assert refused.error.code == "VALIDATION_ERROR"
-        assert "at most 1024 steps in one call" in refused.error.message
-        del many.steps[-1]
-        taken = await stream.ask(pb.Call(call_id=6, step_many=many))
-        assert {one.result.step_index for one in taken.step_many.replies} == {1}
-
-
-@pytest.mark.parametrize("factory", FACTORIES)
-async def test_a_call_with_too_many_steps_is_refused_by_a_server(factory):
-    async with running(factory) as server:
-        await check_step_limit(server.grpc_address)
-
-
-async def test_a_call_with_too_many_steps_is_refused_by_a_gateway():
-    async with run_gateway() as (gateway, _):
-        await check_step_limit(gateway.grpc_address)
-
-
-async def test_our_client_cuts_steps_into_calls_that_are_taken():
-    async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
-        session, _ = await client.open(seed=1)
-        outcomes = await client.step_many([(session, {"add": 1})] * (MAX_CALLS_PER_MESSAGE + 1))
-        assert len(outcomes) == MAX_CALLS_PER_MESSAGE + 1
 
 
 async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(monkeypatch):
@@ -197,10 +165,11 @@ def embedded(field: int, content: bytes) -> bytes:
 
 
 MANY = 300_000
-STEP_MANY = pb.Call.DESCRIPTOR.fields_by_name["step_many"].number
+STEP = pb.Call.DESCRIPTOR.fields_by_name["step"].number
+TENSORS = pb.StepRequest.DESCRIPTOR.fields_by_name["tensors"].number
 SWELLING = {
     "calls": embedded(1, b"") * MANY,
-    "steps": embedded(1, embedded(STEP_MANY, embedded(1, b"") * MANY)),
+    "tensors": embedded(1, embedded(STEP, embedded(TENSORS, b"") * MANY)),
     "oneofs": embedded(1, (embedded(2, b"") + embedded(3, b"")) * MANY),
     "numbers": embedded(1, b"\x08\x01" * MANY),
 }

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions, Reset
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.transports import grpc as grpc_transport
-from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, SessionLostError
+from ludus.proto.errors import CallTimeoutError, InfrastructureError, SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import grpc_served
@@ -115,25 +115,6 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
 
 
 @pytest.mark.slow
-async def test_step_many_survives_a_cut():
-    async with (
-        running() as server,
-        FlakyProxy(server.grpc_address) as proxy,
-        await AsyncEnvClient.connect(proxy.address) as client,
-    ):
-        sessions = [(await client.open(linger_s=20))[0] for _ in range(8)]
-        proxy.delay_s = now_and_then_cut(proxy)
-        for round_index in range(1, 31):
-            step_index = (round_index - 1) % 6
-            call = {"add": 2} if step_index else Reset(seed=round_index)
-            results = await client.step_many([(session, call) for session in sessions])
-            assert not [result for result in results if isinstance(result, EnvError)]
-            assert [r.step_index for r in results] == [step_index] * 8
-            assert [r.observation["total"] for r in results] == [2 * step_index] * 8
-        assert proxy.num_connections > 5, "how often it is cut depends on how the calls are packed"
-
-
-@pytest.mark.slow
 async def test_a_server_far_away_is_reached_over_the_first_connection():
     async with running() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
@@ -158,7 +139,7 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch, cor
         for number in range(1, 4):
             num_connections = proxy.num_connections
             proxy.cut()
-            [result] = await client.step_many([(busy, {"add": 1})])
+            result = await busy.step({"add": 1})
             assert result.observation["total"] == 1 + number
             await eventually(lambda: not detached_sessions(server.core))
             await asyncio.sleep(1)

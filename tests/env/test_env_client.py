@@ -139,27 +139,6 @@ async def test_256_sessions_at_once(wire, factory):
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
 
 
-async def test_step_many_answers_in_order_and_each_for_itself(wire, factory):
-    async with running(factory) as server, await connected(server, wire) as client:
-        sessions = [(await client.open(seed=seed))[0] for seed in range(4)]
-        actions = [{"add": 1}, "ADD 2", {"add": 0}, CountAction(add=3)]
-        outcomes = await client.step_many(list(zip(sessions, actions, strict=True)))
-        assert [getattr(outcome, "reward", None) for outcome in outcomes] == [1.0, 2.0, None, 3.0]
-        assert isinstance(outcomes[2], IllegalActionError)
-        assert [session.step_index for session in sessions] == [1, 1, 0, 1]
-        assert (await sessions[0].step({"add": 1})).step_index == 2
-
-
-async def test_step_many_with_a_dead_session_still_steps_the_others(wire):
-    async with running() as server, await connected(server, wire) as client:
-        dead, _ = await client.open()
-        alive, _ = await client.open()
-        await dead.close()
-        outcomes = await client.step_many([(dead, "ADD 1"), (alive, "ADD 2")])
-        assert isinstance(outcomes[0], SessionLostError)
-        assert (outcomes[1].reward, (await alive.step({"add": 1})).step_index) == (2.0, 2)
-
-
 @pytest.mark.parametrize("seed", [-1, 2**64])
 async def test_a_seed_that_no_wire_can_carry_is_refused(wire, seed):
     async with running() as server, await connected(server, wire) as client:
@@ -259,7 +238,7 @@ async def test_the_synchronous_client_plays_the_same_episode(wire):
             session.close()
             other = client.open_session()
             assert other.reset(seed=5) == first
-            assert client.step_many([(other, "ADD 2")])[0].observation == results[1].observation
+            assert other.step(text="ADD 2").observation == results[1].observation
             assert other.state()["total"] == 2
             with pytest.raises(IllegalActionError):
                 other.step({"add": 0})

@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.env.transports.interface import retry_refused
 from ludus.proto.errors import (
     CapacityError,
-    EpisodeStateError,
     GroupMismatchError,
     InvalidCallError,
     RateLimitError,
@@ -89,36 +88,6 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire):
             await group[0][0].step({"add": 1})
 
 
-@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_step_many_starts_next_episodes_beside_steps(wire, factory):
-    async with running(factory) as server, await connected(server, wire) as client:
-        (one, _), (two, _), (three, _) = [await client.open() for _ in range(3)]
-        await client.step_many([(one, "ADD 1"), (two, {"add": 7}), (three, "ADD 2")])
-        outcomes = await client.step_many(
-            [(one, "ADD 1"), (two, Reset(seed=4, options={"start": 50})), (three, Reset(seed=4))]
-        )
-        assert [o.observation["total"] for o in outcomes] == [2, 50, 0]
-        assert [(o.step_index, o.reward, o.done) for o in outcomes] == [
-            (2, 1.0, False),
-            (0, None, False),
-            (0, None, False),
-        ]
-        assert outcomes[1].observation["luck"] == outcomes[2].observation["luck"]
-        assert [session.step_index for session in (one, two, three)] == [2, 0, 0]
-        assert (await two.step({"add": 1})).observation["total"] == 51
-        failed, done = await client.step_many([(one, Reset(options={"colour": 1})), (two, "ADD 1")])
-        assert isinstance(failed, InvalidCallError)
-        assert done.step_index == 2
-
-
-async def test_step_many_refuses_a_session_that_is_named_twice(wire):
-    async with running() as server, await connected(server, wire) as client:
-        session, _ = await client.open()
-        first, second = await client.step_many([(session, "ADD 1"), (session, "ADD 2")])
-        assert first.step_index == 1
-        assert isinstance(second, EpisodeStateError)
-
-
 async def test_text_views_can_be_left_out(wire):
     async with running() as server, await connected(server, wire) as client:
         session, first = await client.open(with_text=False)
@@ -169,9 +138,9 @@ async def test_the_synchronous_client_opens_groups(wire):
     def play_synchronously(address: str) -> None:
         with EnvClient.connect(address) as client:
             group = client.open_group(4, seed=1, with_text=False)
-            steps = [(session, {"add": 1}) for session, _ in group]
-            assert [r.observation["total"] for r in client.step_many(steps)] == [1] * 4
-            assert client.step_many([(group[0][0], Reset(seed=1))])[0] == group[1][1]
+            results = [session.step({"add": 1}) for session, _ in group]
+            assert [result.observation["total"] for result in results] == [1] * 4
+            assert group[0][0].reset(seed=1) == group[1][1]
 
     async with running() as server:
         await asyncio.to_thread(play_synchronously, server_address(server, wire))

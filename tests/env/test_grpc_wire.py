@@ -56,8 +56,6 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory):
         step = pb.StepRequest(session_id=session_id, step_index=1, action_text="ADD 2")
         first = await raw.ask(pb.Call(step=step))
         assert await raw.ask(pb.Call(step=step)) == first
-        many = await raw.ask(pb.Call(step_many=pb.StepManyRequest(steps=[step])))
-        assert many.step_many.replies[0].result == first.result
         state = await raw.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
         assert state.state.state_json == b'{"episode_id":null,"step_count":1,"total":2}'
         await raw.ask(pb.Call(close=pb.CloseRequest(session_id=session_id)))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.proto.errors import (
     CallTimeoutError,
@@ -41,11 +41,11 @@ async def test_a_legacy_server_is_recognised_and_played(client, served):
     assert (first.observation, first.reward, first.step_index) == ({"total": 0}, None, 0)
     second = await session.step({"add": 3})
     assert (second.observation["total"], second.reward, second.step_index) == (3, 3.0, 1)
-    [third] = await client.step_many([(session, {"add": 2})])
+    third = await session.step({"add": 2})
     assert (third.observation["total"], third.step_index) == (5, 2)
     assert await session.state() == {"episode_id": "E", "step_count": 2, "total": 5}
     assert (await session.step({"add": 7})).terminated
-    [again] = await client.step_many([(session, Reset())])
+    again = await session.reset()
     assert (again.observation["total"], again.step_index) == (0, 0)
     assert served[1].bodies[:2] == [{}, {"action": {"add": 3}}]
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.env.client.resume import ResumeLimits
 from ludus.proto.errors import (
     CallTimeoutError,
@@ -234,18 +234,6 @@ async def test_a_tool_that_answers_differently_is_found_out():
         with pytest.raises(SessionLostError, match="the call of tool 'note' with seed 1") as caught:
             await session.step({"add": 1})
         assert caught.value.code == ErrorCode.REPLAY_MISMATCH
-
-
-async def test_step_many_rebuilds_those_that_are_lost_and_steps_the_others():
-    async with behind_a_proxy() as (server, _, client):
-        sessions = [(await client.open(seed=s, resume=s % 2 == 0))[0] for s in range(4)]
-        await client.step_many([(session, "ADD 1") for session in sessions])
-        await end_all(server)
-        outcomes = await client.step_many([(session, "ADD 2") for session in sessions])
-        assert [getattr(o, "step_index", None) for o in outcomes] == [2, None, 2, None]
-        assert [session.num_resumes for session in sessions] == [1, 0, 1, 0]
-        again = await client.step_many([(sessions[0], Reset(seed=9)), (sessions[2], "ADD 3")])
-        assert [result.observation["total"] for result in again] == [0, 6]
 
 
 async def test_a_group_is_rebuilt_one_by_one():

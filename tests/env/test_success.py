@@ -9,7 +9,7 @@ import pytest
 import websockets
 
 from ludus.env.check.check import check_environment
-from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import EncodedResult
 from ludus.env.messages.openenv import observation_frame, observation_payload
 from ludus.env.messages.protobuf import read_encoded
@@ -54,21 +54,6 @@ async def test_success_is_none_if_not_reported(wire: str) -> None:
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
         assert set(await play_and_collect(client, MET)) == {None}
-
-
-@pytest.mark.parametrize("wire", WIRES)
-async def test_step_many_reports_success_per_session(wire: str) -> None:
-    async with (
-        running(GoalEnv) as server,
-        await AsyncEnvClient.connect(server_address(server, wire)) as client,
-    ):
-        sessions = [(await client.open(seed=1))[0] for _ in range(3)]
-        for number in range(5):
-            results = await client.step_many(
-                [(sessions[0], MET[number]), (sessions[1], MISSED[number])]
-            )
-        [reset] = await client.step_many([(sessions[2], Reset(seed=2))])
-        assert [result.success for result in (*results, reset)] == [True, False, None]
 
 
 async def test_upstream_clients_read_success_in_metadata() -> None:

@@ -396,7 +396,7 @@ async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
         assert sessions.tracked.get(kept.session_id) is not None
 
 
-@pytest.mark.parametrize("wire", ["grpc", "step_many", "http"])
+@pytest.mark.parametrize("wire", ["grpc", "http"])
 async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
     gate = Gate(tmp_path)
     async with (
@@ -407,10 +407,7 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
     ):
         sessions = get_sessions(gateway)
         session, _ = await client.open(seed=1)
-        if wire == "step_many":
-            call = asyncio.ensure_future(client.step_many([(session, {"add": 98})]))
-        else:
-            call = asyncio.ensure_future(session.step({"add": 98}))
+        call = asyncio.ensure_future(session.step({"add": 98}))
         await eventually(lambda: gate.num_entered)
         await sessions.open(SEEDED)
         for tracked in sessions.tracked:

@@ -3,22 +3,17 @@
 import asyncio
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 import trustme
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.grpc.servicer import EnvServicer
 from ludus.env.sessions.interface import OpenArgs
-from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
 from ludus.services.gateway.fleet import admission
 from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
-from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     FAST,
     NAME,
@@ -132,38 +127,6 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
         await eventually(lambda: stream.broken is not None)
         assert (await session.step({"add": 2})).step_index == 1
         assert num_sessions(servers) == 1
-
-
-async def test_request_ids_of_step_many_reach_the_server():
-    seen: list[pb.Trace] = []
-
-    class Spy(EnvServicer):
-        async def Connect(self, request_iterator, context):
-            async def record():
-                async for batch in request_iterator:
-                    seen.extend(call.trace for call in batch.calls if call.HasField("step_many"))
-                    yield batch
-
-            await super().Connect(record(), context)
-
-    server = grpc.aio.server()
-    async with env_server() as real:
-        env_pb2_grpc.add_EnvServiceServicer_to_server(Spy(real.core), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with (
-            Gateway(make_config(f"grpc://127.0.0.1:{port}")) as gateway,
-            RawStream(gateway.grpc_address) as raw,
-        ):
-            session_id = await raw.open(reset=pb.ResetArgs(seed=1))
-            step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}')
-            trace = pb.Trace(request_id="r-1", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
-            steps = pb.StepManyRequest(steps=[step])
-            reply = await raw.ask(pb.Call(step_many=steps, trace=trace))
-            assert reply.step_many.replies[0].result.reward == 1.0
-        await server.stop(None)
-    assert [entry.request_id for entry in seen] == ["r-1"]
-    assert seen[0].traceparent.startswith("00-aaa")
 
 
 async def test_beyond_this_machine_a_token_is_required():

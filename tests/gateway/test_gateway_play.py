@@ -8,7 +8,7 @@ import pytest
 import requests
 import websockets
 
-from ludus.env.client import AsyncEnvClient, ConnectOptions, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
 from tests.env.goal_env import MET, MISSED, GoalEnv
@@ -62,8 +62,7 @@ async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
                 session, first = await client.open(seed=7)
                 results = [first, *[await session.step(action) for action in actions]]
                 assert [item.success for item in results] == [*[None] * 5, success]
-                [reset] = await client.step_many([(session, Reset(seed=8))])
-                assert reset.success is None
+                assert (await session.reset(seed=8)).success is None
 
 
 async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
@@ -100,43 +99,6 @@ async def test_a_token_in_the_address_is_enough(monkeypatch):
         async with httpx.AsyncClient(timeout=60) as http:
             refused = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata")
             assert refused.status_code == 401
-
-
-async def test_step_many_over_two_servers_answers_in_order():
-    async with run_gateway(2) as (gateway, servers), connect_client(gateway) as client:
-        sessions = [(await client.open(seed=n))[0] for n in range(24)]
-        assert all(server.core.load.num_sessions > 0 for server in servers)
-        gone = sessions[5]
-        for server in servers:
-            await server.core.close(gone.id)
-        steps = [(item, {"add": 1 + n % 3}) for n, item in enumerate(sessions)]
-        results = await client.step_many(steps)
-        for n, result in enumerate(results):
-            if sessions[n] is gone:
-                assert result.code == "SESSION_LOST"
-            else:
-                assert result.reward == 1 + n % 3, n
-
-
-async def test_step_many_on_one_server_mixes_steps_and_resets():
-    async with run_gateway(1) as (gateway, _), connect_client(gateway) as client:
-        item, two, three = [(await client.open(seed=n))[0] for n in range(3)]
-        results = await client.step_many([(item, {"add": 2}), (two, "ADD 2"), (three, Reset(9))])
-        assert [result.reward for result in results] == [2.0, 2.0, None]
-        assert [result.step_index for result in results] == [1, 1, 0]
-        async with http_client(gateway) as http:
-            listed = (await http.get("/metrics")).text
-        for call, num in (("step", 2), ("reset", 1)):
-            labels = f'call="{call}",code="OK",env="{NAME}"'
-            assert f"ludus_gateway_calls_total{{{labels}}} {num}.0" in listed
-
-
-async def test_sessions_that_end_with_their_episode_are_removed_after_step_many():
-    async with run_gateway(1) as (gateway, servers), connect_client(gateway) as client:
-        session, _ = await client.open(seed=1, close_when_done=True)
-        while not (await client.step_many([(session, {"add": 1})]))[0].done:
-            assert gateway.num_sessions == 1
-        assert (gateway.num_sessions, num_sessions(servers)) == (0, 0)
 
 
 async def test_a_group_is_together_on_one_server_and_begins_alike():

@@ -66,7 +66,7 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         """Start the connection's task and offer it the direct path."""
         super().handle_connect(event)
         if not self.handshake_complete:
-            extensions: dict[str, Any] = self.scope["extensions"]  # type: ignore[assignment]
+            extensions: dict[str, Any] = self.scope["extensions"]
             extensions[DIRECT_EXTENSION] = self
 
     def handle_text(self, event: Frame) -> None:

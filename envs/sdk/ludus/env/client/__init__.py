@@ -1,6 +1,6 @@
 """Asynchronous, synchronous and typed clients of environment servers and gateways."""
 
-from ludus.env.client.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.client.client import AsyncEnvClient, AsyncSession
 from ludus.env.client.sync import EnvClient, Session
 from ludus.env.client.typed import TypedEnv, TypedResult
 from ludus.env.transports.interface import ConnectOptions
@@ -10,7 +10,6 @@ __all__ = [
     "AsyncSession",
     "ConnectOptions",
     "EnvClient",
-    "Reset",
     "Session",
     "TypedEnv",
     "TypedResult",

@@ -11,9 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
 from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, unwritable_error
@@ -25,18 +22,15 @@ from ludus.env.transports.interface import (
     ConnectOptions,
     OpenedWire,
     RemoteServer,
-    StepCall,
     Transport,
     WireSession,
     retry_refused,
     retry_unavailable,
-    step_or_error,
 )
 from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.env.transports.websocket import WebSocketTransport
 from ludus.env.types import Action, EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
-    EnvError,
     EpisodeStateError,
     ErrorCode,
     InfrastructureError,
@@ -44,16 +38,12 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 
-Reset: TypeAlias = ResetArgs
-"""A step of `step_many` that starts a session's next episode: `Reset(seed=..., options=...)`."""
-
 
 class AsyncEnvClient:
     """A connection to an environment server or a gateway, with any number of sessions."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._num_resuming = 0
 
     @classmethod
     async def connect(cls, address: str, options: ConnectOptions | None = None) -> AsyncEnvClient:
@@ -165,33 +155,6 @@ class AsyncEnvClient:
         wire, _ = await self._transport.open(OpenArgs())
         return AsyncSession(wire, False)
 
-    async def step_many(
-        self, steps: Sequence[tuple[AsyncSession, Action | JsonObject | str | Reset]]
-    ) -> list[StepResult | EnvError]:
-        """Take one step per session, and return one result or error per step, in order.
-
-        A str is text, a `Reset` starts the session's next episode, and other values are actions.
-        """
-        outcomes: list[StepResult | EnvError | None] = [None] * len(steps)
-        stepping: list[tuple[int, AsyncSession]] = []
-        calls: list[StepCall] = []
-        for index, (session, action) in enumerate(steps):
-            try:
-                calls.append(session._begin_step(encode_action(action)))
-                stepping.append((index, session))
-            except EnvError as error:
-                outcomes[index] = error
-        try:
-            responses = await self._step_many(calls)
-        except BaseException as error:
-            for _, session in stepping:
-                session._end_step(error)
-            raise
-        for (index, session), response in zip(stepping, responses, strict=True):
-            session._end_step(response)
-            outcomes[index] = response
-        return [outcome for outcome in outcomes if outcome is not None]
-
     async def close(self) -> None:
         """Close the connection and all its sessions."""
         await self._transport.close()
@@ -201,22 +164,6 @@ class AsyncEnvClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-    async def _step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """Return one outcome per call; replaying sessions make their calls separately."""
-        if not self._num_resuming:
-            return await self._transport.step_many(calls)
-        plain = [call for call in calls if not isinstance(call.session, ReplayingSession)]
-        replaying = [call for call in calls if isinstance(call.session, ReplayingSession)]
-        outcomes = await asyncio.gather(
-            self._transport.step_many(plain),
-            asyncio.gather(*(step_or_error(call) for call in replaying)),
-        )
-        by_session = {
-            call.session: outcome
-            for call, outcome in zip([*plain, *replaying], itertools.chain(*outcomes), strict=True)
-        }
-        return [by_session[call.session] for call in calls]
 
     async def _require_replayable(self, args: OpenArgs) -> OpenArgs:
         check_replayable(await self._transport.describe())
@@ -230,7 +177,6 @@ class AsyncEnvClient:
         if resume:
             limits = resume if isinstance(resume, ResumeLimits) else ResumeLimits()
             wire = ReplayingSession(self._transport.open, args, opened, limits)
-            self._num_resuming += 1
         return AsyncSession(wire, args.close_when_done), first
 
 
@@ -363,10 +309,6 @@ class AsyncSession:
             )
         self._busy = True
 
-    def _begin_step(self, action: bytes | str | ResetArgs) -> StepCall:
-        self._begin()
-        return StepCall(self.wire, action, self._step_index + 1)
-
     def _end_step(self, outcome: StepResult | BaseException) -> None:
         self._busy = False
         if not isinstance(outcome, StepResult):
@@ -386,12 +328,11 @@ class AsyncSession:
         self.wire.abandon()
 
 
-def encode_action(action: Any) -> Any:
-    """Return a text or a reset unchanged, and any other action as JSON bytes.
+def encode_action(action: Action | JsonObject | str | None) -> bytes | str:
+    """Return a text unchanged, and any other action as JSON bytes.
 
     Raises:
-        InvalidCallError: the action cannot be sent. The check is made per action, because many
-            actions may be sent in one call.
+        InvalidCallError: the action cannot be encoded.
     """
     if isinstance(action, Action):
         try:
@@ -403,9 +344,6 @@ def encode_action(action: Any) -> Any:
             action.encode()
         except UnicodeEncodeError as error:
             raise unwritable_error("a text", error) from None
-        return action
-    if isinstance(action, ResetArgs):
-        plain_json(action.options, "reset options")
         return action
     return plain_json(action, "an action")
 

@@ -11,14 +11,13 @@ import asyncio
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ludus.env.client.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.client.client import AsyncEnvClient, AsyncSession
 from ludus.env.security.tracing import is_traced
 from ludus.env.transports.interface import ConnectOptions
-from ludus.env.types import Action, JsonObject, StepResult
-from ludus.proto.errors import EnvError
+from ludus.env.types import StepResult
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -86,13 +85,6 @@ class EnvClient:
     open = _synchronous(AsyncEnvClient.open, _make_opened)
     open_group = _synchronous(AsyncEnvClient.open_group, _make_group)
     open_session = _synchronous(AsyncEnvClient.open_session, _make_session)
-
-    def step_many(
-        self, steps: Sequence[tuple[Session, Action | JsonObject | str | Reset]]
-    ) -> list[StepResult | EnvError]:
-        """Return one result or error per step, in order; see `AsyncEnvClient.step_many`."""
-        inner = [(session.asynchronous, action) for session, action in steps]
-        return self.loop.run(self.asynchronous.step_many(inner))
 
     def close(self) -> None:
         """Close the connection and all its sessions."""

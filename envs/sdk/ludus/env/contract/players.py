@@ -122,8 +122,9 @@ def random_legal_action(
     renderer = environment.text_renderer
     answers = renderer.legal_answers(observation) if renderer is not None else []
     if renderer is not None and answers:
-        return renderer.parse(generator.choice(answers), observation)
+        action: Action = renderer.parse(generator.choice(answers), observation)
+        return action
     action_type = environment.action_type
     observation_json = observation.model_dump(mode="json")
-    action = random_action(action_type.model_json_schema(), observation_json, generator)
-    return decode_action(action_type, orjson.dumps(action))
+    fields = random_action(action_type.model_json_schema(), observation_json, generator)
+    return decode_action(action_type, orjson.dumps(fields))

@@ -128,8 +128,9 @@ def _draw_typed(
 def _item_schemas(schema: JsonObject, generator: random.Random) -> list[JsonObject]:
     if "prefixItems" in schema:
         return list(schema["prefixItems"])
-    min_items = schema.get("minItems", 0)
-    length = _draw_length(min_items, schema.get("maxItems", min_items), generator)
+    min_items: int = schema.get("minItems", 0)
+    max_items: int = schema.get("maxItems", min_items)
+    length = _draw_length(min_items, max_items, generator)
     return [schema.get("items", {})] * length
 
 

@@ -33,20 +33,12 @@ async def check_batches(batches: AsyncIterable[pb.CallBatch]) -> AsyncIterator[p
         InvalidCallError: a batch contains too many calls, which ends its stream.
     """
     async for batch in batches:
-        check_num_calls("calls in one message", len(batch.calls))
+        if len(batch.calls) > MAX_CALLS_PER_MESSAGE:
+            raise InvalidCallError(
+                f"expected at most {MAX_CALLS_PER_MESSAGE} calls in one message, got"
+                f" {len(batch.calls)}; send them in several"
+            )
         yield batch
-
-
-def check_num_calls(kind: str, number: int) -> None:
-    """Check the number of calls in one message, or of steps in one call.
-
-    Raises:
-        InvalidCallError: the number is above `MAX_CALLS_PER_MESSAGE`.
-    """
-    if number > MAX_CALLS_PER_MESSAGE:
-        raise InvalidCallError(
-            f"expected at most {MAX_CALLS_PER_MESSAGE} {kind}, got {number}; send them in several"
-        )
 
 
 class Backlog:
@@ -176,8 +168,6 @@ class ReadAhead:
         return calls
 
     async def _gather(self) -> None:
-        if self._pending and self._pending[-1].HasField("step_many"):
-            return  # the client has gathered the steps already
         num_idle_turns, num_calls = 0, len(self._pending)
         while num_calls < self._ENOUGH_CALLS and num_idle_turns < self._NUM_IDLE_TURNS:
             await asyncio.sleep(0)

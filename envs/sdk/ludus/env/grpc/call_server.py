@@ -10,14 +10,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Iterable, Iterator
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult
 from ludus.env.grpc.backlog import (
     Backlog,
     ReadAhead,
     ReplyWriter,
     Write,
     check_batches,
-    check_num_calls,
 )
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
@@ -90,15 +89,10 @@ class CallServer:
         )
 
     async def _step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
-        """Take a step, or start the next episode if the request contains a reset."""
         session_id = request.session_id
-        if request.HasField("reset"):
-            args: ResetArgs = read_reset_args(request.reset)
-            result = await self._sessions.reset(session_id, args)
-        else:
-            result = await self._sessions.step(
-                session_id, read_action(request), request.step_index, request.timeout_s
-            )
+        result = await self._sessions.step(
+            session_id, read_action(request), request.step_index, request.timeout_s
+        )
         fill_result(response, session_id, result)
 
     async def _state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
@@ -151,10 +145,6 @@ class CallServer:
             if call.HasField("step") and not call.HasField("trace"):
                 result = _step_now(immediate, call.step, reply)
                 num_bytes += reply.ByteSize() if result is None else result.num_bytes
-            elif call.HasField("step_many") and not call.HasField("trace"):
-                await _step_many_now(immediate, call.step_many, reply, turn)
-                num_bytes += reply.ByteSize()
-                num_replies += len(call.step_many.steps)
             else:
                 await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
@@ -221,13 +211,11 @@ class CallServer:
                     await self._state(call.state, reply.state)
                 case "call_tool":
                     await self._call_tool(call.call_tool, reply.call_tool)
-                case "step_many":
-                    await self._step_many(call.step_many, reply.step_many)
                 case "close" | "detach":
                     await self._end(call, reply, connection)
                 case _:
                     raise InvalidCallError(
-                        "expected one of open, open_group, reset, step, step_many, state,"
+                        "expected one of open, open_group, reset, step, state,"
                         " call_tool, detach, close; got an empty call",
                         ErrorCode.UNKNOWN_TYPE,
                     )
@@ -241,50 +229,21 @@ class CallServer:
             await self._sessions.detach(call.detach.session_id, connection)
         reply.close.SetInParent()
 
-    async def _step_many(self, request: pb.StepManyRequest, response: pb.StepManyResponse) -> None:
-        check_num_calls("steps in one call", len(request.steps))
-        steps = [self._step_or_error(step, response.replies.add()) for step in request.steps]
-        await asyncio.gather(*steps)
-
-    async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
-        try:
-            await self._step(request, reply.result)
-        except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
-            fill_failure(reply, error, request.session_id)
-
 
 def _step_now(
-    immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
+    immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply
 ) -> EncodedResult | None:
     """Take a step, write it into the reply, and return the result, or None after an error."""
-    session_id, kind = request.session_id, request.WhichOneof("action")
+    session_id = request.session_id
     try:
-        if kind == "reset":
-            result = immediate.reset_now(session_id, read_reset_args(request.reset))
-        else:
-            is_plain = kind == "action_json" and not request.tensors
-            action = request.action_json if is_plain else read_action(request)
-            result = immediate.step_now(session_id, action, request.step_index)
+        is_plain = request.WhichOneof("action") == "action_json" and not request.tensors
+        action = request.action_json if is_plain else read_action(request)
+        result = immediate.step_now(session_id, action, request.step_index)
         fill_result(reply.result, session_id, result)
     except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
         fill_failure(reply, error, session_id)
         return None
     return result
-
-
-async def _step_many_now(
-    immediate: ImmediateCalls, request: pb.StepManyRequest, reply: pb.Reply, turn: _Turn
-) -> None:
-    try:
-        check_num_calls("steps in one call", len(request.steps))
-    except InvalidCallError as error:
-        fill_failure(reply, error, "")
-        return
-    add_reply = reply.step_many.replies.add
-    for step in request.steps:
-        if turn.is_over():
-            await turn.next()
-        _step_now(immediate, step, add_reply())
 
 
 class _Turn:
@@ -303,7 +262,7 @@ class _Turn:
         self._ends_s = time.monotonic() + _TURN_S
 
 
-def fill_failure(reply: pb.Reply | pb.StepReply, error: Exception, session_id: str) -> None:
+def fill_failure(reply: pb.Reply, error: Exception, session_id: str) -> None:
     """Write an error into a reply, which replaces an incomplete result."""
     fill_error(reply.error, to_env_error(error), session_id)
 
@@ -314,7 +273,5 @@ def called_sessions(calls: Iterable[pb.Call]) -> Iterator[str]:
         kind = call.WhichOneof("call")
         if kind == "step":
             yield call.step.session_id
-        elif kind == "step_many":
-            yield from (step.session_id for step in call.step_many.steps)
         elif kind not in ("open", "detach"):
             yield call_session_id(call)

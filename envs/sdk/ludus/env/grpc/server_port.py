@@ -99,7 +99,7 @@ class ServerPort:
         timeout_s: float,
     ) -> None:
         self._channel = channel
-        self._stub = env_pb2_grpc.EnvServiceStub(channel)
+        self._stub = env_pb2_grpc.EnvServiceStub(channel)  # type: ignore[no-untyped-call]
         self._peer = peer
         self._metadata = metadata
         self._timeout_s = timeout_s

@@ -44,7 +44,7 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
             await abort(context, error)
 
 
-class UnparsedStreams(grpc.aio.ServerInterceptor):
+class UnparsedStreams(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """An interceptor that passes the messages of streams as bytes, for `parse_batches`."""
 
     async def intercept_service(
@@ -82,7 +82,7 @@ def _parse(message: bytes) -> pb.CallBatch:
     return batch
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """An interceptor that refuses calls without `authorization: Bearer <token>`."""
 
     def __init__(self, token: str) -> None:

@@ -70,9 +70,9 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
 
 
 def call_session_id(call: pb.Call) -> str:
-    """Return the id of the session that a call uses; empty if it uses none or several."""
+    """Return the id of the session that a call uses; empty if it uses none."""
     kind = call.WhichOneof("call")
-    if kind is None or kind in ("open_group", "step_many"):
+    if kind is None or kind == "open_group":
         return ""
     session_id: str = getattr(call, kind).session_id
     return session_id

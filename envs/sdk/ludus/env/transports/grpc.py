@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import grpc
 import orjson
@@ -33,13 +32,11 @@ from ludus.env.grpc.server_port import (
     open_channel,
     server_name_options,
 )
-from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
-from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args, read_error
+from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
     OpenedWire,
     RemoteServer,
-    StepCall,
     check_group,
     retry_unavailable,
 )
@@ -113,26 +110,6 @@ class GrpcTransport:
                 session.abandon()
             raise
         return opened
-
-    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """Return one result or error per call, in order, with as few messages as possible."""
-        parts = await asyncio.gather(*(self._step_together(part) for part in _cut(calls)))
-        return list(itertools.chain.from_iterable(parts))
-
-    async def _step_together(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        def fill(call: pb.Call) -> None:
-            add = call.step_many.steps.add
-            for session, action, step_index in calls:
-                _fill_step(add(), session.session_id, action, step_index)
-
-        timeout_s = self.reconnect_timeout_s if self._surviving else 0.0
-        try:
-            _, reply = await self.call_anywhere(fill, timeout_s)
-        except EnvError as error:
-            return [error] * len(calls)
-        if self._stranded:
-            self._stranded.difference_update(session for session, _, _ in calls)
-        return [_read_step(step) for step in reply.step_many.replies]
 
     async def close(self) -> None:
         """Close the stream and all sessions, including those that would outlive the stream."""
@@ -285,13 +262,21 @@ class GrpcSession:
         """Return the result of an action. Bytes are JSON; a str is text."""
 
         def fill(call: pb.Call) -> None:
-            _fill_step(call.step, self.session_id, action, step_index)
+            message = call.step
+            message.session_id = self.session_id
+            message.step_index = step_index
+            if isinstance(action, bytes):
+                message.action_json = action
+            else:
+                message.action_text = action
 
         return read_result((await self._call(fill)).result)
 
     async def state(self) -> JsonObject:
         """Return the environment's state."""
-        return orjson.loads((await self._call(self._fill_state)).state.state_json)
+        reply = await self._call(self._fill_state)
+        state: JsonObject = orjson.loads(reply.state.state_json)
+        return state
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
         """Call a tool and return its result.
@@ -305,7 +290,9 @@ class GrpcSession:
             call.call_tool.name = name
             call.call_tool.arguments_json = plain_json(arguments, "arguments")
 
-        return orjson.loads((await self._stream.begin(fill)).call_tool.result_json)
+        reply = await self._stream.begin(fill)
+        result: JsonObject = orjson.loads(reply.call_tool.result_json)
+        return result
 
     async def close(self) -> None:
         """Close the session, unless its broken stream has already closed it."""
@@ -350,20 +337,6 @@ async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) 
         raise
 
 
-def _cut(calls: Sequence[StepCall]) -> Iterator[Sequence[StepCall]]:
-    """Yield the calls in parts that a server accepts; an oversized action gets its own part."""
-    begin, num_bytes = 0, 0
-    for index, (_, action, _) in enumerate(calls):
-        size = 0 if isinstance(action, ResetArgs) else len(action)
-        is_full = num_bytes + size > MAX_BATCH_BYTES or index - begin == MAX_CALLS_PER_MESSAGE
-        if is_full and index > begin:
-            yield calls[begin:index]
-            begin, num_bytes = index, 0
-        num_bytes += size
-    if calls:
-        yield calls[begin:]
-
-
 def _make_metadata(server: RemoteServer) -> tuple[tuple[str, str], ...]:
     metadata = []
     if server.authorization:
@@ -383,23 +356,3 @@ def _open_channel(server: RemoteServer) -> grpc.aio.Channel:
             *server_name_options(options.server_name if server.address.is_secure else None),
         ),
     )
-
-
-def _fill_step(
-    message: pb.StepRequest, session_id: str, action: bytes | str | ResetArgs, step_index: int
-) -> None:
-    message.session_id = session_id
-    if isinstance(action, bytes):
-        message.step_index = step_index
-        message.action_json = action
-    elif isinstance(action, str):
-        message.step_index = step_index
-        message.action_text = action
-    else:
-        fill_reset_args(message.reset, action)
-
-
-def _read_step(reply: pb.StepReply) -> StepResult | EnvError:
-    if reply.HasField("error"):
-        return read_error(reply.error)
-    return read_result(reply.result)

@@ -10,10 +10,10 @@ connection also ends the wire session, unless the session outlives its connectio
 from __future__ import annotations
 
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -153,14 +153,6 @@ OpenedWire = tuple[WireSession, StepResult | None]
 """A session, and its first result if a reset was requested."""
 
 
-class StepCall(NamedTuple):
-    """One step of a `step_many`, or a reset that starts the session's next episode."""
-
-    session: WireSession
-    action: bytes | str | ResetArgs
-    step_index: int
-
-
 class Transport(Protocol):
     """A connection to a server, shared by any number of sessions."""
 
@@ -180,21 +172,8 @@ class Transport(Protocol):
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """Open `size` sessions with one seed and equal first results, or none of them."""
 
-    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """Return one result or error per call, in order."""
-
     async def close(self) -> None:
         """Close the connection and all its sessions."""
-
-
-async def step_or_error(call: StepCall) -> StepResult | EnvError:
-    """Make one call of a `step_many` separately, and return its result or error."""
-    try:
-        if isinstance(call.action, ResetArgs):
-            return await call.session.reset(call.action)
-        return await call.session.step(call.action, call.step_index)
-    except EnvError as error:
-        return error
 
 
 def check_group(first_results: Iterable[StepResult | None], seed: int | None) -> None:

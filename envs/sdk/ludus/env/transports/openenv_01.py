@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Sequence
 from typing import NoReturn
 from urllib.error import HTTPError
 
@@ -27,16 +26,13 @@ from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal
 from ludus.env.transports.interface import (
     OpenedWire,
     RemoteServer,
-    StepCall,
     retry_unavailable,
-    step_or_error,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
     CallTimeoutError,
     CapacityError,
     ConfigError,
-    EnvError,
     ExecutionError,
     InvalidCallError,
     SessionLostError,
@@ -99,10 +95,6 @@ class LegacyHttpTransport:
         if size != 1:
             raise self._capacity_error(size)
         return [await self.open(args)]
-
-    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """Make the calls one after another and return their results or errors."""
-        return [await step_or_error(call) for call in calls]
 
     async def close(self) -> None:
         """Release the session; the server keeps its environment."""

@@ -25,22 +25,19 @@ from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_m
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.text.fields import FieldsText
-from ludus.env.transports.call_connection import CallConnection, OnReply
+from ludus.env.transports.call_connection import CallConnection
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
     OpenedWire,
     RemoteServer,
-    StepCall,
     check_group,
     retry_unavailable,
-    step_or_error,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
 from ludus.proto.errors import (
     ActionParseError,
     CallTimeoutError,
     ConfigError,
-    EnvError,
     InvalidCallError,
     SessionLostError,
     ToolError,
@@ -132,10 +129,6 @@ class WebSocketTransport:
             await self._close_all(opening)
             raise
         return opened
-
-    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """Return one result or error per call, in order; each call uses its own connection."""
-        return await _StepRound(calls, self._server.options.timeout_s).outcomes()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -235,35 +228,6 @@ class WebSocketSession:
         with self._parse_errors(action):
             data = await self._call(self._step_message(action, step_index))
         return self._read_step(data, step_index)
-
-    def begin(self, call: StepCall, on_reply: OnReply) -> bool:
-        """Send a call and return True if its reply will be passed to `on_reply`.
-
-        False means that the caller must use `step` or `reset`.
-
-        Raises:
-            InvalidCallError: the call cannot be sent.
-        """
-        if isinstance(call.action, ResetArgs):
-            message = _reset_message(call.action)
-        else:
-            message = self._step_message(call.action, call.step_index)
-        return self._socket.send_request(self._encode(message), on_reply)
-
-    def outcome(self, call: StepCall, reply: str | bytes) -> StepResult:
-        """Return the result in the reply to a call, or raise the error in it."""
-        if isinstance(call.action, ResetArgs):
-            return self._read_first(_read_reply(reply))
-        with self._parse_errors(call.action):
-            data = _read_reply(reply)
-        return self._read_step(data, call.step_index)
-
-    async def outcome_or_error(self, call: StepCall, deadline_s: float) -> StepResult | EnvError:
-        """Wait for the reply to a call that was sent, and return its result or error."""
-        try:
-            return self.outcome(call, await self._wait_until(deadline_s, self._socket.recv()))
-        except EnvError as error:
-            return error
 
     async def state(self) -> JsonObject:
         """Return the environment's state."""
@@ -399,82 +363,6 @@ class WebSocketSession:
             return TextView([{"role": "user", "content": content}], answers)
         text = data.get("text") if self._with_text else None
         return TextView(text["messages"], text["legal_answers"]) if text else None
-
-
-class _StepRound:
-    """The calls of one `step_many`. All are written before their replies are read."""
-
-    def __init__(self, calls: Sequence[StepCall], timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._calls = calls
-        self._deadline_s = loop.time() + timeout_s
-        self._outcomes: list[StepResult | EnvError | None] = [None] * len(calls)
-        self._num_missing = len(calls)
-        self._complete: asyncio.Future[None] = loop.create_future()
-        self._tasks: dict[int, asyncio.Task[StepResult | EnvError]] = {}
-        """Calls that need a task, by index; each has a separate time limit."""
-
-    async def outcomes(self) -> list[StepResult | EnvError]:
-        """Return one result or error per call, in order."""
-        try:
-            for index, call in enumerate(self._calls):
-                self._begin(index, call)
-            await self._wait()
-            for index, outcome in zip(
-                list(self._tasks), await asyncio.gather(*self._tasks.values()), strict=True
-            ):
-                self._outcomes[index] = outcome
-        except BaseException:
-            for task in self._tasks.values():
-                task.cancel()
-            raise
-        return [
-            _websocket_session(call).timeout_error() if outcome is None else outcome
-            for call, outcome in zip(self._calls, self._outcomes, strict=True)
-        ]
-
-    async def _wait(self) -> None:
-        if self._num_missing:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._deadline_s):
-                    await self._complete
-
-    def _begin(self, index: int, call: StepCall) -> None:
-        try:
-            if not _websocket_session(call).begin(call, partial(self._handle_reply, index)):
-                self._start_task(index, step_or_error(call))
-        except EnvError as error:
-            self._settle(index, error)
-
-    def _handle_reply(self, index: int, reply: str | None) -> None:
-        if self._complete.done():  # the caller no longer waits
-            return
-        call = self._calls[index]
-        session = _websocket_session(call)
-        if reply is None:
-            self._start_task(index, session.outcome_or_error(call, self._deadline_s))
-            return
-        try:
-            self._settle(index, session.outcome(call, reply))
-        except EnvError as error:
-            self._settle(index, error)
-        except Exception as error:  # noqa: BLE001 - the caller must see an invalid reply
-            self._complete.set_exception(error)
-
-    def _start_task(self, index: int, call: Coroutine[Any, Any, StepResult | EnvError]) -> None:
-        self._tasks[index] = asyncio.get_running_loop().create_task(call)
-        self._settle(index, None)
-
-    def _settle(self, index: int, outcome: StepResult | EnvError | None) -> None:
-        self._outcomes[index] = outcome
-        self._num_missing -= 1
-        if not self._num_missing and not self._complete.done():
-            self._complete.set_result(None)
-
-
-def _websocket_session(call: StepCall) -> WebSocketSession:
-    assert isinstance(call.session, WebSocketSession), "this transport opened the session"
-    return call.session
 
 
 def _settle(future: asyncio.Future[str | None], reply: str | None) -> None:

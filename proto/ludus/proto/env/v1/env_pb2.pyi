@@ -139,22 +139,20 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., args: _Optional[_Union[ResetArgs, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "step_index", "action_json", "action_text", "reset", "tensors", "timeout_s")
+    __slots__ = ("session_id", "step_index", "action_json", "action_text", "tensors", "timeout_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     ACTION_JSON_FIELD_NUMBER: _ClassVar[int]
     ACTION_TEXT_FIELD_NUMBER: _ClassVar[int]
-    RESET_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step_index: int
     action_json: bytes
     action_text: str
-    reset: ResetArgs
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     timeout_s: float
-    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text", "metadata_json", "success")
@@ -181,26 +179,6 @@ class StepResult(_message.Message):
     metadata_json: bytes
     success: bool
     def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., observation_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., info_json: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., text: _Optional[_Union[TextView, _Mapping]] = ..., metadata_json: _Optional[bytes] = ..., success: _Optional[bool] = ...) -> None: ...
-
-class StepManyRequest(_message.Message):
-    __slots__ = ("steps",)
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    steps: _containers.RepeatedCompositeFieldContainer[StepRequest]
-    def __init__(self, steps: _Optional[_Iterable[_Union[StepRequest, _Mapping]]] = ...) -> None: ...
-
-class StepReply(_message.Message):
-    __slots__ = ("result", "error")
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    result: StepResult
-    error: Error
-    def __init__(self, result: _Optional[_Union[StepResult, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
-
-class StepManyResponse(_message.Message):
-    __slots__ = ("replies",)
-    REPLIES_FIELD_NUMBER: _ClassVar[int]
-    replies: _containers.RepeatedCompositeFieldContainer[StepReply]
-    def __init__(self, replies: _Optional[_Iterable[_Union[StepReply, _Mapping]]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -289,7 +267,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., session_id: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("call_id", "open", "reset", "step", "state", "close", "open_group", "call_tool", "detach", "step_many", "trace")
+    __slots__ = ("call_id", "open", "reset", "step", "state", "close", "open_group", "call_tool", "detach", "trace")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
@@ -299,7 +277,6 @@ class Call(_message.Message):
     OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
-    STEP_MANY_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     open: OpenRequest
@@ -310,12 +287,11 @@ class Call(_message.Message):
     open_group: OpenGroupRequest
     call_tool: CallToolRequest
     detach: DetachRequest
-    step_many: StepManyRequest
     trace: Trace
-    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupRequest, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ..., step_many: _Optional[_Union[StepManyRequest, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupRequest, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("call_id", "error", "open", "result", "state", "close", "open_group", "call_tool", "step_many")
+    __slots__ = ("call_id", "error", "open", "result", "state", "close", "open_group", "call_tool")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -324,7 +300,6 @@ class Reply(_message.Message):
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
-    STEP_MANY_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     error: Error
     open: OpenResponse
@@ -333,8 +308,7 @@ class Reply(_message.Message):
     close: CloseResponse
     open_group: OpenGroupResponse
     call_tool: CallToolResponse
-    step_many: StepManyResponse
-    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupResponse, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolResponse, _Mapping]] = ..., step_many: _Optional[_Union[StepManyResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupResponse, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolResponse, _Mapping]] = ...) -> None: ...
 
 class CallBatch(_message.Message):
     __slots__ = ("calls",)

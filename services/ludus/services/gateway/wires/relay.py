@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
-from ludus.env.grpc.backlog import Backlog, ReplyWriter, Write, check_batches, check_num_calls
+from ludus.env.grpc.backlog import Backlog, ReplyWriter, Write, check_batches
 from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.messages.protobuf import call_session_id, fill_error
@@ -25,7 +25,6 @@ from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
-from ludus.services.gateway.wires.step_many import StepManyRelay
 
 _RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
 
@@ -36,7 +35,6 @@ class CallRelay:
     def __init__(self, sessions: GatewaySessions, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._sessions = sessions
         self._calls = CallServer(sessions)
-        self._step_many = StepManyRelay(sessions, metrics)
         self._quotas = quotas
         self._metrics = metrics
         self.begin_call, self.end_call = sessions.begin_call, sessions.end_call
@@ -110,10 +108,6 @@ class CallRelay:
             case "detach":
                 await self._sessions.detach(call.detach.session_id, connection)
                 reply.close.SetInParent()
-            case "step_many":
-                check_num_calls("steps in one call", len(call.step_many.steps))
-                self.count("step", len(call.step_many.steps))
-                reply = await self._step_many.step_many(call, connection)
             case "step" | "reset" | "state" | "call_tool":
                 message = getattr(call, kind)
                 reply = await self._sessions.call(
@@ -126,8 +120,8 @@ class CallRelay:
                     self._sessions.record_result(message.session_id, reply.result)
             case _:
                 raise InvalidCallError(
-                    "expected one of open, open_group, reset, step, step_many, state, call_tool,"
-                    " detach, close; got an empty call",
+                    "expected one of open, open_group, reset, step, state, call_tool, detach,"
+                    " close; got an empty call",
                     ErrorCode.UNKNOWN_TYPE,
                 )
         return reply
@@ -246,5 +240,5 @@ class _ClientStream:
 def _is_repeatable(call: pb.Call, kind: str) -> bool:
     """Return whether a call may be sent twice, as numbered steps, resets and reads may."""
     if kind == "step":
-        return bool(call.step.step_index) or call.step.HasField("reset")
+        return bool(call.step.step_index)
     return kind in ("reset", "state")

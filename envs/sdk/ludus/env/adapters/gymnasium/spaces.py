@@ -103,7 +103,7 @@ def _discrete_codec(space: spaces.Discrete, path: str) -> SpaceCodec:
     first, last = int(space.start), int(space.start + space.n - 1)
     return SpaceCodec(
         Annotated[int, Field(ge=first, le=last)],
-        lambda value: space.dtype.type(value),  # type: ignore[union-attr]
+        lambda value: space.dtype.type(value),
         lambda element, tensors: int(element),
     )
 
@@ -175,7 +175,7 @@ def _list_codec(
 
 def _limit_bounds(bounds: np.ndarray) -> np.ndarray:
     # The difference of two infinities is NaN.
-    return np.nan_to_num(bounds, posinf=1e300, neginf=-1e300) / 2
+    return np.asarray(np.nan_to_num(bounds, posinf=1e300, neginf=-1e300) / 2)
 
 
 def _text_codec(space: spaces.Text, path: str) -> SpaceCodec:
@@ -183,7 +183,7 @@ def _text_codec(space: spaces.Text, path: str) -> SpaceCodec:
     return SpaceCodec(Annotated[str, limits], str, lambda element, tensors: str(element))
 
 
-def _tuple_codec(space: spaces.Tuple, path: str) -> SpaceCodec:
+def _tuple_codec(space: spaces.Tuple[Any], path: str) -> SpaceCodec:
     codecs = [make_codec(part, f"{path}.{index}") for index, part in enumerate(space.spaces)]
     return SpaceCodec(
         tuple.__class_getitem__(tuple(codec.annotation for codec in codecs)),
@@ -196,7 +196,7 @@ def _tuple_codec(space: spaces.Tuple, path: str) -> SpaceCodec:
 
 def _dict_codec(space: spaces.Dict, path: str) -> SpaceCodec:
     codecs = {str(name): make_codec(part, f"{path}.{name}") for name, part in space.spaces.items()}
-    fields = TypedDict(  # type: ignore[operator, misc]
+    fields = TypedDict(  # type: ignore[misc]
         f"{path.rpartition('.')[2].title()}Fields",
         {name: codec.annotation for name, codec in codecs.items()},
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ludus.env.adapters.openenv.models import (
     ForeignAction,
@@ -100,8 +100,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
     def state(self) -> ForeignState:
         """The foreign state with all fields of its class."""
         fields = self._thread.run(lambda: read_fields(self._foreign.state))
-        state: Any = self.state_type.model_validate(fields)
-        return state
+        return cast(ForeignState, self.state_type.model_validate(fields))
 
     @property
     def tools(self) -> list[Tool]:

@@ -122,11 +122,11 @@ def read_fields(value: Any) -> JsonObject:
         try:
             return value.model_dump(mode="json")
         except PydanticSerializationError:  # arrays in a field of type Any
-            return _json(value.model_dump())
+            return read_fields(value.model_dump())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return _json(value)
+        return {str(name): _json(item) for name, item in value.items()}
     return {name: _json(item) for name, item in vars(value).items() if not name.startswith("_")}
 
 
