@@ -192,7 +192,7 @@ class _Environment(Section):
 
     @property
     def plays_in_batches(self) -> bool:
-        """Whether a registered runner plays many episodes in one call."""
+        """True if a registered runner plays many episodes in one call."""
         return self.rollout_runner is not None
 
     @property
