@@ -1,4 +1,4 @@
-"""What episodes of agents need: blackjack, served, and a tokenizer that knows its words."""
+"""Fixtures for episodes of agents: a blackjack server, its client and a tokenizer."""
 
 from tests.rollout.conftest import chat, client, server
 

@@ -1,12 +1,12 @@
-"""Agents over HTTP with a real engine: is what it sampled what would be trained?
+"""Comparison of sampled and trained tokens, for agents over HTTP with a real engine.
 
     openai client --HTTP--> endpoint --> ConversationTree --> TransformersEngine
        |                                       |                    |
-       +-- wild agents, many at once           +--> sequences ======+  the same tokens and log-probs
+       +-- many wild agents at once            +--> sequences ======+  the same tokens and log-probs
                                                         |
-                                                        +--> the model reads them once more, whole
+                                                        +--> the model computes the log-probs again
 
-Used by the tests with few episodes, by bench/agents.py with a thousand.
+The tests play few episodes, bench/agents.py a thousand.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ _NUM_AT_ONCE = 32
 
 @dataclass(slots=True)
 class Measured:
-    """What was found."""
+    """Results of the comparison."""
 
     num_episodes: int = 0
     num_answers: int = 0
     num_sequences: int = 0
     num_branches: int = 0
     num_tokens: int = 0
-    """Sampled, kept and trained on."""
+    """Number of tokens that are trained on."""
     num_calls: int = 0
-    """Answers that called a tool."""
+    """Number of completions that called a tool."""
     largest_logprob_error: float = 0.0
-    """Of a kept token, against the model that reads the whole sequence; nats."""
+    """Largest difference from the log-probs of the whole sequence, in nats."""
 
 
 def warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
-    """A tiny model that has learned to say the words, and to write calls."""
+    """Train a tiny model to sample the words and to write calls."""
     config = TinyModel(
         vocab_size=500,
         max_tokens=1024,
@@ -82,28 +82,28 @@ def warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
     chat = ChatTokenizer(tokenizer)
     samples = []
     for _ in range(_NUM_GAMES):
-        said = draw.choice(WORDS)
+        completion = draw.choice(WORDS)
         if draw.random() < 0.5:
             call = json.dumps({"name": "look", "arguments": {"box": draw.choice(WORDS[:3])}})
-            said = f"<tool_call>{call}</tool_call>"
-        asked = {"role": "user", "content": draw.choice(WORDS)}
-        samples.append(to_sample(chat, [Exchange([asked], said)]))  # type: ignore[list-item]
+            completion = f"<tool_call>{call}</tool_call>"
+        message = {"role": "user", "content": draw.choice(WORDS)}
+        samples.append(to_sample(chat, [Exchange([message], completion)]))  # type: ignore[list-item]
     model = make_model(config, tokenizer, seed)
     warm_start(model, samples, config, seed)
     return model, chat
 
 
 async def measure(num_episodes: int, seed: int = 0) -> Measured:
-    """What a number of wild episodes came to.
+    """Play episodes of wild agents and return the results.
 
     Raises:
-        AssertionError: a token was trained that was not sampled so, or sampled and not trained.
+        AssertionError: the trained tokens differ from the sampled ones.
     """
     model, chat = warm_model(seed)
     generator = AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id))
     endpoint = AgentEndpoint()
     await endpoint.start()
-    slots, found = asyncio.Semaphore(_NUM_AT_ONCE), Measured()
+    slots, results = asyncio.Semaphore(_NUM_AT_ONCE), Measured()
     http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
     client = AsyncOpenAI(api_key="set for each episode", http_client=http, max_retries=0)
 
@@ -112,32 +112,32 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
             recorded = Recorded(generator)
             tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=number)
             with endpoint.episode(tree) as episode:
-                agent = WildAgent(_OverHttp(client, episode.access), number)
+                agent = WildAgent(_HttpResponder(client, episode.access), number)
                 try:
                     await agent.play()
                 except LimitError:
                     assert tree.refusal
             sequences = tree.sequences()
             check_exact(sequences, recorded.sampled)
-            found.num_episodes += 1
-            found.num_answers += tree.num_turns
-            found.num_sequences += len(sequences)
-            found.num_branches += tree.num_branches
-            found.num_tokens += sum(int(one.loss_mask.sum()) for one in sequences)
-            found.num_calls += sum("<tool_call>" in one.answer for one in tree.played_turns())
+            results.num_episodes += 1
+            results.num_answers += tree.num_turns
+            results.num_sequences += len(sequences)
+            results.num_branches += tree.num_branches
+            results.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+            results.num_calls += sum("<tool_call>" in turn.text for turn in tree.played_turns())
             error = await asyncio.to_thread(logprob_error, model, sequences)
-            found.largest_logprob_error = max(found.largest_logprob_error, error)
+            results.largest_logprob_error = max(results.largest_logprob_error, error)
 
     with closing(generator):
         await asyncio.gather(*(play(number) for number in range(num_episodes)))
     await http.aclose()
     await endpoint.stop()
-    return found
+    return results
 
 
 @dataclass(slots=True)
 class Recorded:
-    """The engine, with a note of all that it samples."""
+    """An engine that records everything that it samples."""
 
     generate: GenerateFn
     sampled: list[Sampled] = field(default_factory=list)
@@ -145,39 +145,40 @@ class Recorded:
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        one = await self.generate(prompt_ids, sampling, seed)
-        self.sampled.append(
-            Sampled(tuple(prompt_ids), tuple(one.token_ids), tuple(one.logprobs), seed)
-        )
-        return one
+        completion = await self.generate(prompt_ids, sampling, seed)
+        token_ids, logprobs = tuple(completion.token_ids), tuple(completion.logprobs)
+        self.sampled.append(Sampled(tuple(prompt_ids), token_ids, logprobs, seed))
+        return completion
 
 
 @dataclass(frozen=True, slots=True)
-class _OverHttp:
-    """An Responder that asks through the openai client, as an agent's process does."""
+class _HttpResponder:
+    """A responder that sends requests with the openai client, like an agent's process."""
 
     client: AsyncOpenAI
     access: EndpointAccess
 
-    async def answer(self, asked: PolicyRequest) -> list[PolicyResponse]:
-        """[asked.num] answers."""
+    async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
+        """Return [request.num] responses."""
         client = self.client.with_options(
             base_url=self.access.base_url, api_key=self.access.api_key
         )
-        fields: dict[str, Any] = {"n": asked.num, "parallel_tool_calls": not asked.max_one_call}
-        if asked.tools:
-            fields["tools"] = list(asked.tools)
-        if asked.stop:
-            fields["stop"] = list(asked.stop)
-        if asked.max_tokens:
-            fields["max_completion_tokens"] = asked.max_tokens
+        fields: dict[str, Any] = {"n": request.num, "parallel_tool_calls": not request.max_one_call}
+        if request.tools:
+            fields["tools"] = list(request.tools)
+        if request.stop:
+            fields["stop"] = list(request.stop)
+        if request.max_tokens:
+            fields["max_completion_tokens"] = request.max_tokens
         completion = await client.chat.completions.create(
-            model="any", messages=[_written(one) for one in asked.messages], **fields
+            model="any",
+            messages=[_message_fields(message) for message in request.messages],
+            **fields,
         )
-        return [_read(choice.message) for choice in completion.choices]
+        return [_read_response(choice.message) for choice in completion.choices]
 
 
-def _written(message: ChatMessage) -> Any:
+def _message_fields(message: ChatMessage) -> Any:
     calls = [
         {
             "id": f"call_{n}",
@@ -192,7 +193,7 @@ def _written(message: ChatMessage) -> Any:
     return {"role": message.role, "content": message.content, **extra}
 
 
-def _read(message: Any) -> PolicyResponse:
+def _read_response(message: Any) -> PolicyResponse:
     calls = tuple(
         FunctionCall(call.function.name, call.function.arguments)
         for call in message.tool_calls or []
@@ -202,11 +203,13 @@ def _read(message: Any) -> PolicyResponse:
 
 @torch.inference_mode()
 def logprob_error(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> float:
-    """The largest difference between kept log-probs and those of the whole sequence, read once."""
-    worst = 0.0
+    """Return the largest difference between recorded log-probs and those of whole sequences."""
+    max_error = 0.0
     for sequence in sequences:
         ids = torch.tensor(sequence.token_ids.astype(np.int64))[None]
-        read = token_logprobs(model(input_ids=ids[:, :-1]).logits.float(), ids[:, 1:])[0].numpy()
+        logits = model(input_ids=ids[:, :-1]).logits.float()
+        logprobs = token_logprobs(logits, ids[:, 1:])[0].numpy()
         mask = sequence.loss_mask[1:]
-        worst = max(worst, float(np.abs(read[mask] - sequence.logprobs[1:][mask]).max()))
-    return worst
+        error = np.abs(logprobs[mask] - sequence.logprobs[1:][mask]).max()
+        max_error = max(max_error, float(error))
+    return max_error

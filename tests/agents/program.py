@@ -1,4 +1,4 @@
-"""An agent as a program; its first argument says what it does."""
+"""An agent that is a program; its first argument selects its behavior."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from openai import OpenAI
 TASK = json.loads(os.environ["LUDUS_TASK"])
 
 
-def ask() -> str:
-    """What the policy says; address and key come from the environment."""
-    answer = OpenAI().chat.completions.create(
+def complete() -> str:
+    """Return the policy's completion; the environment variables contain address and key."""
+    response = OpenAI().chat.completions.create(
         model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": TASK["text"]}]
     )
-    return answer.choices[0].message.content or ""
+    return response.choices[0].message.content or ""
 
 
-def main(what: str) -> None:
+def main(behavior: str) -> None:
     """Play the episode."""
-    if what == "crash":
+    if behavior == "crash":
         sys.exit("no such file: weights.bin")
-    answer = ask()
-    if what == "hang":
+    answer = complete()
+    if behavior == "hang":
         subprocess.Popen(["sleep", "4242"], start_new_session=True)
         time.sleep(60)
     secret = os.environ.get("LUDUS_TEST_SECRET", "none")
-    said = {"answer": answer, "secret": secret, "text": sys.argv[2]}
-    print(json.dumps(said))  # noqa: T201 - its output is its answer
+    result = {"answer": answer, "secret": secret, "text": sys.argv[2]}
+    print(json.dumps(result))  # noqa: T201 - the output is the result
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Stands for an engine: it says words, calls and nonsense at random, in tokens of its own choosing.
+"""A random policy in place of an engine, which samples words, calls and nonsense.
 
-The same text is sampled in several ways of writing it as tokens, as real policies do it: whoever
-decodes and encodes again gets other tokens.
+The same text has several token sequences, as with real policies. So decoding and encoding it again
+gives other tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TOOL = {
 
 
 def tiny_chat(*, keep_thinking: bool = True) -> ChatTokenizer:
-    """A tokenizer that knows the words."""
+    """Return a tokenizer for the words."""
     texts = [*WORDS, json.dumps(TOOL), "<tool_call><think></think></tool_call>"] * 4
     return ChatTokenizer(make_tokenizer(texts, 500), keep_thinking=keep_thinking)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was asked of the engine, and what it sampled."""
+    """A prompt and the tokens that were sampled after it."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -43,26 +43,30 @@ class Sampled:
 
 
 class RandomPolicy:
-    """Answers at random, after a while; keeps all that it has sampled."""
+    """Samples at random after a delay, and records the samples."""
 
     def __init__(self, chat: ChatTokenizer, seed: int) -> None:
         self._chat = chat
         self._draw = random.Random(f"random policy {seed}")
         self.sampled: list[Sampled] = []
+        self.is_blocked = False
+        """True if every call waits forever."""
 
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        """An answer, cut off where it is longer than it may be."""
+        """Return a completion, cut to the maximum number of tokens."""
+        if self.is_blocked:
+            await asyncio.Event().wait()
         for _ in range(self._draw.randrange(4)):
             await asyncio.sleep(0)
-        token_ids = self._written(self._text())[: sampling.max_tokens]
+        token_ids = self._encode(self._draw_text())[: sampling.max_tokens]
         logprobs = [-self._draw.random() - 0.01 for _ in token_ids]
         self.sampled.append(Sampled(tuple(prompt_ids), tuple(token_ids), tuple(logprobs), seed))
         stopped = token_ids[-1] == self._chat.end_token_id
         return SampledCompletion(token_ids, logprobs, 0, stopped)
 
-    def _text(self) -> str:
+    def _draw_text(self) -> str:
         draw = self._draw
         text = draw.choice(WORDS)
         if draw.random() < 0.4:
@@ -72,12 +76,12 @@ class RandomPolicy:
             text = f"<think>{draw.choice(WORDS)}</think>{text}"
         return text
 
-    def _written(self, text: str) -> list[int]:
-        """The text as tokens, cut in two at a random place where that leaves it the same."""
-        whole = self._chat.encode_completion(text)
-        place = self._draw.randrange(1, len(text) + 1)
+    def _encode(self, text: str) -> list[int]:
+        """Encode the text in two parts if decoding the parts gives the same text."""
+        token_ids = self._chat.encode_completion(text)
+        split = self._draw.randrange(1, len(text) + 1)
         parts = [
-            *self._chat.encode_completion(text[:place])[:-1],
-            *self._chat.encode_completion(text[place:]),
+            *self._chat.encode_completion(text[:split])[:-1],
+            *self._chat.encode_completion(text[split:]),
         ]
-        return parts if self._chat.decode(parts) == text else whole
+        return parts if self._chat.decode(parts) == text else token_ids

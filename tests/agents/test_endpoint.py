@@ -46,8 +46,8 @@ async def endpoint() -> AsyncIterator[AgentEndpoint]:
     await up.stop()
 
 
-class Told:
-    """An episode whose policy answers by script, and a client of it."""
+class ScriptedEpisode:
+    """An episode whose policy has a script, and a client for it."""
 
     def __init__(self, chat: ChatTokenizer, answers: tuple[str, ...]) -> None:
         self.policy = ScriptedPolicy(chat, iter(answers))
@@ -61,20 +61,20 @@ class Told:
 
 
 @contextmanager
-def told(
+def open_episode(
     endpoint: AgentEndpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
-) -> Iterator[Told]:
-    one = Told(chat, answers)
-    with endpoint.episode(one.tree, tools) as one.episode:
-        yield one
+) -> Iterator[ScriptedEpisode]:
+    scripted = ScriptedEpisode(chat, answers)
+    with endpoint.episode(scripted.tree, tools) as scripted.episode:
+        yield scripted
 
 
 async def test_a_tool_loop_over_chat_is_one_sequence(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, f"Let me look.{CALL}", "red") as one:
+    with open_episode(endpoint, chat, f"Let me look.{CALL}", "red") as scripted:
         messages = list(HELLO)
-        asked = await one.client.chat.completions.create(
+        asked = await scripted.client.chat.completions.create(
             model="gpt-4o", messages=messages, tools=[TOOL], temperature=0.2, user="somebody"
         )
         choice = asked.choices[0]
@@ -84,22 +84,22 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
         assert json.loads(call.function.arguments) == {"box": "red"}
         messages.append(choice.message.model_dump(exclude_none=True))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "key"})
-        last = await one.client.chat.completions.create(
+        last = await scripted.client.chat.completions.create(
             model="gpt-4o", messages=messages, tools=[TOOL]
         )
     assert last.choices[0].message.content == "red"
     assert last.choices[0].finish_reason == "stop"
-    [sequence] = one.tree.sequences()
-    assert [len(prompt) for prompt in one.policy.prompts] == [t.start for t in sequence.turns]
-    assert last.usage and last.usage.prompt_tokens == len(one.policy.prompts[1])
+    [sequence] = scripted.tree.sequences()
+    assert [len(prompt) for prompt in scripted.policy.prompts] == [t.start for t in sequence.turns]
+    assert last.usage and last.usage.prompt_tokens == len(scripted.policy.prompts[1])
 
 
 async def test_a_stream_says_the_same_in_pieces(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     text = "the key is in the red box, and nowhere else"
-    with told(endpoint, chat, f"{text}{CALL}") as one:
-        stream = await one.client.chat.completions.create(
+    with open_episode(endpoint, chat, f"{text}{CALL}") as scripted:
+        stream = await scripted.client.chat.completions.create(
             model="m",
             messages=HELLO,
             tools=[TOOL],
@@ -120,8 +120,8 @@ async def test_a_stream_says_the_same_in_pieces(
 async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, CALL, "red", "blue") as one:
-        responses = one.client.responses
+    with open_episode(endpoint, chat, CALL, "red", "blue") as scripted:
+        responses = scripted.client.responses
         first = await responses.create(
             model="m", instructions="Be brief.", input="Where?", tools=[FUNCTION]
         )
@@ -146,34 +146,34 @@ async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
             tools=[FUNCTION],
         )
         assert third.output_text == "blue"
-    [sequence] = one.tree.sequences()
+    [sequence] = scripted.tree.sequences()
     assert len(sequence.turns) == 3
 
 
 async def test_several_answers_log_probs_and_a_limit_are_as_asked(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, "red", "blue...", "green") as one:
-        both = await one.client.chat.completions.create(
+    with open_episode(endpoint, chat, "red", "blue...", "green") as scripted:
+        both = await scripted.client.chat.completions.create(
             model="m", messages=HELLO, n=2, logprobs=True, max_completion_tokens=9, seed=4
         )
         assert [choice.finish_reason for choice in both.choices] == ["stop", "length"]
         content = both.choices[0].logprobs and both.choices[0].logprobs.content
         assert content and "".join(token.token for token in content) == "red"
         assert all(token.logprob == -1.0 for token in content)
-        assert len(one.tree.sequences()) == 2
+        assert len(scripted.tree.sequences()) == 2
 
 
 async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, "red\nObservation: made up", "blue") as one:
-        answer = await one.client.chat.completions.create(
+    with open_episode(endpoint, chat, "red\nObservation: made up", "blue") as scripted:
+        answer = await scripted.client.chat.completions.create(
             model="m", messages=HELLO, stop=["\nObservation:", "END"]
         )
         said = answer.choices[0].message
         assert (said.content, answer.choices[0].finish_reason) == ("red", "stop")
-        await one.client.chat.completions.create(
+        await scripted.client.chat.completions.create(
             model="m",
             messages=[
                 *HELLO,
@@ -181,7 +181,7 @@ async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
                 {"role": "user", "content": "?"},
             ],
         )
-    [sequence] = one.tree.sequences()
+    [sequence] = scripted.tree.sequences()
     first = sequence.turns[0]
     trained = chat.decode(sequence.token_ids[first.start : first.end].tolist())
     assert trained.startswith("red\nObservation") and "made" not in trained
@@ -191,13 +191,13 @@ async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
 async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, CALL + CALL, CALL + CALL) as one:
-        create = one.client.chat.completions.create
+    with open_episode(endpoint, chat, CALL + CALL, CALL + CALL) as scripted:
+        create = scripted.client.chat.completions.create
         alone = await create(model="m", messages=HELLO, tools=[TOOL], parallel_tool_calls=False)
         two = await create(model="m", messages=HELLO, tools=[TOOL])
     assert len(alone.choices[0].message.tool_calls or []) == 1
     assert len(two.choices[0].message.tool_calls or []) == 2
-    short, long = one.tree.sequences()
+    short, long = scripted.tree.sequences()
     assert short.turns[0].end < long.turns[0].end
 
 
@@ -205,17 +205,17 @@ async def test_words_that_are_no_call_are_told_as_they_are(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     broken = "<tool_call>{name: look}</tool_call>"
-    with told(endpoint, chat, broken, CALL, "<think>hm</think>red") as one:
-        create = one.client.chat.completions.create
+    with open_episode(endpoint, chat, broken, CALL, "<think>hm</think>red") as scripted:
+        create = scripted.client.chat.completions.create
         assert (await create(model="m", messages=HELLO, tools=[TOOL])).choices[
             0
         ].message.content == broken
         # Where nothing may be called, nothing is read as a call.
         for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-            one.policy._script = iter([CALL])
+            scripted.policy.script = iter([CALL])
             answer = await create(model="m", messages=HELLO, **fields)
             assert answer.choices[0].message.content == CALL
-        one.policy._script = iter(["<think>hm</think>red"])
+        scripted.policy.script = iter(["<think>hm</think>red"])
         message = (await create(model="m", messages=HELLO)).choices[0].message
         assert message.content == "red"
         assert message.model_extra == {"reasoning_content": "hm"}
@@ -252,8 +252,8 @@ async def test_words_that_are_no_call_are_told_as_they_are(
 async def test_what_is_not_honoured_is_refused_by_name(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with told(endpoint, chat) as one, pytest.raises(openai.BadRequestError) as refused:
-        await one.client.chat.completions.create(
+    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.BadRequestError) as refused:
+        await scripted.client.chat.completions.create(
             **{"model": "m", "messages": HELLO, "extra_body": fields}
         )
     assert refused.value.param == param
@@ -278,8 +278,8 @@ async def test_what_is_not_honoured_is_refused_by_name(
 async def test_responses_refuse_by_name_as_well(
     endpoint: AgentEndpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
-        await one.client.responses.create(model="m", input="a", extra_body=fields)
+    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.APIStatusError) as refused:
+        await scripted.client.responses.create(model="m", input="a", extra_body=fields)
     assert refused.value.body["param"] == param  # type: ignore[index, call-overload]
 
 
@@ -288,15 +288,15 @@ async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
 ) -> None:
     deep = {"name": "look", "arguments": "[" * 100_000}
     called = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep}]}
-    with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
-        await one.client.chat.completions.create(model="m", messages=[*HELLO, called])
+    with open_episode(endpoint, chat) as scripted, pytest.raises(openai.APIStatusError) as refused:
+        await scripted.client.chat.completions.create(model="m", messages=[*HELLO, called])
     assert refused.value.code == "context_length_exceeded", "and not the policy's failure"
-    one.episode.raise_failure()
+    scripted.episode.raise_failure()
 
 
 async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: ChatTokenizer) -> None:
-    with told(endpoint, chat, "red", "red") as one:
-        await one.client.chat.completions.create(
+    with open_episode(endpoint, chat, "red", "red") as scripted:
+        await scripted.client.chat.completions.create(
             model="m",
             messages=[
                 {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
@@ -312,7 +312,7 @@ async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: Chat
             tool_choice="auto",
             extra_body={"top_k": 5, "repetition_penalty": 1.1, "logit_bias": None},
         )
-        await one.client.responses.create(
+        await scripted.client.responses.create(
             model="m",
             input="a",
             reasoning={"effort": "low", "summary": "auto"},
@@ -326,17 +326,22 @@ async def test_what_changes_nothing_is_taken(endpoint: AgentEndpoint, chat: Chat
 async def test_a_key_opens_its_own_episode_until_that_is_over(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, "red") as one, told(endpoint, chat, "blue") as other:
-        said = [
+    with (
+        open_episode(endpoint, chat, "red") as scripted,
+        open_episode(endpoint, chat, "blue") as other,
+    ):
+        texts = [
             (await each.client.chat.completions.create(model="m", messages=HELLO))
             .choices[0]
             .message.content
-            for each in (other, one)
+            for each in (other, scripted)
         ]
-        assert said == ["blue", "red"]
-        client = one.client
+        assert texts == ["blue", "red"]
+        client = scripted.client
         assert [model.id async for model in client.models.list()] == ["ludus"]
-        wrong = AsyncOpenAI(base_url=one.episode.access.base_url, api_key="sk-guess", max_retries=0)
+        wrong = AsyncOpenAI(
+            base_url=scripted.episode.access.base_url, api_key="sk-guess", max_retries=0
+        )
         with pytest.raises(openai.AuthenticationError):
             await wrong.models.list()
     with pytest.raises(openai.AuthenticationError):
@@ -349,16 +354,16 @@ async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
     async def never(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    with told(endpoint, chat) as one:
-        one.tree._generate = never
+    with open_episode(endpoint, chat) as scripted:
+        scripted.policy.replacement = never
         asking = asyncio.ensure_future(
-            one.client.chat.completions.create(model="m", messages=HELLO)
+            scripted.client.chat.completions.create(model="m", messages=HELLO)
         )
-        while not one.episode.running:
+        while not scripted.episode.running:
             await asyncio.sleep(0.01)
     with pytest.raises(openai.AuthenticationError, match="episode"):
         await asking
-    assert one.tree.num_turns == 0
+    assert scripted.tree.num_turns == 0
 
 
 async def test_a_client_that_has_gone_away_leaves_no_turn(
@@ -373,12 +378,12 @@ async def test_a_client_that_has_gone_away_leaves_no_turn(
             given_up.set()
             raise
 
-    with told(endpoint, chat) as one:
-        one.tree._generate = slow
+    with open_episode(endpoint, chat) as scripted:
+        scripted.policy.replacement = slow
         with pytest.raises(openai.APITimeoutError):
-            await one.client.chat.completions.create(model="m", messages=HELLO, timeout=0.3)
+            await scripted.client.chat.completions.create(model="m", messages=HELLO, timeout=0.3)
         await asyncio.wait_for(given_up.wait(), 10)
-    assert one.tree.num_turns == 0
+    assert scripted.tree.num_turns == 0
 
 
 async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_does(
@@ -387,12 +392,12 @@ async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_do
     async def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    with told(endpoint, chat) as one:
-        one.tree._generate = broken
+    with open_episode(endpoint, chat) as scripted:
+        scripted.policy.replacement = broken
         with pytest.raises(openai.UnprocessableEntityError, match="out of memory"):
-            await one.client.chat.completions.create(model="m", messages=HELLO)
+            await scripted.client.chat.completions.create(model="m", messages=HELLO)
         with pytest.raises(RuntimeError, match="out of memory"):
-            one.episode.raise_failure()
+            scripted.episode.raise_failure()
 
 
 class Box:
@@ -407,9 +412,12 @@ class Box:
 async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, tools=Box()) as one, told(endpoint, chat) as without:
-        access = one.episode.access
-        assert without.episode.access.mcp_url is None
+    with (
+        open_episode(endpoint, chat, tools=Box()) as scripted,
+        open_episode(endpoint, chat) as without_tools,
+    ):
+        access = scripted.episode.access
+        assert without_tools.episode.access.mcp_url is None
         headers = {"authorization": f"Bearer {access.api_key}"}
         async with httpx.AsyncClient(headers=headers) as http:
 
@@ -429,7 +437,7 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
             listed = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}
             refused = (await http.post(str(access.mcp_url), json=listed)).json()
             assert refused["error"]["message"] == "expected params by name, got [1]"
-        key = {"authorization": f"Bearer {without.episode.access.api_key}"}
+        key = {"authorization": f"Bearer {without_tools.episode.access.api_key}"}
         async with httpx.AsyncClient(headers=key) as http:
             asked = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
             assert (await http.post(str(access.mcp_url), json=asked)).status_code == 404
@@ -438,8 +446,8 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
 async def test_the_published_mcp_client_lists_tools_and_calls_them(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, tools=Box()) as one:
-        access = one.episode.access
+    with open_episode(endpoint, chat, tools=Box()) as scripted:
+        access = scripted.episode.access
         headers = {"authorization": f"Bearer {access.api_key}"}
         async with (
             httpx2.AsyncClient(headers=headers) as http,
@@ -458,18 +466,18 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
 ) -> None:
     ids = []
     for question in ("Where is the key?", "Where is the key?", "Where is the hat?"):
-        with told(endpoint, chat, CALL + CALL) as one:
+        with open_episode(endpoint, chat, CALL + CALL) as scripted:
             asked: dict[str, Any] = {
                 "model": "any",
                 "messages": [{"role": "user", "content": question}],
                 "tools": [TOOL],
             }
             if is_stream:
-                stream = await one.client.chat.completions.create(**asked, stream=True)
+                stream = await scripted.client.chat.completions.create(**asked, stream=True)
                 deltas = [chunk.choices[0].delta async for chunk in stream]
                 calls = [call for delta in deltas for call in delta.tool_calls or [] if call.id]
             else:
-                whole = await one.client.chat.completions.create(**asked)
+                whole = await scripted.client.chat.completions.create(**asked)
                 calls = whole.choices[0].message.tool_calls or []
             ids.append([call.id for call in calls])
     assert ids[0] == ids[1]
@@ -479,11 +487,11 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
 async def test_both_forms_call_the_same_call_by_the_same_id(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    with told(endpoint, chat, CALL, CALL) as one:
-        over_chat = await one.client.chat.completions.create(
+    with open_episode(endpoint, chat, CALL, CALL) as scripted:
+        over_chat = await scripted.client.chat.completions.create(
             model="any", messages=HELLO, tools=[TOOL]
         )
-        response = await one.client.responses.create(
+        response = await scripted.client.responses.create(
             model="any",
             input=HELLO,
             tools=[FUNCTION],  # type: ignore[list-item]

@@ -158,8 +158,8 @@ def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
     [
         (functions.raises, "KeyError"),
         (functions.exits, "SystemExit: 3"),
-        (functions.never_asks, "sent no request to the policy"),
-        (functions.says_garbage, "expected JSON"),
+        (functions.sends_no_request, "sent no request to the policy"),
+        (functions.returns_plain_text, "expected JSON"),
         (functions.hangs, "timeout_s = 0.5"),
     ],
 )
@@ -175,7 +175,7 @@ async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
 async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await one_with(client, chat, functions.never_stops_asking)
+    rollout = await one_with(client, chat, functions.exceeds_turn_limit)
     assert rollout.status is RolloutStatus.TRUNCATED
     assert (rollout.reward, len(rollout.turns)) == (0.0, LIMITS.max_turns)
     assert not rollout.agent_died
@@ -184,7 +184,7 @@ async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
 async def test_requests_side_by_side_are_branches_that_are_counted(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    rollout = await one_with(client, chat, functions.asks_aside)
+    rollout = await one_with(client, chat, functions.sends_parallel_requests)
     assert rollout.status is RolloutStatus.TERMINATED
     assert (len(rollout.sequences), rollout.num_branches) == (3, 2)
 
@@ -200,7 +200,7 @@ async def test_requests_side_by_side_are_branches_that_are_counted(
 async def test_words_may_be_the_answer_or_what_the_policy_said_last_or_nothing(
     client: AsyncEnvClient, chat: ChatTokenizer, answer: str, status: RolloutStatus
 ) -> None:
-    rollout = await one_with(client, chat, functions.says_garbage, answer=answer)
+    rollout = await one_with(client, chat, functions.returns_plain_text, answer=answer)
     assert rollout.status is status
     assert (rollout.reward == 0) == (answer == "none")
 

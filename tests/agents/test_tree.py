@@ -20,7 +20,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyResponse,
 )
 from tests.agents.random_policy import TOOL, RandomPolicy, tiny_chat
-from tests.agents.wild_agent import WildAgent, check_exact, sent_back
+from tests.agents.wild_agent import WildAgent, check_exact, repeat_response
 
 LIMITS = RolloutConfig(max_completion_tokens=60, max_tokens=3000, max_turns=64)
 NUM_EPISODES = 1000
@@ -31,7 +31,7 @@ def chat() -> ChatTokenizer:
     return tiny_chat()
 
 
-def tree_of(
+def make_tree(
     chat: ChatTokenizer, seed: int = 0, limits: RolloutConfig = LIMITS
 ) -> tuple[ConversationTree, RandomPolicy]:
     policy = RandomPolicy(chat, seed)
@@ -51,7 +51,7 @@ async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
 ) -> None:
     num_sequences = num_continued = 0
     for seed in range(NUM_EPISODES):
-        tree, policy = tree_of(chat, seed)
+        tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
         sequences = tree.sequences()
         check_exact(sequences, policy.sampled)
@@ -66,19 +66,19 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
     chat: ChatTokenizer,
 ) -> None:
     for seed in range(20):
-        tree, policy = tree_of(chat, seed)
+        tree, policy = make_tree(chat, seed)
         history = [user("Where?")]
         for _ in range(4):
             said = await ask(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
-            history += [sent_back(said), agent._reply(said)]
+            history += [repeat_response(said), agent.draw_reply(said)]
         [sequence] = tree.sequences()
         assert len(sequence.turns) == 4
         assert [len(one.prompt_ids) for one in policy.sampled] == [t.start for t in sequence.turns]
 
 
 async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
-    tree, _ = tree_of(chat, 5)
+    tree, _ = make_tree(chat, 5)
     first = await ask(tree, user("a"))
     history = (user("a"), first.as_message, user("b"))
     await ask(tree, *history)
@@ -95,7 +95,7 @@ async def test_the_same_prompt_samples_the_same_in_any_order_and_anew_when_asked
 ) -> None:
     seeds: list[dict[int, int]] = []
     for order in (("a", "b"), ("b", "a")):
-        tree, policy = tree_of(chat, 3)
+        tree, policy = make_tree(chat, 3)
         for text in (*order, "a"):
             await ask(tree, user(text))
         seeds.append({hash(one.prompt_ids): one.seed for one in policy.sampled[:2]})
@@ -108,7 +108,7 @@ async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
 ) -> None:
     seeds = []
     for key in (1, 2):
-        tree, policy = tree_of(chat, key)
+        tree, policy = make_tree(chat, key)
         for seed in (7, 7, 8):
             await ask(tree, user("a"), seed=seed)
         seeds.append([one.seed for one in policy.sampled])
@@ -119,14 +119,14 @@ async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
 async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own() -> None:
     chat = tiny_chat(keep_thinking=False)
     for seed in range(50):
-        tree, policy = tree_of(chat, seed)
+        tree, policy = make_tree(chat, seed)
         await WildAgent(tree, seed).play()
         check_exact(tree.sequences(), policy.sampled)
 
 
 async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:
     limits = LIMITS.model_copy(update={"max_turns": 2, "max_tokens": 150})
-    tree, _ = tree_of(chat, 1, limits)
+    tree, _ = make_tree(chat, 1, limits)
     with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as long:
         await ask(tree, user("a b c d e " * 40))
     assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
@@ -140,17 +140,14 @@ async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: Chat
 
 
 async def test_an_answer_that_nobody_waits_for_any_more_leaves_nothing(chat: ChatTokenizer) -> None:
-    tree, _ = tree_of(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
+    tree, policy = make_tree(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
 
-    async def never(*_: Any) -> Any:
-        await asyncio.Event().wait()
-
-    policy, tree._generate = tree._generate, never
+    policy.is_blocked = True
     asking = asyncio.ensure_future(ask(tree, user("a")))
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
-    tree._generate = policy
+    policy.is_blocked = False
     await ask(tree, user("a"))
     assert tree.num_turns == 1
 
@@ -160,7 +157,7 @@ async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_adva
 ) -> None:
     rollouts = []
     for seed, reward in enumerate((1.0, 0.0)):
-        tree, _ = tree_of(chat, seed)
+        tree, _ = make_tree(chat, seed)
         first = await ask(tree, user("a"))
         await ask(tree, user("a"), first.as_message, user("b"))
         await ask(tree, user("c"))

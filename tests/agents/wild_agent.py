@@ -1,4 +1,4 @@
-"""An agent that does with its history what agents do, and what must hold whatever it does."""
+"""An agent that changes its history at random, and the check of the tokens that it trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.agents.random_policy import TOOL, WORDS, Sampled
 
 
 class WildAgent:
-    """Does with its history what agents do: goes on, asks again, side by side, edits, shortens."""
+    """Continues, retries, edits and shortens its history, and sends parallel requests."""
 
     def __init__(self, policy: Responder, seed: int) -> None:
         self._policy = policy
@@ -30,22 +30,24 @@ class WildAgent:
         self._histories: list[list[ChatMessage]] = [[ChatMessage("user", "Where is the key?")]]
 
     async def play(self) -> None:
-        """A few rounds of one to three requests at once."""
+        """Send a few rounds of one to three parallel requests."""
         for _ in range(self._draw.randrange(1, 5)):
-            await asyncio.gather(*(self._ask() for _ in range(self._draw.choice((1, 1, 2, 3)))))
+            await asyncio.gather(
+                *(self._send_request() for _ in range(self._draw.choice((1, 1, 2, 3))))
+            )
 
-    async def _ask(self) -> None:
+    async def _send_request(self) -> None:
         draw = self._draw
         history = list(draw.choice(self._histories))
         match draw.randrange(8):
             case 0:  # compaction
                 history = [ChatMessage("system", "Summary: " + draw.choice(WORDS)), *history[-2:]]
             case 1 if len(history) > 2:  # an edit
-                place = draw.randrange(len(history))
-                history[place] = replace(history[place], content=draw.choice(WORDS))
+                index = draw.randrange(len(history))
+                history[index] = replace(history[index], content=draw.choice(WORDS))
             case 2 if len(history) > 2:  # a window
                 history = history[2:]
-        asked = PolicyRequest(
+        request = PolicyRequest(
             tuple(history),
             tools=draw.choice(((), (TOOL,), (TOOL,))),
             num=draw.choice((1, 1, 1, 2)),
@@ -53,39 +55,43 @@ class WildAgent:
             max_tokens=draw.choice((None, 5)),
             max_one_call=draw.random() < 0.3,
         )
-        for said in await self._policy.respond(asked):
-            self._histories.append([*history, sent_back(said), self._reply(said)])
+        for response in await self._policy.respond(request):
+            reply = self.draw_reply(response)
+            self._histories.append([*history, repeat_response(response), reply])
 
-    def _reply(self, said: PolicyResponse) -> ChatMessage:
+    def draw_reply(self, response: PolicyResponse) -> ChatMessage:
+        """Return a random reply: a tool result after a call, a user message otherwise."""
         text = self._draw.choice(WORDS)
-        return ChatMessage("tool", text) if said.calls else ChatMessage("user", text)
+        return ChatMessage("tool", text) if response.calls else ChatMessage("user", text)
 
 
-def sent_back(said: PolicyResponse) -> ChatMessage:
-    """An answer as clients send it back: words stripped, JSON written anew, thoughts left out."""
-    calls = tuple(FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in said.calls)
-    return ChatMessage("assistant", said.content.strip(), calls)
+def repeat_response(response: PolicyResponse) -> ChatMessage:
+    """Return a response as clients repeat it: stripped, with other JSON, without reasoning."""
+    calls = tuple(
+        FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in response.calls
+    )
+    return ChatMessage("assistant", response.content.strip(), calls)
 
 
 def check_exact(sequences: tuple[TokenSequence, ...], sampled: Sequence[Sampled]) -> None:
-    """Every answer is trained once, after its own prompt; what was cut off is a prefix of it."""
-    left = Counter(sampled)
+    """Check that every completion, or its start if it was cut, is trained once after its prompt."""
+    remaining = Counter(sampled)
     turns = [(sequence, turn) for sequence in sequences for turn in sequence.turns]
-    # The longest first: a short one may be the beginning of several, which a long one is not.
-    for sequence, turn in sorted(turns, key=lambda one: one[1].start - one[1].end):
+    # Long turns are matched first, because a short turn can be the start of several completions.
+    for sequence, turn in sorted(turns, key=lambda pair: pair[1].start - pair[1].end):
         prompt = tuple(sequence.token_ids[: turn.start].tolist())
-        said = tuple(sequence.token_ids[turn.start : turn.end].tolist())
+        token_ids = tuple(sequence.token_ids[turn.start : turn.end].tolist())
         logprobs = sequence.logprobs[turn.start : turn.end]
         match = [
-            one
-            for one in left
-            if one.prompt_ids == prompt
-            and one.token_ids[: len(said)] == said
-            and np.allclose(one.logprobs[: len(said)], logprobs)
+            completion
+            for completion in remaining
+            if completion.prompt_ids == prompt
+            and completion.token_ids[: len(token_ids)] == token_ids
+            and np.allclose(completion.logprobs[: len(token_ids)], logprobs)
         ]
-        assert match, "an answer is trained that was not sampled so"
-        left[match[0]] -= 1
-        left += Counter()
-    assert not left, "an answer was sampled and is not trained"
+        assert match, "a turn is trained on that was not sampled after this prompt"
+        remaining[match[0]] -= 1
+        remaining += Counter()
+    assert not remaining, "a completion was sampled and is not trained on"
     for sequence in sequences:
         assert not sequence.logprobs[~sequence.loss_mask].any()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LanguageModelRun, RolloutConfig
+from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.renderer import ServerRenderer
@@ -31,7 +32,10 @@ class ScriptedPolicy:
         self, chat: ChatTokenizer, script: Iterator[str], on_call: Callable[[], None] | None = None
     ) -> None:
         self._chat = chat
-        self._script = script
+        self.script = script
+        """Texts of the next completions."""
+        self.replacement: GenerateFn | None = None
+        """Function that is called instead of using the script."""
         self._on_call = on_call
         self.prompts: list[list[int]] = []
         self.seeds: list[int] = []
@@ -46,7 +50,9 @@ class ScriptedPolicy:
         self.seeds.append(seed)
         if self._on_call is not None:
             self._on_call()
-        text = next(self._script)
+        if self.replacement is not None:
+            return await self.replacement(prompt_ids, sampling, seed)
+        text = next(self.script)
         token_ids = self._chat.encode_completion(text.removesuffix("..."))
         stopped = not text.endswith("...")
         token_ids = token_ids if stopped else token_ids[:-1]
