@@ -164,18 +164,27 @@ async def _play_warm_start(
         for conversation in episode.conversations
     ]
     if failures:
-        message = (
-            f"{len(failures)} of {sum(shares)} episodes of the warm start failed; the most common "
-            f"reason: {most_common_reason(count_failures(failures))}"
-        )
-        if not conversations:
-            raise EpisodesFailedError(message)
-        _log.warning("%s", message)
+        _report_failures(failures, sum(shares), are_all=not conversations)
     for (name, environment), environment_episodes in zip(
         environments.items(), episodes, strict=True
     ):
         _log_episodes(name, environment_episodes, _max_turns(run, environment))
     return conversations
+
+
+def _report_failures(failures: Sequence[str], num_episodes: int, *, are_all: bool) -> None:
+    """Log the most common failure of the warm start.
+
+    Raises:
+        EpisodesFailedError: all episodes failed.
+    """
+    message = (
+        f"{len(failures)} of {num_episodes} episodes of the warm start failed; the most common "
+        f"reason: {most_common_reason(count_failures(failures))}"
+    )
+    if are_all:
+        raise EpisodesFailedError(message)
+    _log.warning("%s", message)
 
 
 def _log_episodes(name: str, episodes: Sequence[_WarmStartEpisode], max_turns: int) -> None:
