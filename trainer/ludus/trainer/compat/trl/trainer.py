@@ -85,8 +85,7 @@ class GRPOTrainer:
             processing_class: the model's tokenizer; the default is the one in its folder.
             peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
             tools: functions that completions may call.
-            rollout_func: function that plays the episodes, with one of TRL's three signatures
-                (docs/from-trl.md).
+            rollout_func: function that plays the episodes (docs/from-trl.md).
             environment_factory: function that returns an instance for each episode, whose methods
                 completions call; or several by name, one of which each row's `environment` names.
             overrides: settings of the run in the form "section.field=value".
