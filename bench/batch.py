@@ -31,7 +31,7 @@ from machine import setting
 
 from ludus.proto.config import LanguageModelRun
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.core.types import (
     Batch,
     Rollout,
@@ -122,7 +122,7 @@ async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
         }
     )
     buffer, learner = (
-        RemoteBuffer(run, on_one_machine(run)),
+        RemoteBuffer(run, place_on_one_machine(run)),
         ray.remote(num_cpus=0)(Learner).remote(),
     )
 

@@ -46,7 +46,7 @@ NUM_WARM_STEPS = 5
 GENERATOR_CORE, LEARNER_CORE = 0, 1
 ON_GENERATOR_CORE = ("ray::RolloutWorkerActor", "-m ludus.env ")
 ON_LEARNER_CORE = ("ray::LearnerActor", "ray::BufferActor", "-m ludus.trainer train")
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 TIMEOUT_S = 600
 
 SIMULATED_STALENESS = 4
@@ -190,7 +190,7 @@ def _run(folder: Path, max_staleness: int) -> _Means:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{name} expected to end within {TIMEOUT_S} s")
             seen.append(_look(folder / name))
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
     finally:
         running.terminate()
         running.wait()

@@ -23,7 +23,7 @@ LOSS_AT, LOSING = 24, 0
 
 def load_wrongly_once(worker: Any) -> None:
     """Let the engine of a worker change the weights that it loads next."""
-    engine = worker._generator._engine
+    engine = worker.parts.engine.engine
     load = engine.load_weights
 
     def load_wrongly(state: dict[str, Any]) -> None:
@@ -39,13 +39,13 @@ def fail_for_good(worker: Any) -> None:
     def step() -> None:
         raise MemoryError("no more memory")
 
-    worker._generator._engine.step = step
+    worker.parts.engine.engine.step = step
 
 
 async def put_into(workers: RolloutWorkers, number: int, change: Callable[[Any], None]) -> None:
     """Change the process of the worker of this number."""
-    [process] = [one for one in workers._roster.ready if one.number == number]
-    await process.actor.__ray_call__.remote(change)
+    [worker] = [worker for worker in workers.ready_workers if worker.number == number]
+    await worker.actor.__ray_call__.remote(change)
 
 
 async def train(config: Path, overrides: list[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ludus.proto.config import LanguageModelRun, load_run_config
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import start_ray
-from ludus.trainer.actors.placement import Placement, on_one_machine
+from ludus.trainer.actors.placement import Placement, place_on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
@@ -68,7 +68,7 @@ class Fleet:
     @property
     def placement(self) -> Placement:
         """Where the actors go."""
-        return on_one_machine(self.run)
+        return place_on_one_machine(self.run)
 
     def buffer(self) -> RemoteBuffer:
         """A buffer of its own."""

@@ -78,7 +78,7 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     [held] = await workers.load_weights(published, timeout_s=WITHIN_S)
     assert held.version == 3
     num_restarts, num_joined = workers.num_restarts, workers.num_joined
-    slot, before = await workers.slot(), await counts_of(workers)
+    slot, before = await workers.acquire_slot(), await counts_of(workers)
     groups = around.groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
     [pid] = running(ROLLOUT_WORKER)
@@ -104,7 +104,7 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     num_restarts, before = workers.num_restarts, await counts_of(workers)
     workers.resize(2)
     await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
-    slots = [await workers.slot() for _ in range(2)]
+    slots = [await workers.acquire_slot() for _ in range(2)]
     groups = [around.groups(*range(16)), around.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
     playing = [
@@ -124,17 +124,17 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
 async def test_slots_are_as_many_as_ready_workers_have(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
-    slots = [await workers.slot()]
+    slots = [await workers.acquire_slot()]
     while sum(slot.size for slot in slots) < around.run.rollout.num_groups_in_flight:
-        slots.append(await workers.slot())
-    waiting = asyncio.create_task(workers.slot())
+        slots.append(await workers.acquire_slot())
+    waiting = asyncio.create_task(workers.acquire_slot())
     await turns_of_the_loop()
     assert not waiting.done()
-    workers.free(slots[0])
+    workers.release_slot(slots[0])
     slots[0] = await waiting
     assert slots[0].worker is slots[1].worker
     for slot in slots:
-        workers.free(slot)
+        workers.release_slot(slot)
 
 
 async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
@@ -155,14 +155,14 @@ async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played
     around: Fleet, workers: RolloutWorkers
 ) -> None:
     await workers.load_weights(around.publish(5), timeout_s=WITHIN_S)
-    num_restarts, slot = workers.num_restarts, await workers.slot()
+    num_restarts, slot = workers.num_restarts, await workers.acquire_slot()
     await slot.worker.actor.__ray_call__.remote(failing_engine)
     await workers.buffer.begin(range(500, 516), 5)
     refused = await workers.play(slot, around.groups(*range(500, 516)))
     assert sorted(one.index for one in refused) == list(range(500, 516))
     await eventually(lambda: workers.num_restarts == num_restarts + 1, within_s=WITHIN_S)
     await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
-    slot = await workers.slot()
+    slot = await workers.acquire_slot()
     refused = await workers.play(slot, around.groups(*range(500, 516)))
     assert len(refused) < 16, "the other plays"
 
@@ -182,7 +182,7 @@ def failing_engine(worker: Any) -> None:
     def step() -> None:
         raise MemoryError("no more memory")
 
-    worker._generator._engine.step = step
+    worker.parts.engine.engine.step = step
 
 
 async def test_a_worker_whose_model_is_not_there_ends_the_start_with_its_reason(
@@ -205,7 +205,7 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
     await learners.save(tmp_path / "learner", tmp_path / "model")
     before = running(LEARNER_RANK)
     assert len(before) == 2
-    waited_s = [await rank.__ray_call__.remote(waiting_only(2.0)) for rank in learners._ranks]
+    waited_s = [await rank.__ray_call__.remote(waiting_only(2.0)) for rank in learners.ranks]
     assert waited_s == [around.run.learner.collective_timeout_s] * 2
     os.kill(before[1], how)
     async with asyncio.timeout(WITHIN_S):

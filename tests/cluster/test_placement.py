@@ -1,13 +1,9 @@
-"""What a run asks for, and whether nodes have room for it: pure, no Ray is started."""
+"""The resources of a run, and whether nodes have room for them, without starting Ray."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,17 +13,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors import cluster
-from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import (
-    Demand,
+    ActorRequest,
     Placement,
-    Request,
     Resources,
-    adapt_to_release,
-    on_one_machine,
+    RunDemand,
+    place_in_cluster,
+    place_on_one_machine,
 )
-from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
-from ludus.trainer.actors.workers import RolloutWorkers
+from tests.controller.fake_workers import FakeFleet
 
 DRIVER_NODE = "ab" * 28
 
@@ -43,57 +37,60 @@ def demand(
     worker: Resources,
     *,
     on_one_node: bool = False,
-) -> Demand:
-    return Demand(
-        Request("learner rank", num_ranks, rank, on_one_node),
-        Request("rollout worker", num_workers, worker),
+) -> RunDemand:
+    return RunDemand(
+        ActorRequest("learner rank", num_ranks, rank, on_one_node),
+        ActorRequest("rollout worker", num_workers, worker),
     )
 
 
-def test_on_one_machine_nothing_but_gpus_is_asked_for() -> None:
-    placement = on_one_machine(config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4}))
-    assert placement.beside_driver() == {"num_cpus": 0}
-    assert placement.of_rank(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
-    assert placement.of_worker() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
+def test_on_one_machine_only_gpus_are_requested() -> None:
+    placement = place_on_one_machine(config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4}))
+    assert placement.driver_node_options() == {"num_cpus": 0}
+    assert placement.rank_options(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+    assert placement.worker_options() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
 
 
-def test_in_a_cluster_each_actor_asks_for_what_it_computes_with() -> None:
+def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
     run = config(
         learner={"num_ranks": 2, "num_threads": 3, "num_gpus_per_rank": 1},
         rollout={"num_threads": 2},
     )
-    placement = adapt_to_release(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
-    assert placement.of_rank(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
-    assert placement.of_worker() == {
+    placement = place_in_cluster(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
+    assert placement.rank_options(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
+    assert placement.worker_options() == {
         "num_cpus": 2.0,
         "num_gpus": 0,
         "resources": {},
         "scheduling_strategy": "SPREAD",
     }
-    beside = placement.beside_driver()["scheduling_strategy"]
-    assert isinstance(beside, NodeAffinitySchedulingStrategy)
-    assert (beside.node_id, beside.soft) == (DRIVER_NODE, False)
+    strategy = placement.driver_node_options()["scheduling_strategy"]
+    assert isinstance(strategy, NodeAffinitySchedulingStrategy)
+    assert (strategy.node_id, strategy.soft) == (DRIVER_NODE, False)
 
 
-def test_the_resources_of_groups_of_nodes_are_asked_for_where_there_are_such_groups() -> None:
-    # A group that scales from nothing has no node yet.
+def test_resources_of_node_groups_are_requested_if_there_are_node_groups() -> None:
+    # A node group that scales from zero has no node yet.
     nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
-    asked = adapt_to_release(config(), nodes, DRIVER_NODE).demand
-    assert asked.ranks.each == {"CPU": 1.0, "learner": 1.0}
-    assert asked.workers.each == {"CPU": 1.0, "rollout": 1.0}
-    asked = adapt_to_release(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
-    assert asked.ranks.each == asked.workers.each == {"CPU": 1.0}
+    run_demand = place_in_cluster(config(), nodes, DRIVER_NODE).demand
+    assert run_demand.ranks.resources == {"CPU": 1.0, "learner": 1.0}
+    assert run_demand.workers.resources == {"CPU": 1.0, "rollout": 1.0}
+    run_demand = place_in_cluster(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
+    assert run_demand.ranks.resources == run_demand.workers.resources == {"CPU": 1.0}
 
 
-def test_a_run_needs_its_least_number_of_workers_and_an_evaluation_no_learner() -> None:
+def test_demand_has_min_workers_and_optionally_the_learner() -> None:
     run = config(rollout={"num_workers": 3, "min_workers": 2})
     for with_learner in (True, False):
-        asked = adapt_to_release(run, [], DRIVER_NODE, with_learner=with_learner).demand
-        assert (asked.ranks.num_actors, asked.workers.num_actors) == (int(with_learner), 2)
+        run_demand = place_in_cluster(run, [], DRIVER_NODE, with_learner=with_learner).demand
+        assert (run_demand.ranks.num_actors, run_demand.workers.num_actors) == (
+            int(with_learner),
+            2,
+        )
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "fits"),
+    ("run_demand", "nodes", "fits"),
     [
         (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 2}], True),
         (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 1}], False),
@@ -109,10 +106,10 @@ def test_a_run_needs_its_least_number_of_workers_and_an_evaluation_no_learner() 
         (demand(1, {}, 1, {}), [{"CPU": 1}], True),
     ],
 )
-def test_room_is_found_where_there_is_some(
-    asked: Demand, nodes: list[Resources], fits: bool
+def test_demand_fits_if_there_is_room(
+    run_demand: RunDemand, nodes: list[Resources], fits: bool
 ) -> None:
-    assert asked.fits(nodes) is fits
+    assert run_demand.fits(nodes) is fits
 
 
 CPUS = st.integers(min_value=1, max_value=3)
@@ -126,36 +123,37 @@ CPUS = st.integers(min_value=1, max_value=3)
     nodes=st.lists(st.integers(0, 5), max_size=3),
     on_one_node=st.booleans(),
 )
-def test_room_is_found_exactly_where_trying_every_way_finds_it(
+def test_demand_fits_exactly_if_some_assignment_does(
     num_ranks: int, num_workers: int, rank: int, worker: int, nodes: list[int], on_one_node: bool
 ) -> None:
-    def is_way(places: tuple[int, ...]) -> bool:
+    def is_valid(assignment: tuple[int, ...]) -> bool:
         free = list(nodes)
-        for actor, node in enumerate(places):
+        for actor, node in enumerate(assignment):
             free[node] -= rank if actor < num_ranks else worker
-        is_together = not on_one_node or len(set(places[:num_ranks])) <= 1
-        return is_together and all(left >= 0 for left in free)
+        is_together = not on_one_node or len(set(assignment[:num_ranks])) <= 1
+        return is_together and all(amount >= 0 for amount in free)
 
-    ways = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
-    asked = demand(num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, on_one_node=on_one_node)
-    there: list[Resources] = [{"CPU": float(n)} for n in nodes]
-    assert asked.fits(there) is any(is_way(way) for way in ways)
-    if asked.fits(there):
-        most = asked.most_workers(there)
-        assert replace(asked, workers=replace(asked.workers, num_actors=most)).fits(there)
-        one_more = replace(asked.workers, num_actors=most + 1)
-        assert not replace(asked, workers=one_more).fits(there)
-
-
-@contextmanager
-def ray_of_its_own() -> Iterator[bool]:
-    yield True
+    assignments = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
+    run_demand = demand(
+        num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, on_one_node=on_one_node
+    )
+    resources: list[Resources] = [{"CPU": float(n)} for n in nodes]
+    assert run_demand.fits(resources) is any(map(is_valid, assignments))
+    if run_demand.fits(resources):
+        max_workers = run_demand.max_workers(resources)
+        largest = replace(run_demand.workers, num_actors=max_workers)
+        assert replace(run_demand, workers=largest).fits(resources)
+        too_large = replace(run_demand.workers, num_actors=max_workers + 1)
+        assert not replace(run_demand, workers=too_large).fits(resources)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs, which a run has for itself."""
-    monkeypatch.setattr(cluster, "_joined_ray", ray_of_its_own)
+    """Simulate a machine with two GPUs and a private Ray."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "start_ray", lambda: None)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 2.0}}])
 
 
@@ -165,16 +163,16 @@ async def place(run: LanguageModelRun) -> Placement:
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_workers_that_no_machine_will_ever_hold_are_not_waited_for(
+async def test_workers_without_room_are_not_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rank = {"num_gpus_per_rank": 1}
     placement = await place(
         config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
     )
-    assert placement.most_workers == 1
-    told = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
-    assert told in capsys.readouterr().err
+    assert placement.max_workers == 1
+    message = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
+    assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"no room.*2 rollout workers with 1 GPU"):
         await place(
             config(
@@ -185,45 +183,29 @@ async def test_workers_that_no_machine_will_ever_hold_are_not_waited_for(
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_workers_without_gpus_are_as_many_as_are_asked_for(
+async def test_workers_without_gpus_always_have_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     placement = await place(config(rollout={"num_workers": 4}))
-    assert placement.most_workers >= 4
+    assert placement.max_workers >= 4
     assert capsys.readouterr().err == ""
 
 
-async def never() -> None:
-    await asyncio.Event().wait()
+async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"rollout": {"num_workers": 2}}
+    async with FakeFleet().running(monkeypatch, settings, max_workers=3) as workers:
+        for requested, target in ((2, 2), (9, 3)):
+            workers.resize(requested)
+            assert workers.target_size == target
 
 
-@dataclass(slots=True)
-class UnstartedWorkers(RolloutWorkers):
-    """Workers without Ray, of which none becomes ready."""
-
-    def _add(self) -> None:
-        self._supervisors[next(self._numbers)] = asyncio.create_task(never())
-
-
-async def test_no_more_workers_are_wanted_than_there_is_room_for() -> None:
-    run = config(rollout={"num_workers": 2})
-    spec = RolloutWorkerSpec(run, "model", {}, run.weights)
-    placement = replace(on_one_machine(run), most_workers=3)
-    workers = UnstartedWorkers(spec, cast(RemoteBuffer, None), placement)
-    for wanted, gets in ((2, 2), (9, 3)):
-        workers.resize(wanted)
-        assert workers.num_wanted == gets
-    for supervisor in workers._supervisors.values():
-        supervisor.cancel()
-
-
-def test_what_is_asked_and_what_is_there_are_said_in_words() -> None:
-    asked = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, on_one_node=True)
-    assert str(asked) == (
+def test_demand_and_nodes_are_described() -> None:
+    run_demand = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, on_one_node=True)
+    assert str(run_demand) == (
         "2 learner ranks with 1 CPU, 1 learner each on one node and 1 rollout worker with 2 CPU"
     )
     nodes: list[Resources] = [{"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0}, {}]
-    assert asked.offered_by(nodes) == (
+    assert run_demand.describe_nodes(nodes) == (
         "2 nodes with 2 CPU, 0 learner, 1 node with 0 CPU, 0 learner"
     )
-    assert asked.offered_by([]) == "no node"
+    assert run_demand.describe_nodes([]) == "no node"

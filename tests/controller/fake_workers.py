@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ import ray
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.actors import supervisor, worker_process
-from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors import supervisor, worker_handle
+from ludus.trainer.actors.placement import ANY_NUMBER, place_on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
@@ -52,7 +52,7 @@ class FakeActor:
 
     index: int
     """Number of processes started before."""
-    in_sign_of_life: Callable[[], Awaitable[None]] = next_iteration
+    in_ping: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in each ping; the first ping returns when the worker has room."""
     in_start: Callable[[], Awaitable[None]] = next_iteration
     """Awaited in the start."""
@@ -67,7 +67,7 @@ class FakeActor:
     num_abandoned: int = 0
     """Number of calls to abandon the current groups."""
     number: int = -1
-    """The worker's specification, after the start."""
+    """Number of the worker; -1 before the start."""
     is_alive: bool = True
     num_playing: int = 0
     """Groups being played."""
@@ -119,11 +119,11 @@ class FakeActor:
             raise EngineLostError("the engine has failed")
         return [EpisodeOutcome(seed, 1.0, 1) for seed in seeds]
 
-    async def _until_closed(self) -> None:
+    async def _wait_until_closed(self) -> None:
         await asyncio.shield(self.ended)
 
-    async def _sign_of_life(self) -> None:
-        await self.in_sign_of_life()
+    async def _ping(self) -> None:
+        await self.in_ping()
         # A process with a failed engine still responds.
         if self.ended.done() and isinstance(self.ended.exception(), ray.exceptions.RayError):
             await self.ended
@@ -166,21 +166,22 @@ class FakeFleet:
 
     @asynccontextmanager
     async def running(
-        self, patch: pytest.MonkeyPatch, settings: dict[str, Any]
+        self, patch: pytest.MonkeyPatch, settings: dict[str, Any], max_workers: int = ANY_NUMBER
     ) -> AsyncIterator[RolloutWorkers]:
         """Yield the workers of a run with these settings."""
-        patch.setattr(worker_process, "make_actor", self._make_actor)
-        patch.setattr(worker_process.WorkerProcess, "kill", lambda worker: worker.actor.end())
-        patch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
+        patch.setattr(worker_handle, "make_actor", self._make_actor)
+        patch.setattr(worker_handle.RolloutWorkerHandle, "kill", lambda worker: worker.actor.end())
+        patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
         run = LanguageModelRun.model_validate(
             {"environments": {"coins": {"max_sessions": 10**6}}} | settings
         )
         spec = RolloutWorkerSpec(run, "model", {"coins": "nowhere"}, run.weights)
-        started = await RolloutWorkers.start(spec, self.buffer, on_one_machine(run))
+        placement = replace(place_on_one_machine(run), max_workers=max_workers)
+        workers = await RolloutWorkers.start(spec, self.buffer, placement)
         try:
-            yield started
+            yield workers
         finally:
-            await started.close()
+            await workers.close()
 
     def _make_actor(self, *_: object) -> FakeActor:
         actor = FakeActor(len(self.actors))

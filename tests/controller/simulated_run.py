@@ -180,11 +180,11 @@ class SimulatedWorkers:
     def describe(self) -> str:
         return "1 of 1 rollout workers ready"
 
-    async def slot(self) -> Slot:
+    async def acquire_slot(self) -> Slot:
         await self._slots.acquire()
         return Slot(None, size=1)
 
-    def free(self, slot: Slot) -> None:
+    def release_slot(self, slot: Slot) -> None:
         self._slots.release()
 
     async def play(self, slot: Slot, specs: Sequence[GroupSpec]) -> list[Refusal]:

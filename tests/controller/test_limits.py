@@ -11,7 +11,7 @@ import ray
 from ludus.proto.config import LanguageModelRun, RayWeightStore
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.learner_group import LearnerGroup
-from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.core.tasks import wait_with_limit
 from ludus.trainer.core.types import Coefficients
 from ludus.trainer.driver.build import make_learner_spec
@@ -114,7 +114,7 @@ def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerG
         "training": {"learner_timeout_s": 0.25},
     }
     run = LanguageModelRun.model_validate(settings)
-    return LearnerGroup(run, on_one_machine(run)), ended
+    return LearnerGroup(run, place_on_one_machine(run)), ended
 
 
 async def start(group: LearnerGroup) -> None:
@@ -125,9 +125,9 @@ async def start(group: LearnerGroup) -> None:
 @pytest.mark.parametrize(
     ("hangs_in", "description"),
     [
-        ("answer", "the learner's ranks to start"),
-        ("rendezvous", "where the ranks meet"),
-        ("start", "to meet and load the model"),
+        ("reply", "the learner's ranks to start"),
+        ("rendezvous", "to return its address"),
+        ("start", "to connect and load the model"),
     ],
 )
 async def test_learner_that_does_not_start_is_lost(

@@ -90,7 +90,7 @@ async def test_late_fetch_does_not_load_older_weights(
 async def test_engine_failure_is_reported_to_the_waiter() -> None:
     engine = FakeEngine()
     worker, async_engine = make_worker(engine)
-    ended = asyncio.create_task(worker.until_closed())
+    ended = asyncio.create_task(worker.wait_until_closed())
     engine.failure = MemoryError("no more memory")
     with pytest.raises(EngineLostError):
         await async_engine([1], Sampling(1.0, 4), 0)
@@ -100,7 +100,7 @@ async def test_engine_failure_is_reported_to_the_waiter() -> None:
 
 async def test_close_is_reported_to_the_waiter() -> None:
     worker, _ = make_worker(FakeEngine())
-    ended = asyncio.create_task(worker.until_closed())
+    ended = asyncio.create_task(worker.wait_until_closed())
     await turns_of_the_loop()
     await worker.close()
     await ended

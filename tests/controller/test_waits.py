@@ -18,7 +18,7 @@ from ludus.proto.errors import (
     WorkerStartError,
 )
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.controller import Controller
 from tests.controller.fake_workers import FakeActor, FakeFleet, Method, publish_weights
@@ -69,7 +69,7 @@ async def test_run_stops_if_workers_find_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        actor._sign_of_life = for_ever
+        actor._ping = for_ever
 
     settings = TWO | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"0 of 2 .*; worker 0 waits for room; worker 1"):
@@ -83,7 +83,7 @@ async def test_state_of_each_worker_is_described(monkeypatch: pytest.MonkeyPatch
             actor.in_start = for_ever
 
     async with FakeFleet(behave).running(monkeypatch, TWO) as workers:
-        slot = await workers.slot()
+        slot = await workers.acquire_slot()
         await eventually(lambda: "builds" in workers.describe())
         assert workers.describe() == (
             "1 of 2 rollout workers ready; worker 1 loads the model and builds its engine; "
@@ -147,7 +147,7 @@ class FrozenCall(Method):
 async def test_unresponsive_buffer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "remote", FrozenBuffer)
     run = LanguageModelRun.model_validate(NO_PATIENCE)
-    buffer = RemoteBuffer(run, on_one_machine(run))
+    buffer = RemoteBuffer(run, place_on_one_machine(run))
     await buffer.begin([1], 0)
     with pytest.raises(
         BufferLostError, match=r"'take' longer than training\.idle_timeout_s = 0\.1"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, WorkerStartError
-from ludus.trainer.actors import worker_process
+from ludus.trainer.actors import worker_handle
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, make_groups, publish_weights
@@ -39,7 +39,7 @@ async def test_worker_plays_the_configured_number_of_groups(
 
         async def begin_all() -> None:
             for number in range(10**6):
-                slot = await workers.slot()
+                slot = await workers.acquire_slot()
                 # Sometimes there are fewer groups than the slot has room for.
                 size = 1 if number % 3 == 0 else slot.size
                 playing.append(asyncio.create_task(workers.play(slot, make_groups(*range(size)))))
@@ -59,12 +59,12 @@ async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeFleet().running(
         monkeypatch, {"rollout": {"num_groups_in_flight": 40}}
     ) as workers:
-        slots = [await workers.slot() for _ in range(14)]
+        slots = [await workers.acquire_slot() for _ in range(14)]
         assert sum(slot.size for slot in slots) == 40
-        waiting = asyncio.create_task(workers.slot())
+        waiting = asyncio.create_task(workers.acquire_slot())
         await turns_of_the_loop()
         assert not waiting.done()
-        workers.free(slots[0])
+        workers.release_slot(slots[0])
         assert (await waiting).size == slots[0].size
 
 
@@ -78,7 +78,7 @@ async def test_run_that_stops_while_a_worker_waits_leaves_no_unhandled_error(
         async def wait_until_killed() -> None:
             await asyncio.shield(actor.ended)
 
-        actor.in_sign_of_life = wait_until_killed
+        actor.in_ping = wait_until_killed
 
     fleet = FakeFleet(behave)
     starting = asyncio.create_task(fleet.running(monkeypatch, TWO).__aenter__())
@@ -109,7 +109,7 @@ async def ready(workers: RolloutWorkers, number: int) -> None:
 async def play_on(workers: RolloutWorkers) -> None:
     """Take slots until the run stops."""
     while True:
-        workers.free(await workers.slot())
+        workers.release_slot(await workers.acquire_slot())
         await asyncio.sleep(0)
 
 
@@ -126,7 +126,7 @@ async def test_worker_with_a_failed_engine_is_replaced(
     async with fleet.running(monkeypatch, TWO) as workers:
         await ready(workers, 2)
         await workers.load_weights(publish_weights(1), 60)
-        slots = [await workers.slot() for _ in range(2)]
+        slots = [await workers.acquire_slot() for _ in range(2)]
         fleet.actors[0].in_play = fails
         played = [
             await workers.play(slot, make_groups(number)) for number, slot in enumerate(slots)
@@ -154,7 +154,7 @@ async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
 async def test_worker_with_one_breach_fetches_all_weights_again(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(worker_process, "_GRACE_S", 0.0)
+    monkeypatch.setattr(worker_handle, "_GRACE_S", 0.0)
     fleet, may_load = FakeFleet(), asyncio.Event()
 
     async def in_load(published: PublishedWeights) -> None:
@@ -178,7 +178,7 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
             "the others do not wait for it"
         )
         assert list(workers.held_weights) == [sound.number]
-        slots = [await workers.slot() for _ in range(16)]
+        slots = [await workers.acquire_slot() for _ in range(16)]
         assert {slot.worker.number for slot in slots} == {sound.number}, "it gets no traffic"
         may_load.set()
         await ready(workers, 2)
@@ -293,7 +293,7 @@ async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
     async with fleet.running(monkeypatch, TWO) as workers:
         await eventually(lambda: len(fleet.actors) == 9)
         await ready(workers, 2)
-        assert (await workers.slot()).worker.actor.is_alive
+        assert (await workers.acquire_slot()).worker.actor.is_alive
 
 
 async def test_failed_start_of_the_only_worker_stops_the_run(
@@ -308,17 +308,17 @@ async def test_failed_start_of_the_only_worker_stops_the_run(
 async def test_blocked_driver_does_not_declare_workers_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
+    monkeypatch.setattr(worker_handle, "PING_INTERVAL_S", 0.0)
     may_answer, num_pings = asyncio.Event(), 0
 
-    async def sign_of_life() -> None:
+    async def ping() -> None:
         nonlocal num_pings
         num_pings += 1
         await may_answer.wait()
 
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0]._sign_of_life = sign_of_life
+        fleet.actors[0]._ping = ping
         await eventually(lambda: num_pings == 1)
         move_loop_clock(1000.0)
         await turns_of_the_loop()
@@ -330,11 +330,11 @@ async def test_blocked_driver_does_not_declare_workers_dead(
 async def test_unresponsive_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
-    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(worker_process, "_TICK_S", 0.001)
+    monkeypatch.setattr(worker_handle, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(worker_handle, "PING_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(worker_handle, "TICK_S", 0.001)
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0]._sign_of_life = asyncio.Event().wait
+        fleet.actors[0]._ping = asyncio.Event().wait
         await eventually(lambda: len(fleet.actors) == 2 and workers.num_ready == 1)
         assert workers.num_restarts == 1

@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer import Trainer
-from ludus.trainer.actors.sending import check_given_functions
+from ludus.trainer.actors.sending import check_sendable_functions
 from ludus.trainer.core.functions import (
     function_path,
     import_object,
@@ -73,10 +73,10 @@ def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
     lock = threading.Lock()
     function_path(lambda **_: lock)
     function_path(closure(1.0))
-    with pytest.raises(ConfigError, match=r"function 'given:lambda' goes to .* '_thread\.lock'"):
-        check_given_functions()
+    with pytest.raises(ConfigError, match=r"function 'given:lambda' cannot be sent .* '_thread\.lock'"):
+        check_sendable_functions()
     assert list(registered_functions()) == ["given:brevity"]
-    check_given_functions()
+    check_sendable_functions()
 
 
 def test_a_configuration_may_hold_functions_where_a_file_names_them() -> None:

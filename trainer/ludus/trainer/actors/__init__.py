@@ -1,1 +1,1 @@
-"""The only place, beside main, that knows Ray: each actor wraps one plain object."""
+"""The processes of a run as Ray actors; each actor wraps a plain object."""

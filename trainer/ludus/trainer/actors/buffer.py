@@ -1,12 +1,12 @@
-"""The replay buffer as a Ray actor: groups come from the workers, and leave it as batches.
+"""The replay buffer as a Ray actor: workers add groups, and the learner takes batches.
 
     driver    begin ------------------> [ played ]
     workers   put --------------------> [ waits ] ---- take ----> batch, in Ray's object store
                                                         |             |
-                                    what is in it, to the driver      +--> learner ranks
+                                    summaries, to the driver          +--> learner ranks
 
-The driver never holds a token of them: it passes on references. `take` waits for `put`; nothing
-waits for `take` but admission, in the driver.
+The driver never receives tokens: it only passes on references. `take` waits for `put`; only
+admission, in the driver, waits for `take`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError
-from ludus.trainer.actors.deaths import reason_of
+from ludus.trainer.actors.failure_text import describe_failure
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.core.functions import Function, register_functions, registered_functions
 from ludus.trainer.core.streams import Stream, make_random
@@ -35,10 +35,10 @@ from ludus.trainer.data.counts import RolloutCounts
 
 
 class BufferActor:
-    """Holds groups from their beginning to their training; calls interleave on one event loop."""
+    """A GroupBuffer in an actor; calls interleave on one event loop."""
 
     def __init__(self, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
-        """`functions` are what the run names and nobody can import."""
+        """`functions` are the run's functions that cannot be imported."""
         register_functions(functions)
         self._run = run
         self._buffer = GroupBuffer(
@@ -57,19 +57,19 @@ class BufferActor:
 
     async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put."""
-        refused = self._buffer.put(groups)
+        refusals = self._buffer.put(groups)
         async with self._changed:
             self._changed.notify_all()
-        return refused
+        return refusals
 
     async def take(self, version: int, timeout_s: float) -> tuple[TakenBatch, Batch | None]:
-        """What is in batch `version`, and the batch; nothing when `timeout_s` have passed."""
+        """Take batch `version`; return its summary and the batch, or no groups after a timeout."""
         groups: list[RolloutGroup] = []
         num_restored = self._num_restored
 
         def is_over() -> bool:
             if self._num_restored != num_restored:
-                # Who asked was about to train on what is no longer held, and asks no more.
+                # The caller wanted to train on contents that were replaced, and has stopped.
                 return True
             groups.extend(self._buffer.take(version))
             return bool(groups)
@@ -80,8 +80,8 @@ class BufferActor:
         if not groups:
             return TakenBatch((), self._buffer.counts, len(self._buffer)), None
         summaries = tuple(summarize(group, version) for group in groups)
-        taken = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
-        return taken, await asyncio.to_thread(self._make_batch, groups, version)
+        taken_batch = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
+        return taken_batch, await asyncio.to_thread(self._make_batch, groups, version)
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
@@ -96,73 +96,74 @@ class BufferActor:
 
     def _make_batch(self, groups: Sequence[RolloutGroup], version: int) -> Batch:
         if self._run.training.shuffle_rewards:
-            draw = make_random(self._run.seed, Stream.REWARD_SHUFFLE, version)
-            groups = shuffle_rewards(groups, draw)
+            generator = make_random(self._run.seed, Stream.REWARD_SHUFFLE, version)
+            groups = shuffle_rewards(groups, generator)
         return make_batch(groups, self._run.algorithm)
 
 
 class RemoteBuffer:
-    """A BufferActor in a process of its own.
+    """A BufferActor in a separate process.
 
-    When it dies, or does not answer for training.idle_timeout_s, `take`, `state` and `restore`
-    raise BufferLostError. They are what the training loop calls between two steps, so the loss
-    interrupts none, and the learner's state is one that can be saved. What the sampling loop calls
-    keeps still instead.
+    If the process dies, or does not respond for training.idle_timeout_s, `take`, `state` and
+    `restore` raise BufferLostError. The training loop calls these between two steps, so the error
+    interrupts no step, and the learner's state can be saved. Calls of the sampling loop do not
+    raise it.
     """
 
     def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
-        actor_class = ray.remote(**placement.beside_driver())(BufferActor)
+        actor_class = ray.remote(**placement.driver_node_options())(BufferActor)
         self._actor: ActorHandle = actor_class.remote(run, registered_functions())
         self._timeout_s = run.training.idle_timeout_s
 
     def close(self) -> None:
-        """End the buffer, with what waits in it."""
+        """Kill the buffer's process, with the groups in it."""
         ray.kill(self._actor)
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
-        """See GroupBuffer.begin; without effect once the buffer is lost."""
+        """See GroupBuffer.begin; has no effect if the buffer is lost."""
         with suppress(BufferLostError):
-            await self._prompt_answer("begin", list(indices), version)
+            await self._call("begin", list(indices), version)
 
     async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[Refusal]:
-        """See GroupBuffer.put; groups by reference come from where they were played.
+        """See GroupBuffer.put; a reference makes Ray send the groups from the worker directly.
 
-        It waits for its cancellation once the buffer is lost: nothing can be said of the groups.
+        If the buffer is lost, the call never returns, because the fate of the groups is unknown;
+        its task must be cancelled.
         """
         try:
-            return await self._answer(self._actor.put.remote(groups))
+            return await self._result(self._actor.put.remote(groups))
         except BufferLostError:
             return await asyncio.get_running_loop().create_future()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """See BufferActor.take; the batch is a reference."""
         call = self._actor.take.options(num_returns=2)
-        taken_reference, batch = call.remote(version, timeout_s)
-        taken: TakenBatch = await self._in_time(taken_reference, "take")
-        return replace(taken, batch=batch) if taken.groups else taken
+        reference, batch = call.remote(version, timeout_s)
+        taken_batch: TakenBatch = await self._result_in_time(reference, "take")
+        return replace(taken_batch, batch=batch) if taken_batch.groups else taken_batch
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
-        return await self._prompt_answer("state")
+        return await self._call("state")
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
         """See GroupBuffer.restore."""
-        return await self._prompt_answer("restore", list(groups), dict(counts), version)
+        return await self._call("restore", list(groups), dict(counts), version)
 
-    async def _prompt_answer(self, method: str, *arguments: object) -> Any:
-        return await self._in_time(getattr(self._actor, method).remote(*arguments), method)
+    async def _call(self, method: str, *arguments: object) -> Any:
+        return await self._result_in_time(getattr(self._actor, method).remote(*arguments), method)
 
-    async def _in_time(self, reference: ray.ObjectRef, method: str) -> Any:
-        """The answer to a call that waits for nothing but the buffer.
+    async def _result_in_time(self, reference: ray.ObjectRef, method: str) -> Any:
+        """Return the result of a call that waits only for the buffer.
 
         Raises:
-            BufferLostError: the buffer has died, or does not answer.
+            BufferLostError: the buffer has died, or does not respond.
         """
         try:
             return await wait_with_limit(
-                self._answer(reference),
+                self._result(reference),
                 f"the replay buffer's '{method}'",
                 timeout_s=self._timeout_s,
                 setting="training.idle_timeout_s",
@@ -170,12 +171,12 @@ class RemoteBuffer:
         except TimeLimitError as error:
             raise BufferLostError(str(error)) from None
 
-    async def _answer(self, reference: ray.ObjectRef) -> Any:
-        """The answer to a call.
+    async def _result(self, reference: ray.ObjectRef) -> Any:
+        """Return the result of a call.
 
         Raises:
             BufferLostError: the buffer has died.
-            RayError: whoever made an argument of the call has.
+            RayError: the process that produced an argument of the call has died.
         """
         try:
             return await reference
@@ -183,5 +184,5 @@ class RemoteBuffer:
             if error.actor_id != self._actor._actor_id.hex():
                 raise
             raise BufferLostError(
-                f"the replay buffer died, with all groups that waited in it: {reason_of(error)}"
+                f"the replay buffer died, with all groups in it: {describe_failure(error)}"
             ) from error

@@ -1,12 +1,12 @@
-"""The Ray cluster of a run: joined or started, looked at, and waited for.
+"""The Ray cluster of a run: connection, survey of its nodes, and waiting for room.
 
-    survey --> nodes, and whether more may come --> Placement, placement group
+    survey --> nodes, and whether more may join --> Placement, placement group
                                              |
-                                             +----> refused in one sentence, or waited for
+                                             +----> error message, or wait
 
-Room that is not there may come: an autoscaler starts nodes for actors that wait, and a node that
-was lost is replaced. A demand is refused when its room is not there, and either the autoscaler
-says that it cannot bring it or there is none, for placement.join_timeout_s on end.
+Room that is missing may appear later: an autoscaler starts nodes for actors that wait, and a lost
+node is replaced. A demand is refused if its room is missing for placement.join_timeout_s, and
+either there is no autoscaler or the autoscaler reports that it cannot provide the room.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.placement import (
-    Demand,
     Placement,
     Resources,
-    amounts,
-    in_cluster,
-    on_one_machine,
+    RunDemand,
+    format_resources,
+    place_in_cluster,
+    place_on_one_machine,
 )
 from ludus.trainer.core.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
-_LOOK_TIMEOUT_S = 10.0
-_SAY_EVERY_S = 60.0
+POLL_INTERVAL_S = 2.0
+_STATUS_TIMEOUT_S = 10.0
+_MESSAGE_INTERVAL_S = 60.0
 _QUIET_S = 5.0
-"""Room that is there is given within this time."""
+"""Time before the first message; room that exists is granted within it."""
 
-_STARTED_TOO_SLOWLY = "timed out during startup"
-"""What Ray says after 30 s, which nothing can change."""
+_SLOW_START_MESSAGE = "timed out during startup"
+"""Message of Ray's error after 30 s, a limit that cannot be changed."""
 
 ResultT = TypeVar("ResultT")
 
 
 def is_local() -> bool:
-    """Whether RAY_ADDRESS names no cluster, so that a run starts a Ray on this machine alone."""
+    """Return whether a run starts Ray on this machine only, because RAY_ADDRESS is not set."""
     return _address() == "local"
 
 
 @contextmanager
-def _joined_ray() -> Iterator[bool]:
-    """Whether Ray is this run's own, on this machine alone; it is left at the end.
+def _connect_to_ray() -> Iterator[bool]:
+    """Connect to Ray for the block; yield whether this is the run's own Ray on this machine.
 
-    A process that has joined a cluster already stays in it: that is where the run goes.
+    If the process is already connected to a cluster, the run uses that cluster.
     """
     if ray.is_initialized():
         yield False
@@ -74,14 +74,14 @@ def _joined_ray() -> Iterator[bool]:
 
 
 def start_ray() -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine."""
+    """Join the Ray cluster of RAY_ADDRESS, or start Ray on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _init_ray()
-    except Exception as error:  # Ray raises nothing narrower
-        if not is_local() or _STARTED_TOO_SLOWLY not in str(error):
+    except Exception as error:  # Ray does not raise a narrower class
+        if not is_local() or _SLOW_START_MESSAGE not in str(error):
             raise
-        _log.warning("Ray's own processes took too long to start (a busy machine?); once more")
+        _log.warning("Ray did not start in time, perhaps because the machine is busy; retrying")
         _init_ray()
 
 
@@ -96,15 +96,15 @@ def _init_ray() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What a cluster has, at one moment."""
+class ClusterSurvey:
+    """The nodes of a cluster and the state of its autoscaler, at one time."""
 
     nodes: tuple[Resources, ...]
-    """All that each living node has, whoever holds it."""
+    """Total resources of each living node, including those in use."""
     autoscaling: AutoscalingState
 
-    def may_bring(self, demand: Demand) -> bool:
-        """Whether an autoscaler is there that does not say it cannot bring what is asked for."""
+    def may_provide(self, demand: RunDemand) -> bool:
+        """Return whether there is an autoscaler that does not report the demand as infeasible."""
         if not self.autoscaling.autoscaler_state_version:
             return False
         infeasible = [
@@ -115,34 +115,34 @@ class Survey:
             infeasible += [dict(request.resources_bundle) for request in gang.requests]
             for selector in gang.bundle_selectors:
                 infeasible += [dict(r.resources_bundle) for r in selector.resource_requests]
-        asked = (demand.ranks, demand.workers)
-        return not any(r.num_actors and dict(r.each) in infeasible for r in asked)
+        requests = (demand.ranks, demand.workers)
+        return not any(r.num_actors and dict(r.resources) in infeasible for r in requests)
 
 
-def survey() -> Survey:
-    """What the cluster has now."""
+def survey_cluster() -> ClusterSurvey:
+    """Return the current nodes and autoscaler state."""
     nodes = tuple(node["Resources"] for node in ray.nodes() if node["Alive"])
     reply = GetClusterStatusReply()
     reply.ParseFromString(internal_kv_get_gcs_client().get_cluster_status())
-    return Survey(nodes, reply.autoscaling_state)
+    return ClusterSurvey(nodes, reply.autoscaling_state)
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of nodes that are about to go: evicted, reclaimed, or no longer needed."""
-    return frozenset(internal_kv_get_gcs_client().get_draining_nodes(timeout=_LOOK_TIMEOUT_S))
+    """Return the ids of nodes that will be removed: evicted, reclaimed, or no longer needed."""
+    return frozenset(internal_kv_get_gcs_client().get_draining_nodes(timeout=_STATUS_TIMEOUT_S))
 
 
 @asynccontextmanager
 async def place_in_ray(
     run: LanguageModelRun, *, with_learner: bool = True
 ) -> AsyncIterator[Placement]:
-    """Where the run's actors go, in a Ray that is joined and left again.
+    """Connect to Ray for the block, and yield the placement of the run's actors.
 
     Raises:
-        ConfigError: there is no room for the run, and none will be.
+        ConfigError: there is no room for the run, and there will be none.
     """
-    with _joined_ray() as is_own:
-        placement = await _find_place(run, is_own=is_own, with_learner=with_learner)
+    with _connect_to_ray() as is_private:
+        placement = await _find_placement(run, is_private=is_private, with_learner=with_learner)
         try:
             yield placement
         finally:
@@ -150,95 +150,104 @@ async def place_in_ray(
                 remove_placement_group(placement.group)
 
 
-async def _find_place(run: LanguageModelRun, *, is_own: bool, with_learner: bool) -> Placement:
-    """Where the run's actors go; the learner's ranks have their room, which waits for them.
+async def _find_placement(
+    run: LanguageModelRun, *, is_private: bool, with_learner: bool
+) -> Placement:
+    """Return the placement of the actors, with room reserved for the learner's ranks.
 
     Raises:
-        ConfigError: there is no room for the run, and none will be.
+        ConfigError: there is no room for the run, and there will be none.
     """
-    if is_own:
-        placement = on_one_machine(run, with_learner=with_learner)
+    if is_private:
+        placement = place_on_one_machine(run, with_learner=with_learner)
         nodes = [node["Resources"] for node in ray.nodes()]
         if not placement.demand.fits(nodes):
-            raise ConfigError(_no_room("this machine", placement.demand, nodes))
-        most = placement.demand.most_workers(nodes)
-        if run.rollout.num_workers > most:
-            _say(
+            raise ConfigError(_no_room_message("this machine", placement.demand, nodes))
+        max_workers = placement.demand.max_workers(nodes)
+        if run.rollout.num_workers > max_workers:
+            resources = format_resources(placement.demand.workers.resources)
+            _warn(
                 f"rollout.num_workers = {run.rollout.num_workers}, but this machine has room for "
-                f"{most}, each with {amounts(placement.demand.workers.each)}: the run has {most}"
+                f"{max_workers}, each with {resources}; starting {max_workers}"
             )
-        # No node joins this one: who waited for room would wait for ever.
-        return replace(placement, most_workers=most)
-    seen = await asyncio.to_thread(survey)
+        # No node can join, so a worker without room would wait forever.
+        return replace(placement, max_workers=max_workers)
+    cluster = await asyncio.to_thread(survey_cluster)
     driver_node = ray.get_runtime_context().get_node_id()
-    placement = in_cluster(run, seen.nodes, driver_node, with_learner=with_learner)
+    placement = place_in_cluster(run, cluster.nodes, driver_node, with_learner=with_learner)
     ranks = placement.demand.ranks
     if not with_learner:
         return placement
     group = placement_group(
-        [dict(ranks.each)] * ranks.num_actors,
+        [dict(ranks.resources)] * ranks.num_actors,
         strategy="STRICT_PACK" if ranks.on_one_node else "PACK",
     )
-    await while_waiting(placement, _granted(group), others_may_hold_it=True)
+    await wait_for_room(placement, _wait_for_group(group), may_be_in_use=True)
     return replace(placement, group=group)
 
 
-async def while_waiting(
+async def wait_for_room(
     placement: Placement,
-    waiting: Awaitable[ResultT],
+    awaitable: Awaitable[ResultT],
     *,
-    others_may_hold_it: bool = False,
+    may_be_in_use: bool = False,
     refuse: bool = True,
 ) -> ResultT:
-    """What `waiting` returns; meanwhile the user is told which room it waits for.
+    """Return the result of `awaitable`; meanwhile report which room it waits for.
+
+    Args:
+        placement: placement of the run.
+        awaitable: start of actors, which needs room.
+        may_be_in_use: whether other programs may be using the room.
+        refuse: whether to fail if the room is missing and will not appear.
 
     Raises:
-        ConfigError: the room is not there and will not be, and `refuse` is set.
+        ConfigError: the room is missing and will not appear, and `refuse` is set.
     """
     if placement.is_one_machine:
-        return await waiting
+        return await awaitable
     async with Tasks() as tasks:
-        tasks.start(_watch(placement, others_may_hold_it=others_may_hold_it, refuse=refuse))
-        return await waiting
+        tasks.start(_watch_room(placement, may_be_in_use=may_be_in_use, refuse=refuse))
+        return await awaitable
 
 
-async def _granted(group: PlacementGroup) -> None:
-    # Short waits: a thread that waits cannot be cancelled, and would hold up the process's end.
+async def _wait_for_group(group: PlacementGroup) -> None:
+    # Short waits: a waiting thread cannot be cancelled, and would delay the end of the process.
     while not await asyncio.to_thread(group.wait, 1.0):
         pass
 
 
-async def _watch(placement: Placement, *, others_may_hold_it: bool, refuse: bool) -> None:
-    """Say now and then what is waited for, as long as it is."""
+async def _watch_room(placement: Placement, *, may_be_in_use: bool, refuse: bool) -> None:
+    """Report from time to time what the run waits for."""
     demand = placement.demand
     last_hope_s = time.monotonic()
-    next_word_s = last_hope_s + _QUIET_S
+    next_message_s = last_hope_s + _QUIET_S
     while True:
-        seen = await asyncio.to_thread(survey)
+        cluster = await asyncio.to_thread(survey_cluster)
         now_s = time.monotonic()
-        is_there, is_coming = demand.fits(seen.nodes), seen.may_bring(demand)
-        if is_there or is_coming:
+        exists, is_expected = demand.fits(cluster.nodes), cluster.may_provide(demand)
+        if exists or is_expected:
             last_hope_s = now_s
         elif refuse and now_s - last_hope_s >= placement.join_timeout_s:
-            raise ConfigError(_no_room("the Ray cluster", demand, seen.nodes))
-        if now_s >= next_word_s and (others_may_hold_it or not is_there):
-            source = "the autoscaler" if is_coming else "nodes that join"
-            source = "others that hold it" if is_there else source
-            have = demand.offered_by(seen.nodes)
-            _say(f"waiting for {source}: the run asks for {demand}; the cluster has {have}")
-            next_word_s = now_s + _SAY_EVERY_S
-        await asyncio.sleep(LOOK_EVERY_S)
+            raise ConfigError(_no_room_message("the Ray cluster", demand, cluster.nodes))
+        if now_s >= next_message_s and (may_be_in_use or not exists):
+            source = "the autoscaler" if is_expected else "nodes to join"
+            source = "other programs to release resources" if exists else source
+            nodes = demand.describe_nodes(cluster.nodes)
+            _warn(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
+            next_message_s = now_s + _MESSAGE_INTERVAL_S
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def _no_room(where: str, demand: Demand, nodes: Iterable[Resources]) -> str:
+def _no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources]) -> str:
     return (
-        f"{where} has no room for this run: it asks for {demand}, and there is "
-        f"{demand.offered_by(nodes)}; add what is missing, or lower learner.num_ranks, "
+        f"{location} has no room for this run: it needs {demand}, and there is "
+        f"{demand.describe_nodes(nodes)}; add resources, or lower learner.num_ranks, "
         "rollout.min_workers, or the num_threads and GPUs of either"
     )
 
 
-def _say(message: str) -> None:
+def _warn(message: str) -> None:
     _log.warning("%s", message)
     sys.stderr.write(f"warning: {message}\n")
     sys.stderr.flush()

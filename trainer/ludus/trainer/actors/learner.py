@@ -1,4 +1,4 @@
-"""Learner ranks as Ray actors: one process per rank, joined by torch.distributed."""
+"""Learner ranks as Ray actors: one process per rank, connected by torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ludus.trainer.weights import cast_floats, make_manifest
 
 
 class LearnerActor:
-    """One rank. Every call but `answer` and `rendezvous` must reach all ranks."""
+    """One rank. Every call except `reply` and `rendezvous` must reach all ranks."""
 
     def __init__(self, rank: int, num_threads: int, functions: Mapping[str, Function]) -> None:
         register_functions(functions)
@@ -33,28 +33,28 @@ class LearnerActor:
         self._rank = rank
         self._timeout_s = 0.0
 
-    def answer(self, token: FolderToken | None) -> None:
-        """Answer the token of the run's folder, in which this rank will write."""
+    def reply(self, token: FolderToken | None) -> None:
+        """Reply to the token in the run's folder, where this rank will write."""
         if token is not None:
             token.reply(self._rank)
 
     def rendezvous(self) -> str:
-        """An address at which the ranks can meet; rank 0, who is asked, listens there already."""
+        """Listen for the other ranks, and return the address; for rank 0 only."""
         host = ray.util.get_node_ip_address()
-        # Kept: whoever else of this process asks for the same port shares the store behind it.
-        self._meeting_place = dist.TCPStore(
+        # The store must stay open: torch reuses it in this process, by its port.
+        self._rendezvous_store = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
         )
-        return f"tcp://{host}:{self._meeting_place.port}"
+        return f"tcp://{host}:{self._rendezvous_store.port}"
 
     def start(
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
     ) -> None:
-        """Join the ranks and load the model."""
+        """Connect to the other ranks and load the model."""
         device = select_device(self._rank)
         has_gpu = device.type == "cuda"
         self._timeout_s = spec.config.collective_timeout_s
-        with self._meeting_others():
+        with self._translate_errors():
             dist.init_process_group(
                 "nccl" if has_gpu else "gloo",
                 init_method=address,
@@ -69,49 +69,49 @@ class LearnerActor:
         freeze_heap()
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        """What the step did, equal on all ranks."""
-        with self._meeting_others():
+        """Train on a batch, and return the metrics, which are equal on all ranks."""
+        with self._translate_errors():
             return self._learner.train_step(batch, coefficients)
 
     def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
-        """The version in the store, from rank 0; None from the others."""
-        with self._meeting_others():
+        """Publish the weights from rank 0; return None on the other ranks."""
+        with self._translate_errors():
             state = self._learner.full_state()
-            answers = self._learner.score_completions(canary)
+            canary_logprobs = self._learner.score_completions(canary)
         if self._store is None:
             return None
         state = cast_floats(state, self._published_dtype)
-        return self._store.publish(make_manifest(version, state, canary, answers), state)
+        return self._store.publish(make_manifest(version, state, canary, canary_logprobs), state)
 
-    def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
-        """The log-probs of each prompt's completion under the policy."""
-        with self._meeting_others():
-            return self._learner.score_completions(prompts)
+    def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
+        """Return the log-probs of each completion's tokens under the policy."""
+        with self._translate_errors():
+            return self._learner.score_completions(requests)
 
     def ping(self) -> None:
-        """Return, which proves that the rank is alive and idle."""
+        """Return immediately, to show that the rank is alive and idle."""
 
     def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
-        """Write this rank's part of a checkpoint, and from rank 0 the model: the rank's files."""
-        with self._meeting_others():
-            written = self._learner.save(state_folder)
-            return written + self._learner.export_model(model_folder)
+        """Save this rank's part of a checkpoint, and the model from rank 0; return the files."""
+        with self._translate_errors():
+            files = self._learner.save(state_folder)
+            return files + self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint."""
-        with self._meeting_others():
+        """Restore the state of a checkpoint."""
+        with self._translate_errors():
             self._learner.load(folder)
 
     @contextmanager
-    def _meeting_others(self) -> Iterator[None]:
-        """Names a collective that failed for what it is: ranks that no longer meet."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Raise LearnerLostError if a collective fails because the ranks lost contact."""
         try:
             yield
         except RuntimeError as error:
-            # torch has classes for some of these errors, and for gloo's only their text.
+            # torch has classes for some of these errors; those of gloo have only a text.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise LearnerLostError(
-                f"rank {self._rank} no longer reaches the others, or waited for them longer than "
-                f"learner.collective_timeout_s = {self._timeout_s:g}: {error}"
+                f"rank {self._rank} lost contact with the other ranks, or waited for them longer "
+                f"than learner.collective_timeout_s = {self._timeout_s:g}: {error}"
             ) from error

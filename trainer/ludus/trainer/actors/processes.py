@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.core.interfaces import PublishedWeights
@@ -25,18 +25,21 @@ from ludus.trainer.core.types import (
     SavedFile,
     ScoringRequest,
 )
-from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
+from ludus.trainer.data.buffer import BatchHandle, BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.weights import WorkerWeights
+
+WorkerHandle: TypeAlias = Any
+"""A handle of a worker, in a form that only the implementation of Workers understands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Reserved capacity of a worker for some groups; `play` releases it."""
 
-    worker: Any
-    """Worker, in a form that only the Workers understand."""
+    worker: WorkerHandle
+    """The worker that plays in the slot."""
     size: int
     """Number of groups that may be played in the slot, at least 1."""
 
@@ -44,7 +47,7 @@ class Slot:
 class Learners(Protocol):
     """All ranks of the learner."""
 
-    async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
+    async def train_step(self, batch: BatchHandle, coefficients: Coefficients) -> StepMetrics:
         """Train on a batch from the buffer and return the metrics of the step."""
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
@@ -80,10 +83,10 @@ class Workers(Protocol):
     def resize(self, num_workers: int) -> None:
         """Set the number of workers."""
 
-    async def slot(self) -> Slot:
+    async def acquire_slot(self) -> Slot:
         """Wait for a free slot on a ready worker and return it."""
 
-    def free(self, slot: Slot) -> None:
+    def release_slot(self, slot: Slot) -> None:
         """Release a slot in which nothing was played."""
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:

@@ -77,17 +77,20 @@ class WorkerParts:
     """Player of each environment, by its name in the run."""
     reward_models: RewardModels = field(default_factory=RewardModels)
     merger: AdapterMerger | None = None
-    """Merges LoRA adapters into the model's weights; None without LoRA."""
+    """Merger of LoRA adapters into the model's weights; None without LoRA."""
 
 
 class RolloutWorkerActor:
-    """Plays episodes; its calls interleave on one event loop."""
+    """A worker that plays groups; calls interleave on one event loop."""
+
+    parts: WorkerParts
+    """Components of the worker, once it has started."""
 
     def __init__(self, num_threads: int, parts: WorkerParts | None = None) -> None:
         """Create a worker that `start` must complete, unless it gets its parts here."""
         torch.set_num_threads(num_threads)
         if parts is not None:
-            self._use(parts)
+            self._set_parts(parts)
         self._closed = asyncio.Event()
         self._abandoned = asyncio.Event()
         self._num_loads = 0
@@ -114,18 +117,18 @@ class RolloutWorkerActor:
         for name, client in clients.items():
             parts = RunnerParts(run, name, client, engine, chat, self._stack, spec.number)
             players[name] = await GroupPlayer.start(parts, reward_models)
-        self._use(WorkerParts(run, spec.weights, engine, players, reward_models, merger))
+        self._set_parts(WorkerParts(run, spec.weights, engine, players, reward_models, merger))
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """Play the groups and return them in any order; all are lost if they are abandoned."""
-        run, players = self._parts.run, self._parts.players
+        run, players = self.parts.run, self.parts.players
         sampling = sampling_settings(run.rollout)
         calls: dict[tuple[str, int], list[GroupSpec]] = {}
         for spec in specs:
-            is_joint = players[spec.environment].runner.plays_groups_together
-            calls.setdefault((spec.environment, -1 if is_joint else spec.index), []).append(spec)
+            plays_together = players[spec.environment].runner.plays_groups_together
+            calls.setdefault((spec.environment, -1 if plays_together else spec.index), []).append(spec)
         per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
         playing = asyncio.gather(
             *(
@@ -141,9 +144,9 @@ class RolloutWorkerActor:
             )
         )
         abandoned = asyncio.ensure_future(self._abandoned.wait())
-        either: list[asyncio.Future[Any]] = [playing, abandoned]
+        futures: list[asyncio.Future[Any]] = [playing, abandoned]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
                 return [group for groups in playing.result() for group in groups]
             playing.cancel()
@@ -162,15 +165,15 @@ class RolloutWorkerActor:
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """Play one episode for each seed and return the outcomes in the order of the seeds."""
-        sampling = Sampling(temperature, self._parts.run.rollout.max_completion_tokens)
-        rollouts = await self._parts.players[environment].evaluate(seeds, sampling)
+        sampling = Sampling(temperature, self.parts.run.rollout.max_completion_tokens)
+        rollouts = await self.parts.players[environment].evaluate(seeds, sampling)
         return list(map(_outcome, rollouts))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[SampledCompletion]:
         """Sample one completion of the prompt for each seed."""
-        completions = (self._parts.engine(list(prompt_ids), sampling, seed) for seed in seeds)
+        completions = (self.parts.engine(list(prompt_ids), sampling, seed) for seed in seeds)
         return list(await asyncio.gather(*completions))
 
     async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
@@ -186,47 +189,47 @@ class RolloutWorkerActor:
         number = self._num_loads
         if from_scratch:
             # The store keeps the base of the next difference; a hanging fetch uses the old store.
-            self._store = make_store(self._parts.weights)
+            self._store = make_store(self.parts.weights)
         # Episodes continue while the store is unavailable.
         fetched = await asyncio.to_thread(self._store.fetch, published)
-        old_pause_s = self._parts.engine.pause_s
+        old_pause_s = self.parts.engine.pause_s
         state = fetched.state
-        if self._parts.merger is not None:
-            state = await asyncio.to_thread(self._parts.merger.merge, state)
+        if self.parts.merger is not None:
+            state = await asyncio.to_thread(self.parts.merger.merge, state)
         if number != self._num_loads:
             raise WeightSyncError(
                 f"weights version {published.manifest.version} arrived after a later version was "
                 "requested"
             )
-        await self._parts.engine.load_weights(state, published.manifest.version)
-        logprobs = await self._parts.engine.score(published.manifest.canary)
-        dtype = self._parts.run.learner.dtype
-        canary = check_canary(published.manifest, logprobs, self._parts.weights.canary, dtype)
-        pause_s = self._parts.engine.pause_s - old_pause_s
+        await self.parts.engine.load_weights(state, published.manifest.version)
+        logprobs = await self.parts.engine.score(published.manifest.canary)
+        dtype = self.parts.run.learner.dtype
+        canary = check_canary(published.manifest, logprobs, self.parts.weights.canary, dtype)
+        pause_s = self.parts.engine.pause_s - old_pause_s
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
-    async def until_closed(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Wait until `close` is called, so that the caller notices the death of this process.
 
         Raises:
             EngineLostError: the engine has failed, so no more episodes can be played.
         """
         async with Tasks() as tasks:
-            tasks.start(self._parts.engine.until_lost())
+            tasks.start(self.parts.engine.until_lost())
             await self._closed.wait()
 
-    async def sign_of_life(self) -> None:
+    async def ping(self) -> None:
         """Return at once, which proves that the event loop responds."""
 
     async def close(self) -> None:
         """Close the connections and the engine."""
         await self._stack.aclose()
-        self._parts.engine.close()
-        self._parts.reward_models.close()
+        self.parts.engine.close()
+        self.parts.reward_models.close()
         self._closed.set()
 
-    def _use(self, parts: WorkerParts) -> None:
-        self._parts = parts
+    def _set_parts(self, parts: WorkerParts) -> None:
+        self.parts = parts
         self._store = make_store(parts.weights)
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:

@@ -1,13 +1,13 @@
-"""Which processes of rollout workers there are, which of them may play, and what they should hold.
+"""The processes of all rollout workers: which may play, and which weights they need.
 
     started ---> ready ---------------> ended
                    |   ^
-     refused: it   v   |  it holds the newest weights
+      failed load  v   |  successful load of the newest weights
                 out of traffic
 
-A worker is refused when it did not come to hold the weights that it was to hold: it fetched them
-too slowly, or not whole, or answers the canary prompt otherwise than the learner. Whoever waits
-for a change of all this does so in `until`, and is told of a failure that ends the run there.
+A worker goes out of traffic if it did not load the weights: it fetched them too slowly or
+incompletely, or its canary log-probs differ from the learner's. Callers wait for changes with
+`wait_until`, which also raises a failure that ends the run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ludus.proto.errors import CanaryError, WeightSyncError
-from ludus.trainer.actors.worker_process import WorkerProcess
+from ludus.trainer.actors.worker_handle import RolloutWorkerHandle
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
-_MAX_TOLD = 4
-"""Workers that a sentence tells of."""
+_MAX_DESCRIBED = 4
+"""Maximum number of workers that a description lists."""
 
 
 @dataclass(slots=True)
@@ -34,111 +34,116 @@ class Roster:
     """The processes of all rollout workers of a run."""
 
     judge: CanaryJudge
-    ready: list[WorkerProcess] = field(default_factory=list)
-    """Those that may play."""
-    started: list[WorkerProcess] = field(default_factory=list)
-    """Those that have started and not ended, ready or refused."""
+    ready: list[RolloutWorkerHandle] = field(default_factory=list)
+    """Workers that may play."""
+    started: list[RolloutWorkerHandle] = field(default_factory=list)
+    """Workers that have started and not ended, ready or out of traffic."""
     newest: PublishedWeights | None = None
-    """What all should hold."""
-    undelivered: WeightSyncError | None = None
-    """Why no worker at all came to hold the newest weights."""
+    """Weights that all workers should load."""
+    delivery_error: WeightSyncError | None = None
+    """Reason why no worker loaded the newest weights."""
     failure: BaseException | None = None
-    """Why the run must end."""
+    """Failure that ends the run."""
     num_restarts: int = 0
     num_joined: int = 0
     num_breaches: int = 0
     breaches_in_a_row: Counter[int] = field(default_factory=Counter)
-    """Of each worker by its number, the processes that took its place included."""
-    doing: dict[int, str] = field(default_factory=dict)
-    """What each worker that is wanted does before it is ready, by its number."""
+    """Consecutive canary breaches of each worker by its number, including replaced processes."""
+    activities: dict[int, str] = field(default_factory=dict)
+    """Activity of each worker before it is ready, by its number."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def publish(self, published: PublishedWeights) -> None:
-        """Want all workers to hold these weights."""
-        self.newest, self.undelivered = published, None
-        self.note_change()
+        """Set the weights that all workers should load."""
+        self.newest, self.delivery_error = published, None
+        self.notify()
 
-    def join(self, worker: WorkerProcess) -> None:
+    def mark_ready(self, worker: RolloutWorkerHandle) -> None:
         """Let the worker play."""
-        if not worker.refused.is_set():
+        if not worker.out_of_traffic.is_set():
             self.num_joined += 1
-        worker.refused.clear()
+        worker.out_of_traffic.clear()
         self.ready.append(worker)
-        _log.info("rollout worker %d is ready; %d are", worker.number, len(self.ready))
-        self.note_change()
+        _log.info(
+            "rollout worker %d ready (%d of %d)",
+            worker.number,
+            len(self.ready),
+            len(self.activities),
+        )
+        self.notify()
 
-    def leave(self, worker: WorkerProcess) -> None:
-        """Give the worker no more slots."""
+    def remove(self, worker: RolloutWorkerHandle) -> None:
+        """Stop giving slots of the worker."""
         if worker in self.ready:
             self.ready.remove(worker)
-            self.note_change()
+            self.notify()
 
-    def end(self, worker: WorkerProcess) -> None:
-        """Forget the worker, and end its process."""
-        self.leave(worker)
+    def end(self, worker: RolloutWorkerHandle) -> None:
+        """Remove the worker, and kill its process."""
+        self.remove(worker)
         self.started = [other for other in self.started if other is not worker]
         worker.kill()
 
     def describe(self) -> str:
-        """How many workers are ready, and what each does; those that are not stand first."""
+        """Describe how many workers are ready, and the activity of each."""
         playing = {worker.number: worker.num_groups for worker in self.ready}
-        told = [
-            f"; worker {number} {what}"
-            for number, what in sorted(self.doing.items())
+        parts = [
+            f"; worker {number} {activity}"
+            for number, activity in sorted(self.activities.items())
             if number not in playing
         ]
-        told += [f"; worker {number} plays {num} groups" for number, num in playing.items()]
-        rest = "; ..." if len(told) > _MAX_TOLD else ""
-        ready = f"{len(playing)} of {len(self.doing)} rollout workers ready"
-        return "".join([ready, *told[:_MAX_TOLD], rest])
+        parts += [f"; worker {number} plays {num} groups" for number, num in playing.items()]
+        rest = "; ..." if len(parts) > _MAX_DESCRIBED else ""
+        ready = f"{len(playing)} of {len(self.activities)} rollout workers ready"
+        return "".join([ready, *parts[:_MAX_DESCRIBED], rest])
 
     async def load(
-        self, worker: WorkerProcess, published: PublishedWeights, timeout_s: float
+        self, worker: RolloutWorkerHandle, published: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
-        """What the worker holds now: the published weights; None when it is refused.
+        """Load weights on a worker; return None if it failed and is now out of traffic.
 
-        Raises one of LOST when its process has ended.
+        Raises one of LOST_ERRORS if its process has ended.
         """
-        if worker.holds(published):
-            return worker.held
+        if worker.has_weights(published):
+            return worker.weights
         try:
-            held = await worker.load(published, timeout_s)
-            self.judge.check(held.canary, worker.number)
+            weights = await worker.load(published, timeout_s)
+            self.judge.check(weights.canary, worker.number)
         except WeightSyncError as error:
-            self._refuse(worker, error)
+            self._take_out_of_traffic(worker, error)
             return None
-        worker.held = held
-        worker.refusals.clear()
+        worker.weights = weights
+        worker.load_errors.clear()
         self.breaches_in_a_row.pop(worker.number, None)
-        return held
+        return weights
 
-    def _refuse(self, worker: WorkerProcess, error: WeightSyncError) -> None:
-        _log.warning("rollout worker %d is out of traffic: %s", worker.number, error)
-        self.leave(worker)
-        worker.held = None
-        worker.refusals.append(error)
-        worker.refused.set()
+    def _take_out_of_traffic(self, worker: RolloutWorkerHandle, error: WeightSyncError) -> None:
+        _log.warning("rollout worker %d removed from rotation: %s", worker.number, error)
+        self.remove(worker)
+        worker.weights = None
+        worker.load_errors.append(error)
+        worker.out_of_traffic.set()
         if isinstance(error, CanaryError):
             self.num_breaches += 1
             self.breaches_in_a_row[worker.number] += 1
-            # What it plays was sampled from weights that nobody knows.
+            # Its running groups are sampled from unknown weights.
             worker.actor.abandon.remote()
 
-    def note_change(self) -> None:
-        """Wake all who wait for a change."""
+    def notify(self) -> None:
+        """Wake all callers that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def change(self) -> None:
-        """Wait for the next change, whatever it is."""
+    async def wait_for_change(self) -> None:
+        """Wait for the next change."""
         await self._changed.wait()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; it is asked again after each change.
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition is true; it is checked after each change.
 
         Raises the failure that ends the run.
         """
         while self.failure is None and not condition():
-            await self.change()
+            await self.wait_for_change()
         if self.failure is not None:
             raise self.failure

@@ -1,4 +1,4 @@
-"""Functions of a program, looked at before they travel to the run's processes by value."""
+"""Check of functions before they are sent to the run's processes by value."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.core.functions import registered_functions, unregister_function
 
 
-def check_given_functions() -> None:
-    """Check that all functions that this process was given can be sent.
+def check_sendable_functions() -> None:
+    """Check that all registered functions can be sent.
 
     Raises:
-        ConfigError: one cannot. It is forgotten, so that a notebook's next run is asked anew.
+        ConfigError: a function cannot be sent. It is unregistered, so that the next run of a
+            notebook can register a new one.
     """
     for path, function in registered_functions().items():
         try:
             cloudpickle.dumps(function)
-        except Exception as error:  # what pickles raises classes of its own
+        except Exception as error:  # pickling raises any class
             unregister_function(path)
             raise ConfigError(
-                f"function '{path}' goes to the run's processes by value, and cannot: {error}; "
-                "make what it refers to within the function, or import the function from a module"
+                f"function '{path}' cannot be sent to the run's processes: {error}; create the "
+                "objects that it refers to inside the function, or import the function from a "
+                "module"
             ) from error

@@ -1,18 +1,18 @@
-"""Keeps one rollout worker there, with the newest weights, and replaces its process when it ends.
+"""Supervision of one rollout worker: start, newest weights, and replacement of its process.
 
-    start an actor      (waits for room in Ray, as long as it takes; then there is a limit)
+    start an actor      (waits for room in Ray without a limit; then there is a limit)
           |
     fetch the newest weights, canary  <------------------+
           |                                              |
-        ready --- refused, once ---> from scratch -------+
-          |                  again: replaced where others hold them, else the run ends
+        ready --- first failed load ---> from scratch ---+
+          |       second: replaced if other workers can load, otherwise the run ends
           |
-          +-- dead, silent, its engine has failed: replaced
+          +-- process died, does not respond, or its engine failed: replaced
           |
         closed
 
-Another process starts after a pause, which doubles while none plays anything. Three such ends in
-a row, with fewer than rollout.min_workers ready, end the run with their reason.
+A replacement starts after a pause, which doubles while no process plays anything. Three such ends
+in a row, with fewer than rollout.min_workers ready, end the run with the reason.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from ludus.proto.errors import (
     WeightSyncError,
     WorkerStartError,
 )
-from ludus.trainer.actors.deaths import reason_of
+from ludus.trainer.actors.failure_text import describe_failure
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
-from ludus.trainer.actors.worker_process import WorkerProcess
+from ludus.trainer.actors.worker_handle import RolloutWorkerHandle
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 
 _log = logging.getLogger(__name__)
 
+FIRST_PAUSE_S = 1.0
 _MAX_FAILED_STARTS = 3
-_FIRST_PAUSE_S = 1.0
 _MAX_DOUBLINGS = 6
 _SLOW_START_S = 60.0
 _MAX_LOADS = 2
-"""Times in a row that a process may fail to load weights, the second from scratch."""
+"""Maximum number of failed loads of a process in a row; the second load is from scratch."""
 
 
 class _UnfitError(Exception):
-    """A process that does not start in time, or does not come to hold what others hold."""
+    """The process did not start in time, or cannot load weights that others can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervisor:
-    """Whoever sees to it that one worker is there."""
+    """A supervisor that keeps one rollout worker running."""
 
     number: int
     spec: RolloutWorkerSpec
@@ -62,24 +62,24 @@ class Supervisor:
     roster: Roster
 
     async def run(self) -> None:
-        """Run a process of the worker until it is closed, and another one each time that it ends.
+        """Run a process of the worker until it is closed, and replace it whenever it ends.
 
         Raises:
-            UserError: it cannot work as configured.
-            WorkerStartError: it does not start, and too few others are there.
-            WeightSyncError: no worker comes to hold the newest weights.
+            UserError: the worker cannot work as configured.
+            WorkerStartError: the worker does not start, and there are too few others.
+            WeightSyncError: no worker loads the newest weights.
         """
         try:
             await self._replace_until_closed()
         finally:
-            self.roster.doing.pop(self.number, None)
+            self.roster.activities.pop(self.number, None)
 
     async def _replace_until_closed(self) -> None:
         num_failed = 0
         while True:
-            worker = WorkerProcess.start(self.spec, self.placement, self.number)
+            worker = RolloutWorkerHandle.start(self.spec, self.placement, self.number)
             try:
-                reason = await self._live(worker)
+                reason = await self._run_process(worker)
             finally:
                 self.roster.end(worker)
             if reason is None:
@@ -89,16 +89,16 @@ class Supervisor:
             if num_failed >= _MAX_FAILED_STARTS and too_few:
                 raise WorkerStartError(
                     f"rollout worker {self.number} ended {num_failed} times in a row before it "
-                    f"had played anything: {reason}; see trainer.log, and whether the machine has "
-                    "memory for the model"
+                    f"played anything: {reason}; see trainer.log, and check that the machine has "
+                    "enough memory for the model"
                 )
             self.roster.num_restarts += 1
-            self.roster.doing[self.number] = f"is about to start again: {reason}"
+            self.roster.activities[self.number] = f"is about to restart: {reason}"
             _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
-            await asyncio.sleep(_FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
+            await asyncio.sleep(FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
 
-    async def _live(self, worker: WorkerProcess) -> str | None:
-        """Why the process must be replaced; None when it was closed."""
+    async def _run_process(self, worker: RolloutWorkerHandle) -> str | None:
+        """Return the reason why the process must be replaced; None if it was closed."""
         try:
             await self._start(worker)
             return await self._keep_ready(worker)
@@ -106,28 +106,28 @@ class Supervisor:
             if isinstance(error.cause, UserError):
                 raise error.cause from error
             _log.exception("rollout worker %d has failed", self.number)
-            return reason_of(error)
+            return describe_failure(error)
         except (ray.exceptions.RayError, EngineLostError, _UnfitError) as error:
-            return reason_of(error)
+            return describe_failure(error)
 
-    async def _start(self, worker: WorkerProcess) -> None:
-        """Start the process: its room may come as late as it will, the rest has a limit.
+    async def _start(self, worker: RolloutWorkerHandle) -> None:
+        """Start the process: without a limit until there is room, and then with a limit.
 
         Raises:
-            _UnfitError: it takes too long.
+            _UnfitError: the start takes too long.
         """
-        doing, spec = self.roster.doing, replace(self.spec, number=self.number)
-        doing[self.number] = "waits for room"
-        has_room = asyncio.ensure_future(worker.actor.sign_of_life.remote())
+        activities, spec = self.roster.activities, replace(self.spec, number=self.number)
+        activities[self.number] = "waits for room"
+        has_room = asyncio.ensure_future(worker.actor.ping.remote())
         try:
             await asyncio.wait([has_room], timeout=_SLOW_START_S)
             if not has_room.done():
                 _log.info("rollout worker %d waits for room", self.number)
             await has_room
-        finally:  # a run that ends meanwhile kills the actor, and nobody would hear of it
+        finally:  # If the run ends meanwhile, the actor is killed; retrieve its error.
             has_room.cancel()
             await asyncio.gather(has_room, return_exceptions=True)
-        doing[self.number] = "loads the model and builds its engine"
+        activities[self.number] = "loads the model and builds its engine"
         try:
             worker.node = await wait_with_limit(
                 worker.actor.start.remote(spec),
@@ -139,67 +139,69 @@ class Supervisor:
             raise _UnfitError(str(error)) from None
         self.roster.started.append(worker)
 
-    async def _keep_ready(self, worker: WorkerProcess) -> str | None:
-        """See to the worker's weights whenever it is refused, until `watch` tells of its end."""
+    async def _keep_ready(self, worker: RolloutWorkerHandle) -> str | None:
+        """Load weights whenever the worker is out of traffic, until `watch` returns."""
         ended = asyncio.ensure_future(worker.watch())
         try:
             while not ended.done():
-                await self._join(worker)
-                refused = asyncio.ensure_future(worker.refused.wait())
-                await asyncio.wait([ended, refused], return_when=asyncio.FIRST_COMPLETED)
-                refused.cancel()
+                await self._load_newest(worker)
+                removed = asyncio.ensure_future(worker.out_of_traffic.wait())
+                await asyncio.wait([ended, removed], return_when=asyncio.FIRST_COMPLETED)
+                removed.cancel()
             return ended.result()
         finally:
             ended.cancel()
             await asyncio.gather(ended, return_exceptions=True)
 
-    async def _join(self, worker: WorkerProcess) -> None:
-        """Bring the newest weights to the worker, which is then ready."""
+    async def _load_newest(self, worker: RolloutWorkerHandle) -> None:
+        """Load the newest weights, and mark the worker ready."""
         timeout_s = self.spec.run.weights.timeout_s
         while (newest := self.roster.newest) is not None:
-            self.roster.doing[self.number] = "fetches the newest weights"
-            if worker.refusals:
-                self.roster.doing[self.number] += f" once more: {worker.refusals[-1]}"
-                await self._allow_another_load(worker, newest)
-            held = await self.roster.load(worker, newest, timeout_s)
-            if held is not None and newest is self.roster.newest:
+            self.roster.activities[self.number] = "fetches the newest weights"
+            if worker.load_errors:
+                self.roster.activities[self.number] += f" again: {worker.load_errors[-1]}"
+                await self._wait_before_retry(worker, newest)
+            weights = await self.roster.load(worker, newest, timeout_s)
+            if weights is not None and newest is self.roster.newest:
                 break
-        self.roster.join(worker)
+        self.roster.mark_ready(worker)
 
-    async def _allow_another_load(self, worker: WorkerProcess, newest: PublishedWeights) -> None:
-        """Return once a worker that was refused may load again.
+    async def _wait_before_retry(
+        self, worker: RolloutWorkerHandle, newest: PublishedWeights
+    ) -> None:
+        """Return when a worker whose load failed may try again.
 
         Raises:
-            _UnfitError: another process must take its place.
-            WeightSyncError: no worker came to hold weights, so the run must end.
+            _UnfitError: the process must be replaced.
+            WeightSyncError: no worker can load weights, so the run must end.
         """
-        error, max_breaches = worker.refusals[-1], self.spec.run.weights.canary.max_breaches
+        error, max_breaches = worker.load_errors[-1], self.spec.run.weights.canary.max_breaches
         num_breaches = self.roster.breaches_in_a_row[self.number]
         if isinstance(error, CanaryError) and num_breaches >= max_breaches:
             raise CanaryError(
                 f"{error}; that is {num_breaches} in a row, and weights.canary.max_breaches = "
                 f"{max_breaches}"
             )
-        if len(worker.refusals) < _MAX_LOADS:
+        if len(worker.load_errors) < _MAX_LOADS:
             return
         others = [other for other in self.roster.started if other is not worker]
-        if any(len(other.refusals) < _MAX_LOADS for other in others):
+        if any(len(other.load_errors) < _MAX_LOADS for other in others):
             raise _UnfitError(str(error))
         if isinstance(error, CanaryError):
             raise CanaryError(f"{error}, nor does any other worker")
-        await self._await_newer_than(newest, error)
-        worker.refusals.clear()
+        await self._wait_for_newer(newest, error)
+        worker.load_errors.clear()
 
-    async def _await_newer_than(self, published: PublishedWeights, error: WeightSyncError) -> None:
-        """Wait until other weights are to be fetched; raise `error` when none are in time.
+    async def _wait_for_newer(self, published: PublishedWeights, error: WeightSyncError) -> None:
+        """Wait until newer weights are published; raise `error` if they do not come in time.
 
-        Weights may be gone with the learner that published them; its successor publishes again.
+        Weights may be lost with the learner that published them; its successor publishes again.
         """
-        self.roster.undelivered = error
-        self.roster.note_change()
+        self.roster.delivery_error = error
+        self.roster.notify()
         try:
             async with asyncio.timeout(self.spec.run.weights.timeout_s):
                 while self.roster.newest is published:
-                    await self.roster.change()
+                    await self.roster.wait_for_change()
         except TimeoutError:
             raise error from None

@@ -1,18 +1,18 @@
-"""The rollout workers: as many as are wanted, started, watched, replaced and let go.
+"""The rollout workers of a run: start, supervision, replacement and removal.
 
-    number wanted: rollout.num_workers, later `resize`
+    target number: rollout.num_workers, later `resize`
          |
          v
-    one Supervisor for each  --->  Roster: which may play, and what they hold
+    one Supervisor for each  --->  Roster: workers that may play, and their weights
                                       |
-                                   slot()   some of the groups that a worker may play at once
-                                   play()   frees them
+                                   acquire_slot()   part of the groups that a worker may play
+                                   play()           releases the slot
 
-Nobody waits for a worker that is not ready: the run begins with rollout.min_workers, and goes
-on with those that are there. What a dead worker played is refused by the buffer, so that it is
-played by another. A worker that is no longer wanted gets no more slots, ends what it plays, and
-is closed; so does one whose node is about to go, while another starts elsewhere. What it has not
-ended when the node goes is lost with it.
+Nothing waits for a worker that is not ready: the run starts with rollout.min_workers, and continues
+with the workers that are ready. The buffer refuses the groups of a dead worker, so that another
+worker plays them. A worker that is removed gets no more slots, finishes its groups, and is closed.
+The same happens to a worker whose node will be removed, while another worker starts elsewhere;
+groups that are not finished when the node disappears are lost.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import ray
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.cluster import LOOK_EVERY_S, draining_nodes, while_waiting
+from ludus.trainer.actors.cluster import POLL_INTERVAL_S, draining_nodes, wait_for_room
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.processes import Slot
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.supervisor import Supervisor
-from ludus.trainer.actors.worker_process import LOST, WorkerProcess
+from ludus.trainer.actors.worker_handle import LOST_ERRORS, RolloutWorkerHandle
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling, make_lost_group
@@ -67,115 +67,126 @@ class RolloutWorkers:
     async def start(
         cls, spec: RolloutWorkerSpec, buffer: RemoteBuffer, placement: Placement
     ) -> RolloutWorkers:
-        """The workers, of which rollout.min_workers are ready to play.
+        """Start the workers, and return when rollout.min_workers are ready.
 
         Raises:
-            UserError: they cannot work as configured.
-            WorkerStartError: they do not start.
+            UserError: the workers cannot work as configured.
+            WorkerStartError: the workers do not start.
         """
         workers = cls(spec, buffer, placement)
         rollout = spec.run.rollout
         workers.resize(rollout.num_workers)
         if not placement.is_one_machine:
-            workers._keep(workers._follow_drains())
+            workers._start_task(workers._follow_drains())
         try:
-            enough = workers._until(
+            enough_ready = workers._wait_until(
                 lambda: workers.num_ready >= rollout.min_workers,
                 f"rollout.min_workers = {rollout.min_workers}",
                 spec.run.placement.start_timeout_s,
                 "placement.start_timeout_s",
             )
-            await while_waiting(placement, enough)
+            await wait_for_room(placement, enough_ready)
         except BaseException:
             await workers.close()
             raise
         return workers
 
     @property
-    def num_ready(self) -> int:
+    def ready_workers(self) -> list[RolloutWorkerHandle]:
         """Workers that can play now."""
+        return list(self._roster.ready)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that can play now."""
         return len(self._roster.ready)
 
     @property
     def num_restarts(self) -> int:
-        """Workers that died, or whose node was about to go, and that others replaced."""
+        """Number of workers that were replaced, because they died or lost their node."""
         return self._roster.num_restarts
 
     @property
     def num_joined(self) -> int:
-        """Workers that became ready, all in all."""
+        """Total number of workers that became ready."""
         return self._roster.num_joined
 
     @property
     def num_breaches(self) -> int:
-        """Canary prompts that a worker answered from other weights, all in all."""
+        """Total number of canary prompts that workers scored with other weights."""
         return self._roster.num_breaches
 
     @property
-    def num_wanted(self) -> int:
-        """Workers that there should be."""
+    def target_size(self) -> int:
+        """Target number of workers."""
         return len(self._supervisors)
 
     @property
     def held_weights(self) -> dict[int, WorkerWeights]:
-        """What each ready worker samples from, by its number."""
+        """Weights of each ready worker, by its number."""
         return {
-            worker.number: worker.held for worker in self._roster.ready if worker.held is not None
+            worker.number: worker.weights
+            for worker in self._roster.ready
+            if worker.weights is not None
         }
 
     def resize(self, num_workers: int) -> None:
-        """Want so many workers from now on: min_workers at least, and as there is ever room for."""
+        """Set the target number of workers, at least min_workers and at most max_workers."""
         num_workers = max(num_workers, self.spec.run.rollout.min_workers)
-        most = self.placement.most_workers
-        if num_workers > most:
-            _log.warning("%d workers are wanted, and there is room for %d", num_workers, most)
-            num_workers = most
+        max_workers = self.placement.max_workers
+        if num_workers > max_workers:
+            _log.warning(
+                "%d rollout workers were requested, but there is room for %d",
+                num_workers,
+                max_workers,
+            )
+            num_workers = max_workers
         while len(self._supervisors) < num_workers:
-            self._add()
+            self._add_worker()
         while len(self._supervisors) > num_workers:
-            self._keep(self._let_go(*self._supervisors.popitem()))
+            self._start_task(self._remove_worker(*self._supervisors.popitem()))
 
-    async def slot(self) -> Slot:
-        """A slot on the ready worker that has most of them free, once there is one.
+    async def acquire_slot(self) -> Slot:
+        """Wait for a free slot on a ready worker; return one of the worker with the most free.
 
         Raises:
-            WorkerStartError: a worker does not start any more.
-            WeightSyncError: a worker that joined did not hold the newest weights in time.
+            WorkerStartError: a worker no longer starts.
+            WeightSyncError: a worker that joined did not load the newest weights in time.
         """
-        await self._roster.until(lambda: any(worker.num_free for worker in self._roster.ready))
-        return max(self._roster.ready, key=lambda worker: worker.num_free).take_slot()
+        await self._roster.wait_until(lambda: any(worker.num_free for worker in self._roster.ready))
+        return max(self._roster.ready, key=lambda worker: worker.num_free).acquire_slot()
 
-    def free(self, slot: Slot) -> None:
-        """Give a slot back in which nothing was played."""
-        self._free(slot.worker, slot.size)
+    def release_slot(self, slot: Slot) -> None:
+        """Release a slot in which nothing was played."""
+        self._release(slot.worker, slot.size)
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
-        """The groups that must be replaced; the others are in the buffer.
+        """Play groups, send them to the buffer, and return the groups that must be replaced.
 
-        Episodes that end with their worker reach the buffer as lost: they are counted.
+        Episodes that end with their worker are sent to the buffer as lost, and counted.
         """
-        worker: WorkerProcess = slot.worker
-        self._free(worker, slot.size - len(groups))
+        worker: RolloutWorkerHandle = slot.worker
+        self._release(worker, slot.size - len(groups))
         try:
             # The groups go from worker to buffer without passing through this process.
-            refused = await self.buffer.put(worker.actor.play.remote(list(groups)))
-            worker.num_played += len(groups) - len(refused)
-            return refused
-        except LOST:
-            self._roster.leave(worker)
+            refusals = await self.buffer.put(worker.actor.play.remote(list(groups)))
+            worker.num_played += len(groups) - len(refusals)
+            return refusals
+        except LOST_ERRORS:
+            self._roster.remove(worker)
             return await self.buffer.put([make_lost_group(group) for group in groups])
         finally:
-            self._free(worker, len(groups))
+            self._release(worker, len(groups))
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
-        """The outcome of one game per seed, in the order of the seeds."""
+        """Play one episode per seed, and return the outcomes in the order of the seeds."""
         outcomes: dict[int, EpisodeOutcome] = {}
         missing = list(seeds)
         while missing:
-            await self._until_ready()
-            workers = list(self._roster.ready)
+            await self._wait_until_ready()
+            workers = self.ready_workers
             parts = [
                 self._evaluate_on(worker, environment, missing[index :: len(workers)], temperature)
                 for index, worker in enumerate(workers)
@@ -188,76 +199,77 @@ class RolloutWorkers:
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[SampledCompletion]:
-        """What the policy says after the prompt, once per seed."""
+        """Return one completion of the prompt per seed."""
         while True:
-            slot = await self.slot()
-            worker: WorkerProcess = slot.worker
+            slot = await self.acquire_slot()
+            worker: RolloutWorkerHandle = slot.worker
             try:
                 return await worker.actor.complete.remote(list(prompt_ids), sampling, list(seeds))
-            except LOST:
-                self._roster.leave(worker)
+            except LOST_ERRORS:
+                self._roster.remove(worker)
             finally:
-                self.free(slot)
+                self.release_slot(slot)
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
     ) -> list[WorkerWeights]:
-        """What the ready workers hold: the published weights; at least one worker does.
+        """Load published weights on the ready workers; return the weights of at least one.
 
-        A worker that joins later fetches them before it gets its first slot. One that does not
-        come to hold them is taken out of traffic, and its supervisor sees to it.
+        A worker that joins later loads them before its first slot. A worker that fails to load
+        them goes out of traffic, and its supervisor retries or replaces it.
 
         Raises:
-            CanaryError: no worker samples from them, or one never does.
-            WeightSyncError: no worker came to hold them.
+            CanaryError: no worker samples from the weights, or one worker never does.
+            WeightSyncError: no worker loaded the weights.
         """
         self._roster.publish(published)
         while True:
-            await self._until_ready(lambda: self._roster.undelivered is not None)
-            if not self._roster.ready and self._roster.undelivered is not None:
-                raise self._roster.undelivered
+            await self._wait_until_ready(lambda: self._roster.delivery_error is not None)
+            if not self._roster.ready and self._roster.delivery_error is not None:
+                raise self._roster.delivery_error
             loads = [
                 self._load_ready(worker, published, timeout_s) for worker in self._roster.ready
             ]
-            held = [weights for weights in await asyncio.gather(*loads) if weights is not None]
-            if held:
-                return held
+            results = await asyncio.gather(*loads)
+            loaded_weights = [weights for weights in results if weights is not None]
+            if loaded_weights:
+                return loaded_weights
 
     async def _load_ready(
-        self, worker: WorkerProcess, published: PublishedWeights, timeout_s: float
+        self, worker: RolloutWorkerHandle, published: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
-        """See Roster.load; None also when the worker is lost."""
+        """See Roster.load; also return None if the worker is lost."""
         try:
             return await self._roster.load(worker, published, timeout_s)
-        except LOST:
-            self._roster.leave(worker)
+        except LOST_ERRORS:
+            self._roster.remove(worker)
             return None
 
     def describe(self) -> str:
-        """How many workers are ready, and what each does."""
+        """Describe how many workers are ready, and the activity of each."""
         return self._roster.describe()
 
-    async def _until_ready(self, or_else: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a worker is ready, or something else holds."""
-        await self._until(
-            lambda: bool(self._roster.ready) or or_else(),
+    async def _wait_until_ready(self, alternative: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a worker is ready, or `alternative` returns true."""
+        await self._wait_until(
+            lambda: bool(self._roster.ready) or alternative(),
             "a rollout worker",
             self.spec.run.training.idle_timeout_s,
             "training.idle_timeout_s",
         )
 
-    async def _until(
-        self, condition: Callable[[], bool], what: str, timeout_s: float, setting: str
+    async def _wait_until(
+        self, condition: Callable[[], bool], description: str, timeout_s: float, setting: str
     ) -> None:
-        """Wait until the condition holds, and say meanwhile what the workers do.
+        """Wait until the condition is true; meanwhile log the activity of the workers.
 
         Raises:
             WorkerStartError: it took too long.
         """
         try:
             await wait_with_limit(
-                self._roster.until(condition),
-                lambda: f"{what} ({self._roster.describe()})",
+                self._roster.wait_until(condition),
+                lambda: f"{description} ({self._roster.describe()})",
                 timeout_s=timeout_s,
                 setting=setting,
             )
@@ -265,7 +277,7 @@ class RolloutWorkers:
             raise WorkerStartError(str(error)) from None
 
     async def close(self) -> None:
-        """End all workers, with what they play."""
+        """Stop all workers without waiting for their groups."""
         ready, self._roster.ready = self._roster.ready, []
         closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
         tasks = [*self._supervisors.values(), *self._background, *closing]
@@ -275,81 +287,84 @@ class RolloutWorkers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add(self) -> None:
-        """Want one more worker."""
+    def _add_worker(self) -> None:
         number = next(self._numbers)
-        self._roster.doing[number] = "is about to start"
+        self._roster.activities[number] = "is about to start"
         supervisor = asyncio.create_task(
             Supervisor(number, self.spec, self.placement, self._roster).run()
         )
         supervisor.add_done_callback(self._note_failure)
         self._supervisors[number] = supervisor
 
-    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine as a task, until it returns or all workers end."""
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the coroutine as a task, until it returns or all workers stop."""
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def _follow_drains(self) -> None:
-        """Replace the workers whose nodes are about to go, before they do."""
+        """Replace the workers whose nodes will be removed, before that happens."""
         while True:
             try:
                 draining = await asyncio.to_thread(draining_nodes)
             except ray.exceptions.RayError as error:
-                _log.warning("cannot ask which nodes are about to go: %s", error)
+                _log.warning("cannot get the list of draining nodes: %s", error)
                 draining = frozenset()
             leaving = [worker.number for worker in self._roster.ready if worker.node in draining]
             for number in self._supervisors.keys() & leaving:
-                _log.warning("the node of rollout worker %d is about to go", number)
-                self._keep(self._let_go(number, self._supervisors.pop(number)))
-                self._add()
+                _log.warning("the node of rollout worker %d will be removed", number)
+                self._start_task(self._remove_worker(number, self._supervisors.pop(number)))
+                self._add_worker()
                 self._roster.num_restarts += 1
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _evaluate_on(
-        self, worker: WorkerProcess, environment: str, seeds: Sequence[int], temperature: float
+        self,
+        worker: RolloutWorkerHandle,
+        environment: str,
+        seeds: Sequence[int],
+        temperature: float,
     ) -> list[EpisodeOutcome]:
-        """The outcomes; none when the worker died."""
+        """Return the outcomes; none if the worker died."""
         if not seeds:
             return []
         worker.num_evaluating += 1
         try:
             return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
-        except LOST:
-            self._roster.leave(worker)
+        except LOST_ERRORS:
+            self._roster.remove(worker)
             return []
         finally:
             worker.num_evaluating -= 1
-            self._roster.note_change()
+            self._roster.notify()
 
-    async def _let_go(self, number: int, supervisor: asyncio.Task[None]) -> None:
-        """Close the worker, once it has ended what it plays."""
+    async def _remove_worker(self, number: int, supervisor: asyncio.Task[None]) -> None:
+        """Close the worker when it has finished its groups."""
         for worker in [worker for worker in self._roster.ready if worker.number == number]:
-            self._roster.leave(worker)
+            self._roster.remove(worker)
             await self._wait_until_idle(worker)
-            # Its supervisor ends the process when it has closed, maybe before it could say so.
-            with suppress(*LOST, TimeoutError):
+            # The supervisor kills the process once it is closed, perhaps before it responds.
+            with suppress(*LOST_ERRORS, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await worker.actor.close.remote()
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
-        _log.info("rollout worker %d is gone; %d are ready", number, self.num_ready)
+        _log.info("rollout worker %d stopped; %d ready", number, self.num_ready)
 
-    async def _wait_until_idle(self, worker: WorkerProcess) -> None:
+    async def _wait_until_idle(self, worker: RolloutWorkerHandle) -> None:
         timeout_s = self.spec.run.rollout.group_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while not worker.is_idle:
-                    await self._roster.change()
+                    await self._roster.wait_for_change()
         except TimeoutError:
             _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
-    def _free(self, worker: WorkerProcess, num_groups: int) -> None:
+    def _release(self, worker: RolloutWorkerHandle, num_groups: int) -> None:
         worker.num_groups -= num_groups
-        self._roster.note_change()
+        self._roster.notify()
 
     def _note_failure(self, supervisor: asyncio.Task[None]) -> None:
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             self._roster.failure = self._roster.failure or error
-            self._roster.note_change()
+            self._roster.notify()

@@ -13,7 +13,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
 from ludus.trainer.actors.cluster import is_local
-from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.checks.environments import check_local_environments, check_remote_addresses
 from ludus.trainer.checks.models import check_models
@@ -42,7 +42,7 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
 
 
 def _check_gpus(run: LanguageModelRun) -> None:
-    demand, num_gpus = on_one_machine(run).demand, torch.cuda.device_count()
+    demand, num_gpus = place_on_one_machine(run).demand, torch.cuda.device_count()
     if not demand.fits([{"GPU": float(num_gpus)}]):
         raise ConfigError(
             f"this machine has {num_gpus} GPUs, but the run needs {demand}; lower "

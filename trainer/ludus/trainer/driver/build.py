@@ -18,7 +18,7 @@ from ludus.trainer.actors.cluster import place_in_ray
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
-from ludus.trainer.actors.sending import check_given_functions
+from ludus.trainer.actors.sending import check_sendable_functions
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.checks.environments import (
@@ -81,7 +81,7 @@ async def start_infrastructure(
     The order matters. Servers refuse an invalid configuration before Ray starts, which takes
     seconds. Ray forks processes, which must happen before this process uses gRPC.
     """
-    check_given_functions()
+    check_sendable_functions()
     check_reachable(resolve_location(run.weights, run_folder, ensure_run_id(run_folder)))
     await check_remote_addresses(run)
     async with AsyncExitStack() as stack:

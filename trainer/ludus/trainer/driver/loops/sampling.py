@@ -85,11 +85,11 @@ class SamplingLoop:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._capacity > 0)
-            slot = await self._workers.slot()
+            slot = await self._workers.acquire_slot()
             try:
                 specs = await self._admit(slot.size)
             except BaseException:
-                self._workers.free(slot)
+                self._workers.release_slot(slot)
                 raise
             tasks.start(self._play(slot, specs))
 

@@ -56,7 +56,7 @@ class AsyncEngine:
     """An engine behind coroutines, created and used on one event loop."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[list[EngineRequest] | _EngineCall | _Abort | None] = (
             queue.SimpleQueue()
@@ -104,7 +104,7 @@ class AsyncEngine:
         """Load the weights that the next token is sampled with."""
 
         def load() -> None:
-            self._engine.load_weights(state)
+            self.engine.load_weights(state)
 
         await self._call_on_thread(load)
         self._version = version
@@ -112,7 +112,7 @@ class AsyncEngine:
     async def score(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each request's completion under the current weights."""
         return await self._call_on_thread(
-            lambda: [self._engine.score(request) for request in requests]
+            lambda: [self.engine.score(request) for request in requests]
         )
 
     async def until_lost(self) -> NoReturn:
@@ -153,17 +153,17 @@ class AsyncEngine:
         """Run the engine's thread."""
         try:
             while self._process_inbox():
-                outputs = self._engine.step() if self._engine.has_work else []
+                outputs = self.engine.step() if self.engine.has_work else []
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
         except BaseException as error:  # noqa: BLE001 - handed to every waiting caller
             self._loop.call_soon_threadsafe(self._fail, error)
         finally:
-            self._engine.close()
+            self.engine.close()
 
     def _process_inbox(self) -> bool:
         """Process the inbox and return False once closed; wait only while the engine is idle."""
-        wait = not self._engine.has_work
+        wait = not self.engine.has_work
         while True:
             try:
                 item = self._inbox.get(block=wait)
@@ -175,17 +175,17 @@ class AsyncEngine:
             if isinstance(item, _EngineCall):
                 self._execute(item)
             elif isinstance(item, _Abort):
-                self._engine.abort([item.request_id])
+                self.engine.abort([item.request_id])
             else:
                 for request in item:
                     self._submit(request)
 
     def _submit(self, request: EngineRequest) -> None:
         try:
-            self._engine.submit(request)
+            self.engine.submit(request)
         except Exception as error:  # noqa: BLE001 - handed to the caller
             # The engine may have stored part of the refused request.
-            self._engine.abort([request.request_id])
+            self.engine.abort([request.request_id])
             self._loop.call_soon_threadsafe(self._refuse, request.request_id, error)
 
     def _execute(self, call: _EngineCall) -> None:
