@@ -128,7 +128,8 @@ class RolloutWorkerActor:
         calls: dict[tuple[str, int], list[GroupSpec]] = {}
         for spec in specs:
             plays_together = players[spec.environment].runner.plays_groups_together
-            calls.setdefault((spec.environment, -1 if plays_together else spec.index), []).append(spec)
+            index = -1 if plays_together else spec.index
+            calls.setdefault((spec.environment, index), []).append(spec)
         per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
         playing = asyncio.gather(
             *(
