@@ -5,8 +5,8 @@ GENERATOR ?= transformers
 TORCH_INDEX_URL ?=
 NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
-# Processes share the files, what takes long first (tests/conftest.py). Fast tests mostly wait for
-# each other, so there may be more of them than cores; whole runs keep more than a core busy.
+# Test files are distributed over processes, slow files first (tests/conftest.py). Fast tests mostly
+# wait, so they may use more processes than cores; whole runs keep more than a core busy.
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
@@ -18,69 +18,69 @@ help:       ## list the targets
 setup:      ## make .venv with locked versions (ACCELERATOR=cpu|cuda, PYTHON=, TORCH_INDEX_URL=)
 	@PYTHON=$(PYTHON) ACCELERATOR=$(ACCELERATOR) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
 
-demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SEED=, ARGS=)
+demo: setup ## train a language model at blackjack and evaluate it (GENERATOR=vllm, SEED=, ARGS=)
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
-learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
+learn: setup ## train every example with three seeds and evaluate them (ARGS="--only catch")
 	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic)
 
 learn-examples: setup
 	@$(VENV)/python bench/learn.py
 
-learn-reward: setup ## the same for the reward model (ARGS="--only preferences --seeds 0")
+learn-reward: setup ## learning proof of the reward model (ARGS="--only preferences --seeds 0")
 	@$(VENV)/python bench/learn_reward.py $(ARGS)
 
-learn-language: setup ## the same for chains of thought, summaries and RLHF (ARGS="--only cot")
+learn-language: setup ## learning proofs of chains of thought, summaries and RLHF (ARGS="--only cot")
 	@$(VENV)/python bench/learn_language.py $(ARGS)
 
-learn-forge: setup ## the tutorial by Forge's calls, three seeds and a control (ARGS="--only control")
+learn-forge: setup ## learning proof of the Forge tutorial, with a control (ARGS="--only control")
 	@$(VENV)/python bench/forge.py $(ARGS)
 
-learn-trl: setup ## TRL's echo script, three seeds and a control; what the wire costs TRL's own trainer
+learn-trl: setup ## learning proof of TRL's echo script, with a control; cost of the wire for TRL's trainer
 	@$(VENV)/python bench/trl_echo.py
 	@$(VENV)/python bench/trl_wire.py
 
-learn-agents: setup ## the same for agents of LangGraph and smolagents (ARGS="--only smolagents")
+learn-agents: setup ## learning proofs of LangGraph and smolagents agents (ARGS="--only smolagents")
 	@$(VENV)/python bench/learn_agents.py $(ARGS)
 
-learn-classic: setup ## the same for networks in Gymnasium's environments (ARGS="--only pendulum")
+learn-classic: setup ## learning proofs of networks in Gymnasium environments (ARGS="--only pendulum")
 	@$(VENV)/python bench/classic.py $(or $(ARGS),--only lunar_lander pendulum frozen_lake value shuffled)
 
-test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
+test: setup ## run all tests except conformance, chaos and cluster-test
 	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not conformance and not chaos and not cluster"
 	@$(VENV)/python dev/durations.py check
 
 test-again: ## run the tests that failed last again, alone; at most five
 	@$(VENV)/python dev/test_again.py
 
-test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
+test-fast: setup ## run the tests that start no process, with fewer random examples
 	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
 
-chart-test: setup ## the Helm chart without a cluster: schemas, policies, golden files, refusals, dashboards
+chart-test: setup ## test the Helm chart without a cluster
 	@$(PYTEST) -n 2 tests/charts
 
-conformance: setup ## upstream clients and environments on our servers, ours on theirs, OpenEnv's validator, an MCP client
+conformance: setup ## test with third-party clients, servers and OpenEnv's validator
 	@$(VENV)/python -m pytest -m conformance tests/conformance tests/env/test_openenv_adapter.py
 
-chaos: setup ## blackjack runs in which everything dies, fails and breaks, beside undisturbed ones
+chaos: setup ## run blackjack with faults, next to undisturbed runs
 	@$(VENV)/python -m pytest -m chaos -s tests/chaos
 
-soak: setup ## twenty minutes of random faults on the environment plane (ARGS="--minutes 60 --seed 7")
+soak: setup ## inject faults into the environment plane for 20 minutes (ARGS="--minutes 60 --seed 7")
 	@PYTHONPATH=dev:bench $(VENV)/python -m tests.soak $(ARGS)
 
-lint: setup ## ruff, import contracts, types
+lint: setup ## check style, import contracts, types and commit subjects
 	@bash dev/lint.sh
 
-bench: setup ## answers per second of both generators, side by side
+bench: setup ## measure completions per second of both engines
 	@$(VENV)/python bench/generators.py
 
-bench-train: setup ## the training plane beside bare loops, plain copies and TRL (ARGS="--only learner")
+bench-train: setup ## measure the training plane against plain loops, copies and TRL (ARGS="--only learner")
 	@$(VENV)/python bench/train.py $(ARGS)
 
-bench-classic: setup ## CartPole by classic PPO beside stable-baselines3, in turns
+bench-classic: setup ## measure classic PPO against stable-baselines3 on CartPole
 	@$(VENV)/python bench/classic.py --only cartpole $(ARGS)
 
-bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
+bench-env: setup ## measure the environment plane against OpenEnv
 	@$(VENV)/python bench/environments.py
 
 dist: setup ## build the wheels and their lock files into dist/
@@ -92,13 +92,13 @@ dist-test: dist ## install those wheels in a new environment and train from an e
 docs: setup ## build the documentation site into build/site and check its links, offline
 	@bash dev/site.sh
 
-proto: setup ## generate the gRPC stubs again
+proto: setup ## generate the gRPC stubs
 	@$(VENV)/python dev/generate_proto.py
 
-images:     ## container images with docker, podman or buildah, and their sizes (ARGS="--only gateway")
+images:     ## build the container images (ARGS="--only gateway")
 	@$(PYTHON) dev/images.py $(ARGS)
 
-cluster-test: setup ## installs and trains on the cluster of KUBECONFIG (LUDUS_IMAGE_LOADER brings images)
+cluster-test: setup ## install and train on the cluster of KUBECONFIG (LUDUS_IMAGE_LOADER loads images)
 	@bash dev/cluster_test.sh $(ARGS)
 
 clean:      ## remove .venv, caches and runs
