@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
 
-from ludus.env.adapters.gymnasium.spaces import make_codec, json_safe
+from ludus.env.adapters.gymnasium.spaces import json_safe, make_codec
 from ludus.env.adapters.gymnasium.text import replace_colors
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient

@@ -127,7 +127,7 @@ def test_a_digit_is_the_mean_brightness_of_its_part():
     ("target", "num_columns", "said"),
     [
         ("ludus-families/PictureEnv-v0", 41, "must be 1 to 40, the picture's width, got 41"),
-        ("ludus-families/PictureEnv-v0", "many", "must be 1 to 40, the picture's width, got 'many'"),
+        ("ludus-families/PictureEnv-v0", "many", "the picture's width, got 'many'"),
         ("CartPole-v1", 8, "pictures of height x width"),
     ],
 )

@@ -7,7 +7,8 @@ from prose import EXCEPTIONS, PythonFile, find_all, find_in_markdown
 
 
 def rules_broken(text: str) -> set[tuple[str, str]]:
-    return {(finding.rule, finding.text) for finding in PythonFile("trainer/example.py", text).findings()}
+    findings = PythonFile("trainer/example.py", text).findings()
+    return {(finding.rule, finding.text) for finding in findings}
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -
 
 
 def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) -> None:
-    curves = [svg for svg in parse(page).iter("svg") if "over episodes" in svg.get("aria-label", "")]
+    charts = parse(page).iter("svg")
+    curves = [svg for svg in charts if "over episodes" in svg.get("aria-label", "")]
     win_rate = curves[0]
     labels = [text_of(label) for label in by_class(win_rate, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
@@ -282,7 +283,7 @@ def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> None:
     build_run(tmp_path / "demo")
-    with pytest.raises(NotFoundError, match="does not exist; .* has demo"):
+    with pytest.raises(NotFoundError, match=r"does not exist; .* has demo"):
         write_report(tmp_path / "dmeo")
 
 
