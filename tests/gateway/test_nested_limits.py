@@ -121,7 +121,7 @@ async def error_code(session: AsyncSession, action: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("wire", SIZES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_call_at_the_limit_passes_every_hop_and_only_a_larger_one_is_refused(
     host: str, target: str, wire: str, gate: Gate
@@ -173,7 +173,7 @@ async def mcp_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> 
 
 
 @pytest.mark.parametrize("statuses", [http_statuses, mcp_statuses])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused(
     host: str, target: str, statuses: Any, gate: Gate
@@ -186,7 +186,7 @@ async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refus
         assert await statuses(http, http_client(address), sizes) == [200, 200, 413]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", PLACES)
 @pytest.mark.parametrize("host", HOSTS)
 async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
     host: str, target: str, gate: Gate
@@ -213,7 +213,7 @@ async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(
         assert (await session.step({"add": 3})).observation["total"] == 3
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", PLACES)
 async def test_too_large_message_ends_only_its_stream(target: str, gate: Gate):
     limit = MAX_GATEWAY_CALL_BYTES if target == "gateway" else MAX_SERVER_MESSAGE_BYTES
     async with (
@@ -245,7 +245,7 @@ def growing(num_bytes: int) -> str:
     return '{"type":"step","data":{"add":1,"load":[' + load + "]}}"
 
 
-@pytest.mark.parametrize(("host", "place"), [("threads", "gateway"), ("pool", "server")])
+@pytest.mark.parametrize(("host", "target"), [("threads", "gateway"), ("pool", "server")])
 async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
     host: str, target: str, gate: Gate
 ):

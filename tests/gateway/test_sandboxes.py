@@ -149,7 +149,7 @@ async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "plural", "status", "said"),
+    ("verb", "plural", "status", "message"),
     [
         ("list", "sandboxclaims", 404, "does not have agent-sandbox"),
         ("get", "sandboxwarmpools", 404, "warm pool 'code'"),
