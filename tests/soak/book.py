@@ -82,7 +82,7 @@ class Book:
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of the clients."""
 
-    def unexplained(self) -> list[LostSession]:
+    def unexplained_losses(self) -> list[LostSession]:
         """Return the lost sessions that no fault explains."""
         return [loss for loss in self.lost if not any(f.may_end(loss) for f in self.faults)]
 

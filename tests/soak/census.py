@@ -82,17 +82,17 @@ class Census:
             return ""
         return f"{num_places} places for {num_held} sessions and {num_lately} that ended lately"
 
-    async def exact(self, held: Callable[[], Counter[str]]) -> str:
+    async def exact(self, open_sessions: Callable[[], Counter[str]]) -> str:
         """Return the differences that remain after a wait; "" if there are none."""
-        return await _wait_for_counts(lambda: self._difference(held()), self._settle_s)
+        return await _wait_for_counts(lambda: self._difference(open_sessions()), self._settle_s)
 
-    async def _difference(self, held: Counter[str]) -> str:
+    async def _difference(self, open_sessions: Counter[str]) -> str:
         try:
             slots = await self.on_servers()
-            if +slots != +held:
-                return f"clients hold {dict(held)}, servers {dict(slots)}"
+            if +slots != +open_sessions:
+                return f"clients hold {dict(open_sessions)}, servers {dict(slots)}"
             by_kind: Counter[str] = Counter()
-            for name, num in held.items():
+            for name, num in open_sessions.items():
                 by_kind[name.rpartition("-")[0]] += num
             for gateway in self._fleet.gateways.values():
                 seen = await self.in_gateway(gateway)

@@ -73,12 +73,12 @@ class _Life:
     digest: str
     number: int = 0
 
-    def check(self, answer: JsonObject, what: str, called_s: float) -> None:
+    def check(self, answer: JsonObject, label: str, called_s: float) -> None:
         """Compare the result of a call with the expected one."""
         due = {"player": self.player, "number": self.number, "digest": self.digest}
         got = {name: answer.get(name) for name in due}
         if got != due:
-            raise WrongAnswer(f"{what}: expected {due}, got {got}")
+            raise WrongAnswer(f"{label}: expected {due}, got {got}")
         self.called_s = called_s
 
 
@@ -233,8 +233,8 @@ class Client:
             message=error.message[:300],
         )
 
-    def _blame(self, what: str) -> None:
-        _say(kind="violation", what=f"{self._spec.wire} {what}"[:1000])
+    def _blame(self, problem: str) -> None:
+        _say(kind="violation", what=f"{self._spec.wire} {problem}"[:1000])
 
 
 def _say(**event: Any) -> None:

@@ -60,9 +60,9 @@ def first_digest(seed: int, player: str) -> str:
     return _digest(f"seed {seed}", player)
 
 
-def next_digest(before: str, number: int, payload: str) -> str:
+def next_digest(previous: str, number: int, payload: str) -> str:
     """Return the digest of the next step."""
-    return _digest(before, f"{number} {payload}")
+    return _digest(previous, f"{number} {payload}")
 
 
 def _digest(key: str, text: str) -> str:

@@ -80,7 +80,7 @@ class Saboteur:
         self._find = find
         self._running: set[asyncio.Task[None]] = set()
         self._doors = {
-            kind: SdkDoor(f"{fleet.grpc_of[GATEWAYS[0]]}/{kind}", fleet.tokens["saboteur"])
+            kind: SdkDoor(f"{fleet.grpc_addresses[GATEWAYS[0]]}/{kind}", fleet.tokens["saboteur"])
             for kind in KINDS
         }
         self._is_revoked = False
@@ -262,14 +262,14 @@ class Saboteur:
         self, state: Callable[[], Awaitable[dict[str, object]]], seed: int, player: str, deed: str
     ) -> None:
         """Check that the session is open, and its state after the deed."""
-        found = (await state()).get("digest")
+        digest = (await state()).get("digest")
         earlier = first_digest(seed, player)
         due = {
             "fail": earlier,  # the step was not taken
             "flood result": None,  # the step has no result, so the episode is over
         }.get(deed, next_digest(earlier, 1, "deed"))
-        if found != due:
-            self._find(f"{player}: after {deed}: expected {due}, got {found}")
+        if digest != due:
+            self._find(f"{player}: after {deed}: expected {due}, got {digest}")
 
     async def _send(self, send_it: Send, fault: Fault, draw: random.Random) -> str:
         self.num_opens += 1
@@ -278,5 +278,5 @@ class Saboteur:
         fault.target = name
         path = f"/envs/{draw.choice(KINDS)}" if name in fleet.gateways else ""
         token = fleet.tokens["saboteur"]
-        address = Address(fleet.http_of[name], fleet.grpc_of[name], path, token)
+        address = Address(fleet.http_addresses[name], fleet.grpc_addresses[name], path, token)
         return await attempt(send_it, address, draw)

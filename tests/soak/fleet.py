@@ -68,8 +68,8 @@ class Fleet:
         self.tokens = {tenant: secrets.token_hex(16) for tenant in TENANTS}
         self._key = secrets.token_hex(32)
         ports = iter(quiet_ports(3 * 6 + 3 * len(GATEWAYS) + 2))
-        self.grpc_of: dict[str, str] = {}
-        self.http_of: dict[str, str] = {}
+        self.grpc_addresses: dict[str, str] = {}
+        self.http_addresses: dict[str, str] = {}
         """Return the addresses of servers, gateways and the balancer by name."""
         self.servers = {member.name: member for member in self._servers(ports)}
         self.write_tenants(TENANTS)
@@ -138,8 +138,8 @@ class Fleet:
             for suffix in (KEPT, KILLED):
                 name = f"{kind}-{suffix}"
                 http, grpc, admin = (next(ports) for _ in range(3))
-                self.http_of[name] = f"http://127.0.0.1:{http}"
-                self.grpc_of[name] = f"grpc://127.0.0.1:{grpc}"
+                self.http_addresses[name] = f"http://127.0.0.1:{http}"
+                self.grpc_addresses[name] = f"grpc://127.0.0.1:{grpc}"
                 arguments = ["-m", "ludus.env", _target(kind, suffix), "--no-determinism-check"]
                 arguments += ["--port", str(http), "--grpc-port", str(grpc)]
                 arguments += ["--admin-port", str(admin), "--isolation", kind]
@@ -157,8 +157,8 @@ class Fleet:
     def _gateways(self, ports: Iterator[int]) -> Iterator[Member]:
         for name in GATEWAYS:
             http, grpc, admin = (next(ports) for _ in range(3))
-            self.http_of[name] = f"http://127.0.0.1:{http}"
-            self.grpc_of[name] = f"grpc://127.0.0.1:{grpc}"
+            self.http_addresses[name] = f"http://127.0.0.1:{http}"
+            self.grpc_addresses[name] = f"grpc://127.0.0.1:{grpc}"
             config = self.folder / f"{name}.toml"
             lines = [
                 f"port = {http}\ngrpc_port = {grpc}\nadmin_port = {admin}",
@@ -166,7 +166,7 @@ class Fleet:
                 f"[sessions]\nlinger_s = {self.options.linger_s}",
             ]
             for kind in KINDS:
-                addresses = [self.grpc_of[f"{kind}-{suffix}"] for suffix in (KEPT, KILLED)]
+                addresses = [self.grpc_addresses[f"{kind}-{suffix}"] for suffix in (KEPT, KILLED)]
                 lines.append(f'[environments.{kind}]\nkind = "static"\naddresses = {addresses!r}')
             config.write_text("\n".join(lines) + "\n")
             command = ["-c", "from ludus.services.cli.app import main; main()", "gateway"]
@@ -188,20 +188,20 @@ class Fleet:
 
     def _balancer(self, ports: Iterator[int]) -> Member:
         http, grpc = next(ports), next(ports)
-        pairs = [(http, self.http_of), (grpc, self.grpc_of)]
+        pairs = [(http, self.http_addresses), (grpc, self.grpc_addresses)]
         rules = [
             f"{port}:" + ",".join(values[name].rpartition(":")[2] for name in GATEWAYS)
             for port, values in pairs
         ]
-        self.http_of["balancer"] = f"http://127.0.0.1:{http}"
-        self.grpc_of["balancer"] = f"grpc://127.0.0.1:{grpc}"
+        self.http_addresses["balancer"] = f"http://127.0.0.1:{http}"
+        self.grpc_addresses["balancer"] = f"grpc://127.0.0.1:{grpc}"
         log = self.logs / "balancer.log"
         arguments = ["-m", "tests.soak.balancer", *rules]
         return Member("balancer", arguments, self._environment(), log)
 
     def _clients(self) -> Iterator[Member]:
         for name, wire, gateway, tenant, share, is_kept in _CLIENTS:
-            values = self.grpc_of if wire == "grpc" else self.http_of
+            values = self.grpc_addresses if wire == "grpc" else self.http_addresses
             base = values[gateway or "balancer"]
             path = "" if wire == "grpc" else "/envs"
             total = self.options.sessions * share

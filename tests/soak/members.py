@@ -102,9 +102,9 @@ class Member:
     def take_sample(self) -> None:
         """Record the memory of the process."""
         if self.process is not None and self.process.returncode is None:
-            taken = sample(self.pid, time.monotonic())
-            if taken is not None:
-                self.lifetimes[-1].samples.append(taken)
+            new_sample = sample(self.pid, time.monotonic())
+            if new_sample is not None:
+                self.lifetimes[-1].samples.append(new_sample)
 
     async def kill(self) -> None:
         """Kill the process."""

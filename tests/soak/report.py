@@ -67,7 +67,7 @@ class Verdict:
     def has_passed(self) -> bool:
         """True if the soak passed."""
         book = self._soak.book
-        return not (book.violations or book.unexplained() or self.growing or self.holding)
+        return not (book.violations or book.unexplained_losses() or self.growing or self.holding)
 
     def lines(self) -> list[str]:
         """Return the table."""
@@ -80,8 +80,11 @@ class Verdict:
             ("sessions opened", f"{counts['opened']:,}"),
             ("steps verified", f"{counts['steps']:,}"),
             ("came to their own end", f"{counts['came to their end']:,}"),
-            ("ended by a fault that hit them", f"{len(book.lost) - len(book.unexplained())}"),
-            ("ended, and not hit", str(len(book.unexplained()))),
+            (
+                "ended by a fault that hit them",
+                f"{len(book.lost) - len(book.unexplained_losses())}",
+            ),
+            ("ended, and not hit", str(len(book.unexplained_losses()))),
             ("wrong answers, places left over, other violations", str(len(book.violations))),
             ("exact counts of all places", str(soak.num_counts + 1)),
         ]
@@ -95,7 +98,7 @@ class Verdict:
                 f"  {'flat' if trend.is_flat else 'GROWS'}"
             )
         table += [*self.growing, *self.holding]
-        table += [f"not hit: {loss}" for loss in book.unexplained()[:20]]
+        table += [f"not hit: {loss}" for loss in book.unexplained_losses()[:20]]
         table += [f"violation: {violation}" for violation in book.violations[:40]]
         return [*table, "PASSED" if self.has_passed else "FAILED"]
 
@@ -121,7 +124,7 @@ class Verdict:
             "num_faults": dict(sorted(Counter(fault.kind for fault in book.faults).items())),
             "num_lost": len(book.lost),
             "lost_by_fault": dict(sorted(book.losses_by_fault().items())),
-            "lost_and_not_hit": [str(loss) for loss in book.unexplained()],
+            "lost_and_not_hit": [str(loss) for loss in book.unexplained_losses()],
             "violations": book.violations,
             "exact_counts": soak.num_counts + 1,
             "memory_per_hour": {

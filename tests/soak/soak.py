@@ -51,7 +51,7 @@ class Soak:
         self.fault_s = 0.0
         """Time with faults, in seconds."""
         self._say = say
-        self._held: dict[str, Counter[str]] = {}
+        self._open_sessions: dict[str, Counter[str]] = {}
         self._opening: dict[str, int] = {}
         self._counts: dict[tuple[str, int], Counter[str]] = {}
         """Counts of each client process."""
@@ -68,9 +68,9 @@ class Soak:
         return sum(self._counts.values(), Counter())
 
     @property
-    def held(self) -> Counter[str]:
+    def open_sessions(self) -> Counter[str]:
         """Number of open sessions of clients, by server."""
-        return sum(self._held.values(), Counter())
+        return sum(self._open_sessions.values(), Counter())
 
     async def run(self) -> None:
         """Run the soak; the book then contains the findings."""
@@ -100,7 +100,7 @@ class Soak:
         """Fill the records of ended sessions on servers and gateways."""
         num = 2 * self.options.warm_up_opens
         for kind in KINDS if num else ():
-            address = f"{self.fleet.grpc_of['gateway-kept']}/{kind}"
+            address = f"{self.fleet.grpc_addresses['gateway-kept']}/{kind}"
             token = self.fleet.tokens["saboteur"]
             async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
                 remaining = iter(range(num))
@@ -117,9 +117,11 @@ class Soak:
 
     async def _until_full(self) -> None:
         deadline_s = time.monotonic() + _START_WITHIN_S
-        while self.held.total() < 0.9 * self.options.sessions:
+        while self.open_sessions.total() < 0.9 * self.options.sessions:
             if time.monotonic() > deadline_s:
-                self._find(f"only {self.held.total()} sessions within {_START_WITHIN_S:g} s")
+                self._find(
+                    f"only {self.open_sessions.total()} sessions within {_START_WITHIN_S:g} s"
+                )
                 return
             await asyncio.sleep(0.2)
 
@@ -151,11 +153,13 @@ class Soak:
                 f"count {self.num_counts}: after {self.options.settle_s:g} s still {difference}"
             )
         else:
-            self._tell(f"count {self.num_counts}: {self.held.total()} sessions, slots agree")
+            self._tell(
+                f"count {self.num_counts}: {self.open_sessions.total()} sessions, slots agree"
+            )
         await self._order("play")
 
     def _still_held(self) -> Counter[str]:
-        return Counter({"opening": 1}) if any(self._opening.values()) else self.held
+        return Counter({"opening": 1}) if any(self._opening.values()) else self.open_sessions
 
     async def _end(self) -> None:
         """Let every client close its sessions; no slot may stay occupied."""
@@ -182,7 +186,7 @@ class Soak:
 
     async def _missing_at(self, gateway: str, tenant: str) -> int:
         """Return the number of slots that the tenant's quota has lost."""
-        address = f"{self.fleet.grpc_of[gateway]}/inline"
+        address = f"{self.fleet.grpc_addresses[gateway]}/inline"
         deadline_s = time.monotonic() + self.options.settle_s
         async with await AsyncEnvClient.connect(
             address, ConnectOptions(token=self.fleet.tokens[tenant])
@@ -235,14 +239,14 @@ class Soak:
             except ValueError:
                 continue  # cut off by a kill
             self._take(client, pid, event)
-        self._held.pop(client.name, None)
+        self._open_sessions.pop(client.name, None)
         self._opening.pop(client.name, None)
 
     def _take(self, client: Member, pid: int, event: dict[str, object]) -> None:
         kind = event.pop("kind")
         event.pop("at_s")
         if kind == "held":
-            self._held[client.name] = Counter(event["held"])  # type: ignore[arg-type]
+            self._open_sessions[client.name] = Counter(event["held"])  # type: ignore[arg-type]
             self._opening[client.name] = int(event["opening"])  # type: ignore[call-overload]
             self._counts[client.name, pid] = Counter(event["counts"])  # type: ignore[arg-type]
         elif kind == "lost":
@@ -287,23 +291,25 @@ class Soak:
             wrong = await self.census.exceeds(self._held_and_ended)
             if wrong and self._is_disturbed:
                 self._find(wrong)
-            held, counts = self.held.total(), self.counts
+            open_sessions, counts = self.open_sessions.total(), self.counts
             self._tell(
-                f"{held} sessions, {counts['opened']} opened, {counts['steps']} steps,"
+                f"{open_sessions} sessions, {counts['opened']} opened, {counts['steps']} steps,"
                 f" {len(self.book.faults)} faults, {len(self.book.lost)} lost,"
-                f" {len(self.book.unexplained())} unexplained,"
+                f" {len(self.book.unexplained_losses())} unexplained,"
                 f" {len(self.book.violations)} violations; load {self.loads[-1]:.1f}"
             )
             self._tell_unexplained(reported_losses)
 
     def _held_and_ended(self) -> tuple[int, int]:
         """Count sessions that are open or being opened, and ended sessions."""
-        held = self.held.total() + sum(self._opening.values())
-        return held, self.counts["opened"] + self.saboteur.num_opens - self.held.total()
+        open_sessions = self.open_sessions.total() + sum(self._opening.values())
+        return open_sessions, self.counts[
+            "opened"
+        ] + self.saboteur.num_opens - self.open_sessions.total()
 
     def _tell_unexplained(self, reported_losses: set[str]) -> None:
         """Report each loss that no fault explains, once all faults are recorded."""
-        for loss in self.book.unexplained():
+        for loss in self.book.unexplained_losses():
             if (
                 loss.player not in reported_losses
                 and loss.failed_s < time.monotonic() - _TOLD_AFTER_S

@@ -84,13 +84,13 @@ def test_a_loss_is_explained_by_a_fault_that_hit_it_then(
     session: LostSession, is_explained: bool
 ) -> None:
     book = Book(faults=[worker_killed(100.0)], lost=[session])
-    assert (book.unexplained() == []) == is_explained
+    assert (book.unexplained_losses() == []) == is_explained
 
 
 def test_what_only_disturbs_explains_no_loss() -> None:
     paused = Fault(0, "process paused", "pool-kept", 99.0, 105.0)
     book = Book(faults=[paused], lost=[lost(100.0, 104.0)])
-    assert book.unexplained() == book.lost
+    assert book.unexplained_losses() == book.lost
 
 
 class _Sessions:
