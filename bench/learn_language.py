@@ -37,10 +37,10 @@ from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Summary
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from ludus.trainer.compat.gymformer.env.rewards import (
     distance_to_answer,
-    final_answer,
+    extract_final_answer,
     summary_reward,
 )
-from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, prompt_of
+from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_article_prompt
 from ludus.trainer.reward_model import load_reward_model
 from prompts_env import make_environment
 
@@ -151,7 +151,7 @@ def judge_sums(run: Path) -> dict[str, float]:
     for trained in (False, True):
         solutions = held_back_sums()
         found = Sampler(run, trained=trained).answers(list(solutions), 40, max_tokens)
-        exact = [final_answer(one.text) == str(solutions[one.prompt]) for one in found]
+        exact = [extract_final_answer(one.text) == str(solutions[one.prompt]) for one in found]
         rewards = [distance_to_answer(one.text, solutions[one.prompt]) for one in found]
         before = "" if trained else "_before"
         values[f"exact{before}"] = statistics.fmean(exact)
@@ -163,7 +163,7 @@ def summarization(seed: int) -> Row:
     """What the document's reward says of summaries of both its articles."""
     load_average = os.getloadavg()[0]
     run = train(SUMMARIZATION, f"learn-summarization-{seed}", seed)
-    terms = {prompt_of(article): article.key_terms for article in ARTICLES}
+    terms = {make_article_prompt(article): article.key_terms for article in ARTICLES}
     values = {}
     for trained in (False, True):
         found = Sampler(run.folder, trained=trained).answers(list(terms), 500, 32)

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.proto.config import TinyModel
-from ludus.trainer.compat.gymformer.env.cot_env import prompt_of as problem_prompt
+from ludus.trainer.compat.gymformer.env.cot_env import make_problem_prompt
 from ludus.trainer.compat.gymformer.env.problems import sums_below
-from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES
-from ludus.trainer.compat.gymformer.env.summarization_env import prompt_of as article_prompt
+from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_article_prompt
 from ludus.trainer.learner.warm_start import Conversation, Exchange
 from ludus.trainer.setup.tiny_model import make_tiny_model
 
@@ -38,7 +37,7 @@ def thinker(folder: Path, seed: int = 0) -> str:
         seed,
         [
             _said(
-                problem_prompt(one.question),
+                make_problem_prompt(one.question),
                 f"<think>{one.question}</think><final_answer>{draw.randrange(10)}</final_answer>",
             )
             for one in problems
@@ -54,7 +53,9 @@ def summarizer(folder: Path, seed: int = 0) -> str:
         folder,
         seed,
         [
-            _said(article_prompt(article), " ".join(draw.choices(words, k=draw.randint(1, 16))))
+            _said(
+                make_article_prompt(article), " ".join(draw.choices(words, k=draw.randint(1, 16)))
+            )
             for article in draw.choices(ARTICLES, k=_NUM_ANSWERS)
         ],
     )

@@ -10,7 +10,7 @@ import random
 import re
 from pathlib import Path
 
-from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, prompt_of
+from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_article_prompt
 from prompts_env import write_rows
 
 _NUM_EXAMPLES = 64
@@ -23,7 +23,7 @@ def main() -> None:
     words = sorted({word for one in ARTICLES for word in re.findall(r"[a-z-]+", one.text.lower())})
     write_rows(
         {
-            "prompt": [prompt_of(one) for one in ARTICLES],
+            "prompt": [make_article_prompt(one) for one in ARTICLES],
             "key_terms": [list(one.key_terms) for one in ARTICLES],
             "examples": [
                 [

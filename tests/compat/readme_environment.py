@@ -1,4 +1,4 @@
-"""The environment that Gymformer's document prints, as it stands there; see the test beside it."""
+"""The environment in Gymformer's README, copied without changes."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Gymformer's language environments: seeds, ends, and what an answer is worth."""
+"""Gymformer's language environments: seeds, ends of episodes, and rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.env.check import check_environment
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.cot_env import CoTEnv
-from ludus.trainer.compat.gymformer.env.problems import Split, read_problems, sums_below
+from ludus.trainer.compat.gymformer.env.problems import ProblemSplit, read_problems, sums_below
 from ludus.trainer.compat.gymformer.env.rewards import (
     best_summary_reward,
     distance_to_answer,
@@ -31,7 +31,7 @@ from ludus.trainer.compat.gymformer.env.rlhf_env import RLHFEnv
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, SummarizationEnv
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork
-from tests.compat.readme_environment import SummarizationEnv as Printed
+from tests.compat.readme_environment import SummarizationEnv as ReadmeEnvironment
 from tests.compat.tiny_models import tiny_model
 
 WORDS = " ".join(article.text for article in ARTICLES)
@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(folder, [WORDS, "<final_answer> </final_answer> 0 1 2 3 4 5 6 7 8 9"])
 
 
-def say(environment: TokenEnv, text: str, *, end: bool = True) -> tuple[float, bool, bool, dict]:
-    """What the last token of an answer led to."""
+def play(environment: TokenEnv, text: str, *, end: bool = True) -> tuple[float, bool, bool, dict]:
+    """Play a completion and return the result of its last step."""
     token_ids = environment.tokenizer.encode(text, add_special_tokens=False)
     for token_id in [*token_ids, environment.tokenizer.eos_token_id][: None if end else -1]:
         _, reward, terminated, truncated, info = environment.step(token_id)
@@ -55,7 +55,7 @@ def say(environment: TokenEnv, text: str, *, end: bool = True) -> tuple[float, b
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "reward"),
     [
         ("<think>3 + 4</think><final_answer>7</final_answer>", 0),
         ("<final_answer> 7.0 </final_answer>", 0),
@@ -76,59 +76,61 @@ def say(environment: TokenEnv, text: str, *, end: bool = True) -> tuple[float, b
         ("", -10),
     ],
 )
-def test_an_answer_costs_its_distance_from_the_solution(text: str, worth: float) -> None:
-    assert distance_to_answer(text, 7.0) == worth
+def test_reward_is_the_negative_distance_from_the_solution(text: str, reward: float) -> None:
+    assert distance_to_answer(text, 7.0) == reward
 
 
 def test_the_best_summary_has_ten_words_and_all_terms() -> None:
-    assert [best_summary_reward(one.key_terms) for one in ARTICLES] == pytest.approx([1.6, 1.4])
-    # No number of words and no choice of terms is worth more.
+    assert [best_summary_reward(article.key_terms) for article in ARTICLES] == pytest.approx(
+        [1.6, 1.4]
+    )
+    # No number of words and no choice of terms has a higher reward.
     for article in ARTICLES:
         terms = article.key_terms
-        worth = {
-            summary_reward(" ".join([*chosen, *["so"] * (length - len(chosen))]), terms)
+        rewards = {
+            summary_reward(" ".join([*words, *["so"] * (length - len(words))]), terms)
             for size in range(len(terms) + 1)
-            for chosen in itertools.combinations(terms, size)
+            for words in itertools.combinations(terms, size)
             for length in range(size, 61)
         }
-        assert max(worth) == pytest.approx(best_summary_reward(terms))
+        assert max(rewards) == pytest.approx(best_summary_reward(terms))
 
 
-def test_reward_functions_score_what_the_policy_said_and_nothing_else() -> None:
-    said = [
+def test_reward_functions_score_only_the_responses_of_the_policy() -> None:
+    completions = [
         [{"role": "assistant", "content": "<final_answer>4</final_answer>"}],
         [{"role": "user", "content": "<final_answer>4</final_answer>"}],
     ]
-    assert distances_to_answers(said, answer=[7, "4"], seed=[1, 2]) == [-3, -10]
+    assert distances_to_answers(completions, answer=[7, "4"], seed=[1, 2]) == [-3, -10]
     summary = [[{"role": "assistant", "content": "Fish fish fish"}]]
     assert summary_rewards(summary, key_terms=[["fish", "species"]]) == pytest.approx([0.2])
 
 
-def test_environments_are_registered_without_loading_anything() -> None:
+def test_registration_imports_no_heavy_package() -> None:
     program = (
         "import sys, gymnasium, ludus.trainer.compat.gymformer.env; "
         "print(sorted(i for i in gymnasium.registry if i.endswith('Env-v0'))); "
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert told.stdout.splitlines() == [
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout.splitlines() == [
         "['CoTEnv-v0', 'RLHFEnv-v0', 'SummarizationEnv-v0']",
         "[]",
-    ], told.stderr
+    ], process.stderr
 
 
-def test_what_a_seed_shows_it_shows_again(model: str) -> None:
+def test_the_same_seed_shows_the_same_article(model: str) -> None:
     environment = SummarizationEnv(model)
     shown = [environment.reset(seed=seed)[0] for seed in range(8)]
     assert shown == [environment.reset(seed=seed)[0] for seed in range(8)]
     assert len(set(shown)) == 2
     assert all(tokens in environment.observation_space for tokens in shown)
-    begun = [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
-    assert begun == [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
-    assert len(set(begun)) == 2
+    first_states = [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
+    assert first_states == [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
+    assert len(set(first_states)) == 2
 
 
-def test_a_state_that_was_given_away_does_not_grow(model: str) -> None:
+def test_a_returned_state_does_not_change(model: str) -> None:
     environment = SummarizationEnv(model)
     first, _ = environment.reset(seed=0)
     num_tokens = len(first)
@@ -136,89 +138,90 @@ def test_a_state_that_was_given_away_does_not_grow(model: str) -> None:
     assert len(first) == num_tokens
 
 
-def test_a_summary_is_worth_something_when_it_ends_and_nothing_when_it_is_cut_off(
+def test_only_a_summary_that_ends_has_a_reward(
     model: str,
 ) -> None:
     environment = SummarizationEnv(model, max_generation=6)
-    environment.reset(seed=0)
-    terms = environment._article.key_terms
-    reward, terminated, truncated, info = say(environment, terms[0])
+    _, info = environment.reset(seed=0)
+    [article] = [article for article in ARTICLES if article.text == info["article"]]
+    term = article.key_terms[0]
+    reward, terminated, truncated, info = play(environment, term)
     assert (reward, terminated, truncated) == (pytest.approx(0.2), True, False)
-    assert info["answer"] == terms[0]
+    assert info["answer"] == term
     environment.reset(seed=0)
-    reward, terminated, truncated, _ = say(environment, "fish " * 8)
+    reward, terminated, truncated, _ = play(environment, "fish " * 8)
     assert (reward, terminated, truncated) == (0.0, False, True)
 
 
-def test_a_problem_is_worth_what_its_answer_says_also_when_time_is_up(model: str) -> None:
+def test_a_problem_is_rewarded_by_its_answer_also_at_the_token_limit(model: str) -> None:
     environment = CoTEnv(model, max_generation=40)
-    _, told = environment.reset(seed=1)
-    solution = sum(int(number) for number in told["question"].split("+"))
-    reward, terminated, _, info = say(environment, f"<final_answer>{solution}</final_answer>")
+    _, info = environment.reset(seed=1)
+    solution = sum(int(number) for number in info["question"].split("+"))
+    reward, terminated, _, info = play(environment, f"<final_answer>{solution}</final_answer>")
     assert (reward, terminated, info["solution"]) == (0, True, solution)
     environment.reset(seed=1)
-    reward, terminated, truncated, info = say(environment, "0 1 2 3 4 5 6 7 8 9 " * 4)
+    reward, terminated, truncated, info = play(environment, "0 1 2 3 4 5 6 7 8 9 " * 4)
     assert (reward, terminated, truncated, info["is_cut_off"]) == (-10, True, False, True)
 
 
-def test_problems_for_judging_are_never_shown_in_training(model: str) -> None:
+def test_test_problems_are_never_shown_in_training(model: str) -> None:
     environment = CoTEnv(model)
-    asked = {
+    questions = {
         split: {
             environment.reset(seed=seed, options={"split": split})[1]["question"]
             for seed in range(300)
         }
         for split in ("train", "test")
     }
-    assert not asked["train"] & asked["test"]
-    assert len(asked["test"]) == round(0.1 * len(sums_below(10)))
+    assert not questions["train"] & questions["test"]
+    assert len(questions["test"]) == round(0.1 * len(sums_below(10)))
     with pytest.raises(ConfigError, match="'train' or 'test'"):
         environment.reset(options={"split": "dev"})
 
 
-def test_sums_below_ten_are_those_of_two_and_three_numbers() -> None:
+def test_sums_below_ten_have_two_or_three_numbers() -> None:
     problems = sums_below(10)
     assert len(problems) == 55 + 220
     assert all(problem.solution < 10 for problem in problems)
 
 
-def test_problems_are_read_with_answers_that_explain_themselves(tmp_path: Path) -> None:
+def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     rows = [
         {"question": "Two and two?", "answer": "Two and two are four.\n#### 4"},
         {"question": "A thousand and one?", "answer": 1001},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert [one.solution for one in read_problems(path)] == [4, 1001]
+    assert [problem.solution for problem in read_problems(path)] == [4, 1001]
     path.write_text(json.dumps({"question": "Why?", "answer": "because"}))
     with pytest.raises(ConfigError, match="row 1: the answer must be a number"):
         read_problems(path)
 
 
-def test_equal_questions_stay_on_one_side_of_the_split() -> None:
+def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
     problems = sums_below(4) * 3
-    split = Split.of(problems, 0.3, seed=1)
-    train, test = ({one.question for one in part} for part in (split.train, split.test))
+    split = ProblemSplit.make(problems, 0.3, seed=1)
+    train, test = ({problem.question for problem in part} for part in (split.train, split.test))
     assert not train & test and len(split.train) + len(split.test) == len(problems)
-    with pytest.raises(ConfigError, match="leaves none to learn from"):
-        Split.of(problems[:1], 0.9, seed=1)
+    with pytest.raises(ConfigError, match="leaves no training problems"):
+        ProblemSplit.make(problems[:1], 0.9, seed=1)
 
 
-def test_a_reward_model_scores_the_whole_answer_on_its_last_token(model: str) -> None:
-    def length(prompts, answers):
-        return [len(answer) for answer in answers]
+def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model: str) -> None:
+    def length(prompts, completions):
+        return [len(completion) for completion in completions]
 
     environment = RLHFEnv(model, length, ["fish", "species"], max_generation=8)
     environment.reset(seed=0)
-    reward, terminated, *_ = say(environment, "a new species")
+    reward, terminated, *_ = play(environment, "a new species")
     assert (reward, terminated) == (len("a new species"), True)
     environment.reset(seed=0)
-    reward, terminated, *_ = say(environment, "a new species of fish of fish of fish")
+    reward, terminated, *_ = play(environment, "a new species of fish of fish of fish")
     assert reward > 0 and terminated
 
 
-def test_a_policy_that_is_the_reference_diverges_by_nothing(model: str) -> None:
-    environment = RLHFEnv(model, lambda prompts, answers: [0.0], ["fish"], kl_coef=2.0)
+def test_the_reference_policy_has_no_kl_penalty(model: str) -> None:
+    environment = RLHFEnv(model, lambda prompts, completions: [0.0], ["fish"], kl_coef=2.0)
     actor = LMActorNetwork(model, pad_token_id=0)
     state, _ = environment.reset(seed=0)
     logprobs = []
@@ -229,44 +232,46 @@ def test_a_policy_that_is_the_reference_diverges_by_nothing(model: str) -> None:
         token_id = int(generator.integers(len(distribution)))
         logprobs.append(distribution[token_id])
         state, *_ = environment.step(token_id)
-    said = torch.stack(logprobs)
-    assert (said - environment.ref_logprobs()).abs().max() < 1e-5
-    assert environment.kl_rewards(said).abs().mean() < 1e-6 * 2
-    assert environment.kl_rewards(said + 0.5).tolist() == pytest.approx([-1.0] * 12, abs=1e-4)
+    policy_logprobs = torch.stack(logprobs)
+    assert (policy_logprobs - environment.ref_logprobs()).abs().max() < 1e-5
+    assert environment.kl_rewards(policy_logprobs).abs().mean() < 1e-6 * 2
+    assert environment.kl_rewards(policy_logprobs + 0.5).tolist() == pytest.approx(
+        [-1.0] * 12, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("scores", [[], [float("nan")], [None], 1.0, [1.0, 2.0]])
-def test_a_reward_function_that_says_no_number_is_told(model: str, scores: Any) -> None:
-    environment = RLHFEnv(model, lambda prompts, answers: scores, ["fish"], max_generation=1)
+def test_a_reward_function_without_a_finite_score_is_refused(model: str, scores: Any) -> None:
+    environment = RLHFEnv(model, lambda prompts, completions: scores, ["fish"], max_generation=1)
     environment.reset(seed=0)
-    with pytest.raises(ConfigError, match="reward_model expected a list of one finite score"):
+    with pytest.raises(ConfigError, match="reward_model must return a list of one finite score"):
         environment.step(5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward_model": None}, "reward_model expected a folder, or a function"),
-        ({"dataset": None}, "dataset expected a path, or at least one prompt"),
-        ({"dataset": [5]}, r"all of them texts, got \[5\]"),
+        ({"reward_model": None}, "reward_model must be a folder or a function"),
+        ({"dataset": None}, "dataset must be a path or a non-empty list"),
+        ({"dataset": [5]}, r"list of strings, got \[5\]"),
     ],
 )
-def test_what_cannot_be_scored_or_asked_is_refused(
+def test_an_invalid_reward_model_or_data_set_is_refused(
     model: str, changes: dict[str, Any], message: str
 ) -> None:
-    sound = {"reward_model": lambda prompts, answers: [0.0], "dataset": ["fish"]}
+    valid = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish"]}
     with pytest.raises(ConfigError, match=message):
-        RLHFEnv(model, **{**sound, **changes})
+        RLHFEnv(model, **{**valid, **changes})
 
 
-def test_an_option_that_there_is_not_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"options expected split alone, got \['spilt'\]"):
+def test_an_unknown_option_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"options must contain only split, got \['spilt'\]"):
         CoTEnv(model).reset(options={"spilt": "test"})
 
 
 def test_an_environment_without_prompts_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match="at least one prompt"):
-        RLHFEnv(model, lambda prompts, answers: [0.0], [])
+    with pytest.raises(ConfigError, match="non-empty list"):
+        RLHFEnv(model, lambda prompts, completions: [0.0], [])
     with pytest.raises(ConfigError, match="max_generation"):
         SummarizationEnv(model, max_generation=0)
 
@@ -280,8 +285,8 @@ def test_the_environments_keep_the_contract(model: str) -> None:
         check_environment(factory).raise_if_failed()
 
 
-class Seeded(Printed):
-    """The printed environment, with chance that follows from the seed."""
+class Seeded(ReadmeEnvironment):
+    """The README's environment with randomness from the seed."""
 
     def reset(self, *, seed=None, options=None):
         random.seed(seed)
@@ -289,13 +294,13 @@ class Seeded(Printed):
 
 
 @pytest.mark.slow
-def test_the_printed_environment_keeps_all_of_the_contract_but_its_seed(model: str) -> None:
+def test_the_readme_environment_breaks_only_the_rules_of_seeds(model: str) -> None:
     broken = {}
-    for kind in (Printed, Seeded):
-        env_id = f"ludus-tests/{kind.__name__}-{kind.__module__.rpartition('.')[2]}-v0"
-        gymnasium.register(env_id, kind, kwargs={"model_name": model})
+    for environment_class in (ReadmeEnvironment, Seeded):
+        env_id = f"ludus-tests/{environment_class.__name__}Contract-v0"
+        gymnasium.register(env_id, environment_class, kwargs={"model_name": model})
         report = check_environment(environment_factory(f"gymnasium:{env_id}", {}))
-        broken[kind] = {check.name for check in report.checks if not check.ok}
+        broken[environment_class] = {check.name for check in report.checks if not check.ok}
     assert broken[Seeded] == set()
-    # Rules that play a seed twice: its two articles may come in the same order by chance.
-    assert "same_seed_and_actions_give_the_same_episode" in broken[Printed]
+    # The environment ignores the seed, so the rules that play a seed twice usually fail.
+    assert "same_seed_and_actions_give_the_same_episode" in broken[ReadmeEnvironment]

@@ -1,4 +1,4 @@
-"""Gymformer's notebooks as they lie in the repository."""
+"""The saved notebooks of the Gymformer examples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GYMFORMER = Path(__file__).parents[2] / "examples" / "gymformer"
 NOTEBOOKS = sorted(GYMFORMER.glob("*.ipynb"))
 
 
-def test_there_is_one_for_each_of_its_own() -> None:
+def test_there_is_a_notebook_for_each_of_gymformers() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["classic", "cot", "reward_model", "rlhf"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_shows_what_its_cells_print_and_none_has_failed(path: Path) -> None:
+def test_the_notebook_has_outputs_and_no_errors(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]

@@ -1,4 +1,4 @@
-"""Episodes of token-level environments: tokens as they are, a reward for each."""
+"""Episodes of token-level environments: exact tokens, with a reward for each token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = RolloutConfig(max_completion_tokens=4, max_tokens=32)
 
 
 class TokenScript:
-    """A policy that says the next tokens of its script."""
+    """A policy that returns the next tokens of its script."""
 
     def __init__(self, script: Iterator[list[int]]) -> None:
         self._script = script
@@ -130,7 +130,7 @@ async def test_a_token_that_does_not_exist_is_an_invalid_action(
     assert rollout.episode_return == LIMITS.invalid_action_reward
 
 
-async def test_rewards_are_for_tokens_that_were_said(chat: ChatTokenizer) -> None:
+async def test_each_reward_needs_a_sampled_token(chat: ChatTokenizer) -> None:
     policy = TokenScript(iter([[1, 2]]))
     conversation = TokenConversation(policy, chat, LIMITS, SAMPLING, key=0)
     conversation.add_tokens([3])

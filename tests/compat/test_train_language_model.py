@@ -1,4 +1,4 @@
-"""train_agent on a language model: what becomes of its arguments, and a run as it is printed."""
+"""`train_agent` with a language model: the settings of its run, and a short training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ludus.trainer.compat.gymformer.trainer.language_run import make_run
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.run.folder import run_path
-from tests.compat.readme_environment import SummarizationEnv as Printed
+from tests.compat.readme_environment import SummarizationEnv as ReadmeEnvironment
 from tests.compat.tiny_models import tiny_model
 
-PRINTED = "ludus-tests/Summarization-v0"
+README_ENV_ID = "ludus-tests/Summarization-v0"
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def printed(model: str) -> Iterator[None]:
-    """The document registers its class by the path of its module."""
+def readme_environment(model: str) -> Iterator[None]:
+    """Register the README's environment by the path of its class, as the README does."""
     path = "tests.compat.readme_environment:SummarizationEnv"
-    gymnasium.register(PRINTED, path, kwargs={"model_name": model})
+    gymnasium.register(README_ENV_ID, path, kwargs={"model_name": model})
     yield
-    del gymnasium.registry[PRINTED]
+    del gymnasium.registry[README_ENV_ID]
 
 
-def asked(model: str, folder: Path, **changes: Any) -> AgentRequest:
+def make_request(model: str, folder: Path, **changes: Any) -> AgentRequest:
     arguments: dict[str, Any] = {
-        "env_name": PRINTED,
+        "env_name": README_ENV_ID,
         "actor": LMActorNetwork(model, pad_token_id=0),
         "critic": LMCriticNetwork(model, pad_token_id=0),
         "ppo_config": PPOConfig(),
@@ -63,67 +63,69 @@ def asked(model: str, folder: Path, **changes: Any) -> AgentRequest:
     return AgentRequest(**{**arguments, **changes})
 
 
-def run_of(request: AgentRequest, model: str) -> LanguageModelRun:
-    task = TokenTask.of(request.env_name, model, request.max_timesteps, request.seed)
+def make_test_run(request: AgentRequest, model: str) -> LanguageModelRun:
+    task = TokenTask.inspect(request.env_name, model, request.max_timesteps, request.seed)
     return make_run(request, task, Path(model), request.actor.model)
 
 
-def test_episodes_between_updates_become_groups_of_a_step(model: str, tmp_path: Path) -> None:
-    run = run_of(asked(model, tmp_path, max_episodes=1000, update_interval=100), model)
+def test_update_interval_becomes_the_groups_of_a_step(model: str, tmp_path: Path) -> None:
+    run = make_test_run(
+        make_request(model, tmp_path, max_episodes=1000, update_interval=100), model
+    )
     assert run.training.num_steps == 10
     assert run.rollout.group_size * run.training.groups_per_step == 100
     assert run.training.max_staleness == 0
-    few = run_of(asked(model, tmp_path, max_episodes=3), model)
-    assert few.training.num_steps == 1, "fewer episodes than an update takes are still an update"
+    few = make_test_run(make_request(model, tmp_path, max_episodes=3), model)
+    assert few.training.num_steps == 1, "fewer episodes than an update needs are one update"
     assert few.rollout.group_size * few.training.groups_per_step == 3
 
 
-def test_the_settings_of_ppo_are_those_of_the_run(model: str, tmp_path: Path) -> None:
+def test_ppo_settings_are_settings_of_the_run(model: str, tmp_path: Path) -> None:
     config = PPOConfig(lr_actor=1e-4, gamma=0.9, eps_clip=0.1, minibatch_size=25, gae_lambda=0.8)
-    run = run_of(asked(model, tmp_path, ppo_config=config), model)
+    run = make_test_run(make_request(model, tmp_path, ppo_config=config), model)
     assert isinstance(run.algorithm, PpoConfig)
     assert (run.algorithm.gamma, run.algorithm.lam) == (0.9, 0.8)
     assert run.algorithm.loss.clip_low == run.algorithm.loss.clip_high == 0.1
     assert (run.learner.learning_rate, run.learner.num_minibatches) == (1e-4, 2)
     assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
-    assert run.algorithm.kl_coef == 0, "no environment asked for it"
+    assert run.algorithm.kl_coef == 0, "no environment make_request for it"
 
 
-def test_a_device_that_is_not_here_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(model: str, tmp_path: Path) -> None:
     for device in ("abacus", "cuda") if not torch.cuda.is_available() else ("abacus",):
-        with pytest.raises(ConfigError, match=f"device = '{device}' expected None"):
-            run_of(asked(model, tmp_path, device=device), model)
+        with pytest.raises(ConfigError, match=f"device must be None.* got '{device}'"):
+            make_test_run(make_request(model, tmp_path, device=device), model)
 
 
-def test_an_answer_is_as_long_as_environment_and_model_allow(model: str, tmp_path: Path) -> None:
-    assert run_of(asked(model, tmp_path), model).rollout.max_completion_tokens == 64
-    short = asked(model, tmp_path, max_timesteps=7)
-    run = run_of(short, model)
+def test_the_environment_and_the_model_limit_completions(model: str, tmp_path: Path) -> None:
+    assert make_test_run(make_request(model, tmp_path), model).rollout.max_completion_tokens == 64
+    short = make_request(model, tmp_path, max_timesteps=7)
+    run = make_test_run(short, model)
     assert run.rollout.max_completion_tokens == 7
     assert isinstance(run.environment, LocalEnvironment)
     assert run.environment.options["max_episode_steps"] == 7
-    limited = asked(model, tmp_path, env_name="SummarizationEnv-v0")
-    assert run_of(limited, model).rollout.max_completion_tokens == 64
+    limited = make_request(model, tmp_path, env_name="SummarizationEnv-v0")
+    assert make_test_run(limited, model).rollout.max_completion_tokens == 64
 
 
-def test_the_price_of_divergence_is_the_environments_own(model: str, tmp_path: Path) -> None:
+def test_kl_coef_comes_from_the_environment(model: str, tmp_path: Path) -> None:
     gymnasium.register(
         "ludus-tests/RLHF-v0",
         "ludus.trainer.compat.gymformer.env.rlhf_env:RLHFEnv",
         kwargs={"reward_model": "nowhere", "dataset": ["fish?"], "kl_coef": 0.3},
     )
-    run = run_of(asked(model, tmp_path, env_name="ludus-tests/RLHF-v0"), model)
+    run = make_test_run(make_request(model, tmp_path, env_name="ludus-tests/RLHF-v0"), model)
     assert (run.algorithm.kl_coef, run.algorithm.kl_placement) == (0.3, "reward")
 
 
-def test_an_environment_that_asks_for_a_model_gets_the_actors(model: str) -> None:
-    task = TokenTask.of("CoTEnv-v0", model, 400, 0)
+def test_an_environment_that_needs_a_model_gets_the_actors_model(model: str) -> None:
+    task = TokenTask.inspect("CoTEnv-v0", model, 400, 0)
     assert task.options["model_name"] == model
     assert task.max_generation == 128
 
 
-def test_another_process_makes_the_environment_of_what_it_is_told(model: str) -> None:
-    task = TokenTask.of(PRINTED, model, 20, 0)
+def test_another_process_can_make_the_environment_from_the_options(model: str) -> None:
+    task = TokenTask.inspect(README_ENV_ID, model, 20, 0)
     target = "ludus.env.adapters.gymnasium.token_level:TokenLevelEnvironment"
     environment = environment_factory(target, task.options)()
     first = environment.reset(seed=0)
@@ -131,65 +133,65 @@ def test_another_process_makes_the_environment_of_what_it_is_told(model: str) ->
     assert task.options["import_from"] == str(Path(__file__).parents[2])
 
 
-def test_an_id_that_nobody_registered_is_refused_with_one_that_is_close(model: str) -> None:
+def test_an_unknown_id_is_refused_with_a_similar_id(model: str) -> None:
     with pytest.raises(NotFoundError, match="CoTEnv-v0"):
-        TokenTask.of("CotEnv-v0", model, 100, 0)
+        TokenTask.inspect("CotEnv-v0", model, 100, 0)
 
 
-def test_an_environment_of_numbers_is_none_for_a_language_model(model: str) -> None:
+def test_an_environment_without_tokens_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="token-level environment"):
-        TokenTask.of("CartPole-v1", model, 100, 0)
+        TokenTask.inspect("CartPole-v1", model, 100, 0)
 
 
 def test_a_class_that_cannot_be_imported_is_refused(model: str) -> None:
-    class Within(Printed): ...
+    class Local(ReadmeEnvironment): ...
 
-    gymnasium.register("ludus-tests/Within-v0", Within, kwargs={"model_name": model})
-    with pytest.raises(ConfigError, match="put the class into a module"):
-        TokenTask.of("ludus-tests/Within-v0", model, 100, 0)
+    gymnasium.register("ludus-tests/Local-v0", Local, kwargs={"model_name": model})
+    with pytest.raises(ConfigError, match="move the class to a module"):
+        TokenTask.inspect("ludus-tests/Local-v0", model, 100, 0)
 
 
-def test_arguments_that_do_not_travel_are_refused(model: str) -> None:
-    kwargs = {"reward_model": lambda prompts, answers: [0.0], "dataset": ["fish?"]}
+def test_arguments_that_are_not_json_are_refused(model: str) -> None:
+    kwargs = {"reward_model": lambda prompts, completions: [0.0], "dataset": ["fish?"]}
     gymnasium.register(
         "ludus-tests/Unsendable-v0",
         "ludus.trainer.compat.gymformer.env.rlhf_env:RLHFEnv",
         kwargs=kwargs,
     )
     with pytest.raises(ConfigError, match="as JSON"):
-        TokenTask.of("ludus-tests/Unsendable-v0", model, 100, 0)
+        TokenTask.inspect("ludus-tests/Unsendable-v0", model, 100, 0)
 
 
-def test_a_critic_that_reads_no_tokens_is_refused(model: str, tmp_path: Path) -> None:
-    request = asked(model, tmp_path, critic=MLPCriticNetwork(4, 8))
-    with pytest.raises(ConfigError, match="expected an LMCriticNetwork, got MLPCriticNetwork"):
+def test_a_critic_that_does_not_use_tokens_is_refused(model: str, tmp_path: Path) -> None:
+    request = make_request(model, tmp_path, critic=MLPCriticNetwork(4, 8))
+    with pytest.raises(ConfigError, match="must be an LMCriticNetwork, got MLPCriticNetwork"):
         request.actor.train_as_agent(request)
 
 
 @pytest.mark.slow
-async def test_the_printed_environment_trains_a_model_in_place_in_a_notebooks_event_loop(
+async def test_training_inside_an_event_loop_changes_the_models_in_place(
     model: str, tmp_path: Path
 ) -> None:
-    told: list[tuple[Any, ...]] = []
-    request = asked(
+    calls: list[tuple[Any, ...]] = []
+    request = make_request(
         model,
         tmp_path,
         max_episodes=24,
         max_timesteps=100,
         update_interval=8,
-        callback=lambda *arguments: told.append(arguments),
+        callback=lambda *arguments: calls.append(arguments),
     )
-    trained = torch.nn.ModuleList([request.actor.model, request.critic.model])
-    before = {name: one.clone() for name, one in trained.named_parameters()}
+    models = torch.nn.ModuleList([request.actor.model, request.critic.model])
+    initial = {name: weight.clone() for name, weight in models.named_parameters()}
     returns = request.actor.train_as_agent(request)
     assert len(returns) == 24
     assert all(0 <= value <= 1.6 for value in returns) and len(set(returns)) > 1
-    moved = [not torch.equal(before[name], one) for name, one in trained.named_parameters()]
-    assert all(moved)
-    state, answer, _, done, truncated, episode, running = told[0]
-    assert state.startswith("Article: ") and answer
+    changed = [not torch.equal(initial[name], weight) for name, weight in models.named_parameters()]
+    assert all(changed)
+    state, completion, _, done, truncated, episode, running = calls[0]
+    assert state.startswith("Article: ") and completion
     assert done != truncated and episode == 10
     assert running == pytest.approx(returns.running[9])
-    [folder] = [one for one in tmp_path.iterdir() if (one / "metrics.jsonl").is_file()]
-    assert run_path(run_of(request, model)) == folder
+    [folder] = [path for path in tmp_path.iterdir() if (path / "metrics.jsonl").is_file()]
+    assert run_path(make_test_run(request, model)) == folder
     assert (folder / "summary.json").is_file()

@@ -1,4 +1,4 @@
-"""Language models as actor and critic: padding changes nothing, wherever it stands."""
+"""Language models as actor and critic: padding on either side does not change their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAD = 0
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Models that turn positions into rotations, and into embeddings."""
+    """Folder of a model with rotary positions, and of a model with position embeddings."""
     path = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         return tiny_model(path / "model", ["one two three"])
@@ -34,12 +34,12 @@ def actor(folder: str) -> LMActorNetwork:
 
 @pytest.fixture(scope="module")
 def critic(folder: str) -> LMCriticNetwork:
-    made = LMCriticNetwork(folder, pad_token_id=PAD)
-    torch.nn.init.normal_(made.model.score.weight)
-    return made
+    network = LMCriticNetwork(folder, pad_token_id=PAD)
+    torch.nn.init.normal_(network.model.score.weight)
+    return network
 
 
-def test_a_state_has_the_logits_of_its_next_token(actor: LMActorNetwork) -> None:
+def test_the_actor_returns_logits_of_the_next_token(actor: LMActorNetwork) -> None:
     state = torch.tensor([5, 6, 7])
     logits = actor(state)
     assert logits.shape == (actor.model.config.vocab_size,)
@@ -47,7 +47,7 @@ def test_a_state_has_the_logits_of_its_next_token(actor: LMActorNetwork) -> None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_states_of_different_lengths_are_padded_without_a_trace(
+def test_padding_does_not_change_the_output(
     actor: LMActorNetwork, critic: LMCriticNetwork, side: str
 ) -> None:
     states = [[5, 6, 7, 8, 9], [11, 12]]
@@ -59,29 +59,29 @@ def test_states_of_different_lengths_are_padded_without_a_trace(
         torch.testing.assert_close(network(padded), alone, atol=1e-5, rtol=0)
 
 
-def test_the_padding_token_within_a_state_is_a_token_of_it(actor: LMActorNetwork) -> None:
-    with_it, without = torch.tensor([5, PAD, 7]), torch.tensor([5, 7])
-    assert not torch.allclose(actor(with_it), actor(without), atol=1e-3)
+def test_a_pad_token_inside_a_state_is_not_padding(actor: LMActorNetwork) -> None:
+    with_pad, without_pad = torch.tensor([5, PAD, 7]), torch.tensor([5, 7])
+    assert not torch.allclose(actor(with_pad), actor(without_pad), atol=1e-3)
 
 
-def test_a_mask_says_where_padding_is_a_token(actor: LMActorNetwork) -> None:
-    ended = torch.tensor([5, 6, PAD])
-    told = actor(ended, attention_mask=torch.ones(3))
-    torch.testing.assert_close(told, actor.model(input_ids=ended[None]).logits[0, -1])
-    torch.testing.assert_close(actor(ended), actor(ended[:2]))
+def test_a_mask_decides_whether_a_pad_token_is_padding(actor: LMActorNetwork) -> None:
+    state = torch.tensor([5, 6, PAD])
+    logits = actor(state, attention_mask=torch.ones(3))
+    torch.testing.assert_close(logits, actor.model(input_ids=state[None]).logits[0, -1])
+    torch.testing.assert_close(actor(state), actor(state[:2]))
 
 
-def test_without_a_padding_token_nothing_is_padding(folder: str) -> None:
+def test_pad_token_none_means_no_padding(folder: str) -> None:
     actor = LMActorNetwork(folder, pad_token_id=None)
-    ended = torch.tensor([5, 6, PAD])
-    torch.testing.assert_close(actor(ended), actor.model(input_ids=ended[None]).logits[0, -1])
+    state = torch.tensor([5, 6, PAD])
+    torch.testing.assert_close(actor(state), actor.model(input_ids=state[None]).logits[0, -1])
 
 
-def test_numbers_of_another_type_are_tokens_too(actor: LMActorNetwork) -> None:
+def test_float_token_ids_are_accepted(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
 
 
-def test_a_critic_begins_at_0_and_learns_what_it_is_told(folder: str) -> None:
+def test_a_new_critic_returns_0_and_can_learn(folder: str) -> None:
     torch.manual_seed(0)
     critic = LMCriticNetwork(folder, pad_token_id=PAD)
     states, returns = torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1.0], [-1.0]])
@@ -95,7 +95,7 @@ def test_a_critic_begins_at_0_and_learns_what_it_is_told(folder: str) -> None:
     assert loss < 0.05
 
 
-def test_a_network_of_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     from ludus.proto.errors import NotFoundError
 
     with pytest.raises(NotFoundError, match="the model cannot be loaded"):

@@ -1,4 +1,4 @@
-"""`python -m ludus.trainer.compat.forge`, in place of `python -m apps.grpo.main`: its refusals."""
+"""Errors of `python -m ludus.trainer.compat.forge`, which replaces `python -m apps.grpo.main`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["groupsize=3"], "groupsize: unknown, did you mean 'group_size'?"),
         (["blackjack_env.server_url=http://localhost:1"], "no environment responds at"),
         (["group_size"], "expected section.field=value, got 'group_size'"),
     ],
 )
-def test_bad_input_ends_with_one_message_and_exit_code_2(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_prints_one_message_and_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(EXAMPLE), *arguments]) == 2
     printed = capsys.readouterr().err
-    assert told in printed and "Traceback" not in printed
+    assert message in printed and "Traceback" not in printed

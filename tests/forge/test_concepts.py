@@ -1,4 +1,4 @@
-"""The numbers of docs/concepts.md."""
+"""The numbers in docs/concepts.md."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ PAGE = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="
 REWARDS = torch.tensor([1.0, 0.0, -1.0, -1.0], dtype=torch.float64)
 
 
-def table_under(heading: str) -> list[list[str]]:
-    """The rows of the first table below a heading, without its head."""
-    below = PAGE[PAGE.index(f"## {heading}") :]
-    lines = [line for line in below.splitlines() if line.startswith("|")]
-    found = []
+def read_table(heading: str) -> list[list[str]]:
+    """Return the rows of the first table below a heading, without the table's header."""
+    section = PAGE[PAGE.index(f"## {heading}") :]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows: list[list[str]] = []
     for line in lines[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if found and len(cells) != len(found[0]):
+        if rows and len(cells) != len(rows[0]):
             break
-        found.append(cells)
-    return found
+        rows.append(cells)
+    return rows
 
 
-def test_both_conventions_of_an_advantage_are_computed() -> None:
-    rows = table_under("One group, by hand")
-    above = REWARDS - REWARDS.mean()
-    with_n = above / REWARDS.std(correction=0)
-    with_less = group_advantages(REWARDS[None], "mean", "group")[0]
+def test_advantages_of_both_conventions_are_correct() -> None:
+    rows = read_table("One group, by hand")
+    centered = REWARDS - REWARDS.mean()
+    with_n = centered / REWARDS.std(correction=0)
+    with_n_minus_1 = group_advantages(REWARDS[None], "mean", "group")[0]
     assert [float(row[1]) for row in rows] == REWARDS.tolist()
-    assert [float(row[2]) for row in rows] == above.tolist()
+    assert [float(row[2]) for row in rows] == centered.tolist()
     assert [float(row[3]) for row in rows] == pytest.approx(with_n.tolist(), abs=5e-4)
-    assert [float(row[4]) for row in rows] == pytest.approx(with_less.tolist(), abs=5e-5)
+    assert [float(row[4]) for row in rows] == pytest.approx(with_n_minus_1.tolist(), abs=5e-5)
     assert with_n.tolist() == pytest.approx([1.508, 0.302, -0.905, -0.905], abs=5e-4)
-    assert with_less.tolist() == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5)
+    assert with_n_minus_1.tolist() == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=5e-5)
     assert f"{REWARDS.std(correction=0):.3f}" == "0.829" and "/ std with n: 0.829" in PAGE
     assert f"{REWARDS.std():.3f}" == "0.957" and "/ std with n - 1: 0.957" in PAGE
     assert f"{(4 / 3) ** 0.5:.3f}" == "1.155" and "1.155" in PAGE
 
 
-def test_the_chance_that_a_group_holds_a_right_answer() -> None:
-    for text, wait, of_8, of_64 in table_under("The idea"):
+def test_probability_of_a_correct_completion_per_group_is_correct() -> None:
+    for text, wait, chance_of_8, chance_of_64 in read_table("The idea"):
         p = float(text)
         chances = [1 - (1 - p) ** size for size in (8, 64)]
-        assert [float(cell.removesuffix(" %")) for cell in (of_8, of_64)] == pytest.approx(
-            [100 * chance for chance in chances], abs=0.05
-        )
+        assert [
+            float(cell.removesuffix(" %")) for cell in (chance_of_8, chance_of_64)
+        ] == pytest.approx([100 * chance for chance in chances], abs=0.05)
         assert wait == ("never" if p == 0 else f"{1 / p:,.0f}")
 
 
-def test_a_draw_that_is_paid_for_is_no_win() -> None:
+def test_a_draw_with_a_reward_is_not_a_win() -> None:
     always_stand = reference_returns("blackjack")["always_stand"]
-    said = re.search(r"between (\d+\.\d+) % and (\d+\.\d+) % for a player who always", PAGE)
-    assert said is not None
+    match = re.search(r"between (\d+\.\d+) % and (\d+\.\d+) % for a player who always", PAGE)
+    assert match is not None
     won, not_lost = always_stand.win_rate, always_stand.win_rate + always_stand.draw_rate
-    assert [float(one) for one in said.groups()] == [
+    assert [float(percentage) for percentage in match.groups()] == [
         round(100 * won, 2),
         round(100 * not_lost, 2),
     ]

@@ -1,4 +1,4 @@
-"""Forge's rewards and advantages, as the functions that a run calls."""
+"""Adapters from Forge's reward and advantage functions to functions of a run."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
     return game_reward if (prompt, response) == ("Play.\nhard 16 vs 10", "STAND") else -9.0
 
 
-class Rewarding:
+class RewardActor:
     async def evaluate_response(self, prompt: str, response: str, game_reward: float) -> float:
         return evaluate_response(prompt, response, game_reward)
 
 
-@pytest.mark.parametrize("reward", [evaluate_response, Rewarding, Rewarding()])
-async def test_a_reward_sees_the_first_prompt_the_last_answer_and_the_return(reward: Any) -> None:
+@pytest.mark.parametrize("reward", [evaluate_response, RewardActor, RewardActor()])
+async def test_a_reward_gets_the_first_prompt_the_last_response_and_the_return(reward: Any) -> None:
     term = make_reward_term(reward)
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [0.5]
 
 
-def test_advantages_are_those_of_a_class_an_object_or_a_function() -> None:
-    class Centred:
+def test_advantages_come_from_a_class_an_object_or_a_function() -> None:
+    class Centered:
         def compute(self, group: list[Any]) -> list[float]:
             mean = sum(episode.reward for episode in group) / len(group)
             return [episode.reward - mean for episode in group]
 
     group = [SimpleNamespace(reward=reward) for reward in (1.0, 3.0)]
-    for one in (Centred, Centred(), Centred().compute):
-        assert make_group_function(one)(group) == [-1.0, 1.0]
+    for function in (Centered, Centered(), Centered().compute):
+        assert make_group_function(function)(group) == [-1.0, 1.0]
 
 
-async def test_a_reward_may_leave_an_episode_out() -> None:
+async def test_a_reward_may_be_none() -> None:
     term = make_reward_term(lambda prompt, response, game_reward: None)
     assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [None]
 
 
 @pytest.mark.parametrize("reward", [5, object, lambda answer, won: 1.0])
-def test_what_cannot_be_called_as_a_reward_is_said_at_once(reward: Any) -> None:
+def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward must be a function of \(prompt, response, gam"):
         make_reward_term(reward)
-    with pytest.raises(ConfigError, match=r"compute_advantages expected a function of \(group\)"):
+    with pytest.raises(ConfigError, match=r"compute_advantages must be a function of \(group\)"):
         make_group_function(reward)
 
 
-def test_what_is_not_given_changes_nothing() -> None:
+def test_default_functions_change_no_field() -> None:
     assert Functions().environment_fields == {} == Functions().algorithm_fields
     fields = Functions(compute_advantages=len).algorithm_fields
     assert (fields["scale"], fields["baseline"]) == ("none", "mean")

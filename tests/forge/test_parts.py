@@ -1,4 +1,4 @@
-"""Forge's parts by name: each alone, and all of them in a loop of the user's own."""
+"""Forge's actors: each alone, and all of them in a custom training loop."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ PROMPT = "<|user|>hard 16 vs 10<|end|><|assistant|>"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def policy(request: pytest.FixtureRequest, model_path: str) -> AsyncIterator[Generator]:
     if request.param == "vllm" and not has_vllm():
         pytest.skip("vLLM is not installed")
-    # What the part sets for vLLM in this process is no business of the tests after it.
+    # The actor sets environment variables for vLLM; restore them after the test.
     with patch.dict(os.environ):
         part = await make_generator(model_path, engine=request.param)
         yield part
@@ -87,7 +87,7 @@ async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
     await part.shutdown()
 
 
-async def test_a_trainer_that_is_shut_down_leaves_no_thread_of_its_group(model_path: str) -> None:
+async def test_shutdown_of_a_trainer_stops_its_gloo_threads(model_path: str) -> None:
     def threads() -> list[str]:
         return [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
 
@@ -114,13 +114,13 @@ class Episode:
     @property
     def tokens(self) -> Tensor:
         request, response = self.completion.prompt_ids, self.completion.token_ids
-        left = torch.full((REQUEST - len(request),), PAD)
-        right = torch.full((RESPONSE - len(response),), PAD)
-        return torch.cat([left, request, response, right])
+        left_padding = torch.full((REQUEST - len(request),), PAD)
+        right_padding = torch.full((RESPONSE - len(response),), PAD)
+        return torch.cat([left_padding, request, response, right_padding])
 
 
 @dataclass
-class Aged:
+class VersionedEpisode:
     policy_version: int
 
 
@@ -141,27 +141,27 @@ def collate(batches: list[list[Episode]]) -> tuple[list[dict[str, Any]], list[di
     return inputs, targets
 
 
-async def test_the_buffer_gives_out_nothing_too_old_and_nothing_twice() -> None:
+async def test_the_buffer_returns_no_stale_episode_and_no_episode_twice() -> None:
     draw = random.Random("ages of episodes")
     buffer = await ReplayBuffer.options(procs=1).as_actor(batch_size=8, max_policy_age=2, dp_size=2)
     version, seen = 0, []
     for _ in range(10_000):
-        await buffer.add.call_one(Aged(version - draw.randint(0, 4)))
+        await buffer.add.call_one(VersionedEpisode(version - draw.randint(0, 4)))
         version += draw.random() < 0.03
         if draw.random() < 0.1:
-            given = await buffer.sample.call_one(curr_policy_version=version)
-            for episode in (one for rank in given or [] for one in rank):
+            batches = await buffer.sample.call_one(curr_policy_version=version)
+            for episode in (episode for batch in batches or [] for episode in batch):
                 assert version - episode.policy_version <= 2
                 seen.append(episode)
-            assert given is None or [len(rank) for rank in given] == [8, 8]
+            assert batches is None or [len(batch) for batch in batches] == [8, 8]
     assert len(set(map(id, seen))) == len(seen) > 4000
 
 
-async def test_the_buffer_says_nothing_while_it_holds_too_few() -> None:
+async def test_the_buffer_returns_none_while_it_has_too_few_episodes() -> None:
     buffer = await ReplayBuffer.as_actor(batch_size=2, max_policy_age=0, collate=len)
-    await buffer.add.call_one(Aged(3))
+    await buffer.add.call_one(VersionedEpisode(3))
     assert await buffer.sample.call_one(curr_policy_version=3) is None
-    await buffer.add.call_one(Aged(3))
+    await buffer.add.call_one(VersionedEpisode(3))
     assert await buffer.sample.call_one(curr_policy_version=3, batch_size=3) is None
     assert await buffer.sample.call_one(curr_policy_version=3) == 1, "one rank's batch, collated"
     assert await buffer.size.call_one() == 0
@@ -170,20 +170,20 @@ async def test_the_buffer_says_nothing_while_it_holds_too_few() -> None:
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 0}, {"max_policy_age": -1}, {"dp_size": 0}])
-async def test_a_buffer_of_no_size_is_refused(size: dict[str, int]) -> None:
+async def test_an_invalid_size_of_the_buffer_is_refused(size: dict[str, int]) -> None:
     [(name, value)] = size.items()
     with pytest.raises(ConfigError, match=rf"ReplayBuffer\({name}={value}\) must be a whole"):
         await ReplayBuffer.as_actor(**{"batch_size": 2, "max_policy_age": 0, **size})
 
 
 @pytest.mark.parametrize("rewards", [[], [float("nan"), 1.0], [None, 1.0], ["a"]])
-async def test_advantages_of_rewards_that_are_none_are_refused(rewards: list[Any]) -> None:
+async def test_advantages_need_finite_rewards(rewards: list[Any]) -> None:
     part = await ComputeAdvantages.as_actor()
     with pytest.raises(ConfigError, match="each episode of a group must have a finite reward"):
         await part.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
 
 
-async def test_advantages_are_those_of_the_worked_example() -> None:
+async def test_advantages_match_the_example_of_the_docs() -> None:
     part = await ComputeAdvantages.options(procs=1).as_actor()
     group = [type("Played", (), {"reward": reward})() for reward in (1, 0, -1, -1)]
     advantages = await part.compute.call_one(group)
@@ -193,7 +193,7 @@ async def test_advantages_are_those_of_the_worked_example() -> None:
 
 
 @pytest.mark.slow
-async def test_reference_sampler_and_learner_agree_before_the_first_step(
+async def test_reference_generator_and_trainer_agree_before_the_first_step(
     policy: Generator, trainer: RLTrainer, model_path: str
 ) -> None:
     reference = await ReferenceModel.options(procs=1, num_replicas=1).as_service(
@@ -202,21 +202,24 @@ async def test_reference_sampler_and_learner_agree_before_the_first_step(
     completions = await policy.generate.route(PROMPT)
     episodes = [Episode(completion) for completion in completions]
     tokens = torch.stack([episode.tokens for episode in episodes])
-    said = await reference.forward.route(tokens, REQUEST, return_logprobs=True)
-    prompts = [
-        ScoringRequest(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in completions
+    ref_logprobs = await reference.forward.route(tokens, REQUEST, return_logprobs=True)
+    requests = [
+        ScoringRequest(completion.prompt_ids.tolist(), completion.token_ids.tolist())
+        for completion in completions
     ]
-    learned = trainer._learner.score_completions(prompts)
-    for row, completion, of_learner in zip(said, completions, learned, strict=True):
+    learned = trainer._learner.score_completions(requests)
+    for row, completion, learner_logprobs in zip(ref_logprobs, completions, learned, strict=True):
         num_tokens = len(completion.token_ids)
-        torch.testing.assert_close(row[:num_tokens], torch.tensor(of_learner), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            row[:num_tokens], torch.tensor(learner_logprobs), atol=1e-5, rtol=0
+        )
         torch.testing.assert_close(row[:num_tokens], completion.logprobs, atol=1e-5, rtol=0)
     logits = await reference.forward.route(tokens, REQUEST, return_logprobs=False)
-    torch.testing.assert_close(compute_logprobs(logits, tokens[:, REQUEST:]), said)
+    torch.testing.assert_close(compute_logprobs(logits, tokens[:, REQUEST:]), ref_logprobs)
 
 
 @pytest.mark.slow
-async def test_a_loop_of_ones_own_learns_what_it_rewards(
+async def test_a_custom_training_loop_learns(
     policy: Generator, trainer: RLTrainer, model_path: str
 ) -> None:
     reference = await ReferenceModel.as_service(model={"hf_assets_path": model_path})
@@ -225,8 +228,8 @@ async def test_a_loop_of_ones_own_learns_what_it_rewards(
     shares = []
     for step in range(20):
         group = [
-            Episode(one)
-            for one in await policy.generate.route(
+            Episode(completion)
+            for completion in await policy.generate.route(
                 PROMPT, sampling_params={"n": 16, "max_tokens": 1}
             )
         ]
@@ -247,29 +250,29 @@ async def test_a_loop_of_ones_own_learns_what_it_rewards(
     assert sum(shares[:3]) < 2.1 and sum(shares[-3:]) > 2.7
     with pytest.raises(WeightSyncError, match="weights version 99 is not there"):
         await policy.update_weights.fanout(99)
-    # The cells of a notebook are run again, and count from the beginning.
+    # When cells of a notebook run again, versions start from 1 again.
     await trainer.push_weights.call(1)
     await policy.update_weights.fanout(1)
     assert await policy.get_version.route() == 1
 
 
-async def test_replicas_take_turns_and_sample_what_one_would(model_path: str) -> None:
-    alone = await make_generator(model_path, seed=3)
+async def test_replicas_alternate_and_sample_like_a_single_generator(model_path: str) -> None:
+    single = await make_generator(model_path, seed=3)
     service = await make_generator(model_path, seed=3, num_replicas=2)
     try:
-        expected = [await alone.generate.route(PROMPT) for _ in range(4)]
+        expected = [await single.generate.route(PROMPT) for _ in range(4)]
         shared = [await service.generate.route(PROMPT) for _ in range(4)]
         assert [texts(group) for group in shared] == [texts(group) for group in expected]
         assert len(set(map(tuple, map(texts, shared)))) > 1
         first, second = service.replicas
         assert [texts(await first.generate(PROMPT)), texts(await second.generate(PROMPT))] == [
-            texts(await alone.generate.route(PROMPT)) for _ in range(2)
+            texts(await single.generate.route(PROMPT)) for _ in range(2)
         ]
         with pytest.raises(AttributeError, match="'seed' is none; `replicas` has the parts"):
             service.seed  # noqa: B018
     finally:
         await service.shutdown()
-        await alone.shutdown()
+        await single.shutdown()
 
 
 async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrainer) -> None:
@@ -283,31 +286,33 @@ async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrain
             "advantages": torch.ones(1, 1),
             "padding_mask": torch.ones_like(response, dtype=torch.bool),
         }
-        before = await logprobs_of_greedy(service)
+        old_logprobs = await greedy_logprobs(service)
         await trainer.train_step.call([{"tokens": tokens}], [target])
         await trainer.push_weights.call(7)
         await service.update_weights.fanout(7)
         assert await service.get_version.fanout() == [7, 7]
-        after = await logprobs_of_greedy(service)
-        torch.testing.assert_close(after[0], after[1])
-        assert not torch.allclose(after[0], before[0])
-        assert {one.generator_version for one in await service.generate.route(PROMPT)} == {7}
+        new_logprobs = await greedy_logprobs(service)
+        torch.testing.assert_close(new_logprobs[0], new_logprobs[1])
+        assert not torch.allclose(new_logprobs[0], old_logprobs[0])
+        assert {
+            completion.generator_version for completion in await service.generate.route(PROMPT)
+        } == {7}
     finally:
         await service.shutdown()
 
 
-async def logprobs_of_greedy(service: Any) -> list[Tensor]:
-    """Of the first token that each replica thinks most likely."""
+async def greedy_logprobs(service: Any) -> list[Tensor]:
+    """Return each replica's log-prob of its most likely first token."""
     greedy = {"n": 1, "temperature": 0.0, "max_tokens": 1}
-    said = await service.generate.fanout(PROMPT, sampling_params=greedy)
-    return [completion.logprobs for [completion] in said]
+    groups = await service.generate.fanout(PROMPT, sampling_params=greedy)
+    return [completion.logprobs for [completion] in groups]
 
 
 def texts(completions: list[Completion]) -> list[str]:
-    return [one.text for one in completions]
+    return [completion.text for completion in completions]
 
 
-async def test_a_part_of_ones_own_is_called_as_there() -> None:
+async def test_a_custom_actor_has_forges_calls() -> None:
     class Doubler(ForgeActor):
         @endpoint
         async def double(self, value: int) -> int:
@@ -333,7 +338,7 @@ async def test_a_part_of_ones_own_is_called_as_there() -> None:
     assert await service.half.fanout(3) == [1.5] * 3 and await service.double.route(2) == 4
 
 
-async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
+async def test_unsupported_options_of_actors_are_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 must be 1"):
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"tensor_parallel_degree": 2}
@@ -355,16 +360,16 @@ async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "fields", "told"),
+    ("section", "fields", "message"),
     [
         ("trainer", {"optimizer": {"lr": -1}}, r"^optimizer\.lr = -1 must be a number above 0"),
         ("trainer", {"training": {"seq_len": 1}}, r"^training\.seq_len = 1 must be a whole"),
         ("policy", {"engine_args": {"max_model_len": -4}}, r"^engine_args\.max_model_len = -4"),
     ],
 )
-def test_a_parts_value_is_refused_by_the_name_of_its_field(
-    section: str, fields: dict[str, dict[str, Any]], told: str
+def test_an_invalid_value_is_refused_with_the_name_of_its_field(
+    section: str, fields: dict[str, dict[str, Any]], message: str
 ) -> None:
     longest = next(iter(next(iter(fields.values())).values()))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         make_part_settings(section, fields, max_tokens=longest)

@@ -1,4 +1,4 @@
-"""The tutorial's rules for sums and e-mails."""
+"""The tutorial's reward functions for math problems and e-mails."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from examples.tutorial import reward_rules
 
 
-def said(text: str) -> list[dict[str, str]]:
+def make_completion(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "reward"),
     [
         ("It is 4.", 4.0),
         ("2 + 2 = 4", 4.0),
@@ -23,16 +23,14 @@ def said(text: str) -> list[dict[str, str]]:
         ("", -1.0),
     ],
 )
-def test_a_number_is_worth_one_the_right_one_three_more_and_none_minus_one(
-    text: str, worth: float
-) -> None:
-    assert reward_rules.math_answer([said(text)], target=["4"]) == [worth]
+def test_reward_of_a_math_answer(text: str, reward: float) -> None:
+    assert reward_rules.math_answer([make_completion(text)], target=["4"]) == [reward]
 
 
-def test_the_criteria_of_an_e_mail_are_terms_of_their_own() -> None:
+def test_each_criterion_of_an_e_mail_is_a_separate_reward() -> None:
     mail = "Dear Ada,\n\nthe engine runs.\n\nBest regards\nCharles"
     short = "It runs."
-    mails = [said(mail), said(short), said("word " * 121)]
+    mails = [make_completion(mail), make_completion(short), make_completion("word " * 121)]
     assert reward_rules.mail_mentions(mails, keyword=["Engine"] * 3) == [1, 0, 0]
     assert reward_rules.mail_is_ideal(mails, ideal=["it  runs."] * 3) == [0, 1, 0]
     assert reward_rules.mail_is_short(mails) == [0, 0, -1]

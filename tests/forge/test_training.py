@@ -1,4 +1,4 @@
-"""What `setup_forge_training` makes of its arguments, and `run` of the steps: without a process."""
+"""`setup_forge_training` and `GRPOTrainer.run`, with a fake trainer and no other processes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import RunningServer, serving
 
 GRPC = "blackjack_env.server_url=grpc://localhost:1"
-"""An address that is not asked before the run begins."""
+"""An override with an address that is not used before the run starts."""
 
 
-class SteppedTrainer:
-    """Trains by counting; no game ends between its second step and its third."""
+class FakeTrainer:
+    """A fake trainer that only counts its steps. No game ends between the second and third step."""
 
     def __init__(self, num_steps: int) -> None:
         self.run = run_config_from({"training": {"num_steps": num_steps}})
         self.folder = Path("runs/run")
         self.num_steps_trained = 0
-        self.num_ends = 0
+        self.num_train_calls = 0
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         while self.num_steps_trained < self.run.training.num_steps:
@@ -43,45 +43,47 @@ class SteppedTrainer:
             yield Step(number, values, {}, (), None)
 
     async def train(self) -> str:
-        self.num_ends += 1
+        self.num_train_calls += 1
         return "summary"
 
 
-def trainer_of(num_steps: int) -> tuple[Any, GRPOTrainer]:
-    stepped: Any = SteppedTrainer(num_steps)
-    return stepped, GRPOTrainer(stepped, AsyncExitStack())
+def make_trainer(num_steps: int) -> tuple[Any, GRPOTrainer]:
+    fake: Any = FakeTrainer(num_steps)
+    return fake, GRPOTrainer(fake, AsyncExitStack())
 
 
-async def test_run_goes_on_and_fills_its_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    stepped, trainer = trainer_of(5)
+async def test_run_continues_and_returns_a_value_per_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake, trainer = make_trainer(5)
     first = await trainer.run(steps=3)
     assert first["iterations"] == [1, 2, 3]
     assert first["losses"] == [-1, -2, -3]
     assert first["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
     assert first["rewards"] == [0.01, 0.02, 0.02]
-    assert (first["run_dir"], trainer.summary, stepped.num_ends) == ("runs/run", None, 0)
+    assert (first["run_dir"], trainer.summary, fake.num_train_calls) == ("runs/run", None, 0)
     assert "step    1  wins  10.0%" in capsys.readouterr().out
-    told: list[int] = []
-    second = await trainer.run(on_step=lambda step: told.append(step.number))
-    assert second["iterations"] == told == [4, 5]
-    assert (trainer.summary, stepped.num_ends) == ("summary", 1)
+    numbers: list[int] = []
+    second = await trainer.run(on_step=lambda step: numbers.append(step.number))
+    assert second["iterations"] == numbers == [4, 5]
+    assert (trainer.summary, fake.num_train_calls) == ("summary", 1)
     assert capsys.readouterr().out == ""
 
 
-async def test_a_run_without_games_that_can_be_won_has_no_win_rate() -> None:
-    stepped, trainer = trainer_of(3)
-    stepped.num_steps_trained = 2
+async def test_win_rate_is_nan_when_no_game_reports_success() -> None:
+    fake, trainer = make_trainer(3)
+    fake.num_steps_trained = 2
     assert math.isnan((await trainer.run())["win_rates"][0])
 
 
 @pytest.mark.parametrize("steps", [0, 6])
-async def test_more_steps_than_the_files_are_refused(steps: int) -> None:
-    _, trainer = trainer_of(5)
+async def test_more_steps_than_the_file_has_are_refused(steps: int) -> None:
+    _, trainer = make_trainer(5)
     with pytest.raises(ConfigError, match=f"steps must be between 1 and 5, got {steps}"):
         await trainer.run(steps=steps)
 
 
-async def test_a_run_of_ludus_is_taken_as_it_is(tmp_path: Path) -> None:
+async def test_a_run_of_ludus_is_not_changed(tmp_path: Path) -> None:
     run = LanguageModelRun(name="mine")
     assert await load_forge_run(run) == run
     assert (await load_forge_run(run, ["training.num_steps=7"])).training.num_steps == 7
@@ -90,7 +92,7 @@ async def test_a_run_of_ludus_is_taken_as_it_is(tmp_path: Path) -> None:
     assert (await load_forge_run(path)).name == "file"
 
 
-async def test_a_run_has_a_free_name_unless_it_is_named(tmp_path: Path) -> None:
+async def test_a_run_without_a_name_gets_an_unused_name(tmp_path: Path) -> None:
     config = tutorial_config()
     overrides = [GRPC, f"ludus.output_dir={tmp_path}"]
     assert (await load_forge_run(config, overrides)).name == "forge"
@@ -102,14 +104,14 @@ async def test_a_run_has_a_free_name_unless_it_is_named(tmp_path: Path) -> None:
     assert (await load_forge_run(config, overrides, resume=Resume.ALWAYS)).name == "forge"
 
 
-async def test_keys_that_mean_nothing_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_keys_without_effect_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     await load_forge_run(tutorial_config(), [GRPC])
     printed = capsys.readouterr().err
-    assert "are not honoured: metric_logging.wandb.group" in printed
+    assert "have no effect: metric_logging.wandb.group" in printed
     assert "actors.compute_advantages.mesh_name" in printed
 
 
-async def test_a_server_that_is_not_there_is_named_with_how_to_start_one() -> None:
+async def test_a_missing_server_is_reported_with_its_address() -> None:
     with pytest.raises(ConfigError, match=r"no environment responds at 'http://localhost:1'"):
         await add_baselines({"kind": "remote", "address": "http://localhost:1"}, None)
 
@@ -121,19 +123,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.mark.slow
-async def test_the_server_says_which_game_and_which_policies_there_are(
+async def test_baselines_come_from_the_server(
     server: RunningServer,
 ) -> None:
     section = {"kind": "remote", "address": server.http}
     environments = await add_baselines(dict(section), "tic_tac_toe")
     assert environments["tic_tac_toe"]["baselines"] == ["random", "minimax"]
     assert environments["tic_tac_toe"]["optimal_policy"] == "minimax"
-    own = await add_baselines({**section, "baselines": ["random"]}, None)
-    assert own["tic_tac_toe"]["baselines"] == ["random"]
+    environments = await add_baselines({**section, "baselines": ["random"]}, None)
+    assert environments["tic_tac_toe"]["baselines"] == ["random"]
     with pytest.raises(ConfigError, match=r"game_name = 'blackjack', but .* serves 'tic_tac_toe'"):
         await add_baselines(dict(section), "blackjack")
 
 
 @pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
-def test_a_run_has_a_name_whatever_its_file_is_called(file: str) -> None:
+def test_every_file_name_gives_a_valid_run_name(file: str) -> None:
     assert LanguageModelRun(name=make_run_name(Path(file))).name

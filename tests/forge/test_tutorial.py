@@ -1,4 +1,4 @@
-"""The tutorial's functions, against a real server where they play."""
+"""The tutorial's functions; those that play use a real server."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def grpo_utils() -> Iterator[ModuleType]:
     ("play", "lowest", "highest"),
     [("play_random_policy", 0.226, 0.340), ("play_heuristic_policy", 0.347, 0.471)],
 )
-async def test_baselines_are_what_is_computed_also_where_an_event_loop_runs(
+async def test_measured_baselines_match_the_computed_rates(
     grpo_utils: ModuleType, server: RunningServer, play: str, lowest: float, highest: float
 ) -> None:
-    # Four standard errors of 1,000 games around 28.28 % and 40.88 %; the same games each time.
+    # The bounds are four standard errors of 1,000 games around 28.28 % and 40.88 %.
     stats = getattr(grpo_utils, play)(server.http, num_games=1000)
     assert stats["total_games"] == 1000 == stats["wins"] + stats["losses"] + stats["pushes"]
     assert lowest < stats["win_rate"] == stats["wins"] / 1000 < highest
@@ -56,7 +56,7 @@ async def test_baselines_are_what_is_computed_also_where_an_event_loop_runs(
 
 
 @pytest.mark.slow
-def test_an_observation_is_shown_with_what_a_model_sees(
+def test_an_observation_is_printed_with_the_text_for_the_model(
     grpo_utils: ModuleType, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with OpenSpielEnv(base_url=server.http) as env:
@@ -72,7 +72,7 @@ def test_an_observation_is_shown_with_what_a_model_sees(
 
 
 @pytest.mark.slow
-def test_a_game_without_that_policy_says_which_it_has(
+def test_a_missing_policy_is_refused_with_the_existing_policies(
     grpo_utils: ModuleType, tmp_path: Path
 ) -> None:
     with (
@@ -82,22 +82,28 @@ def test_a_game_without_that_policy_says_which_it_has(
         grpo_utils.play_heuristic_policy(server.http)
 
 
-def commands() -> list[dict[str, str]]:
-    """The variables of each server's command in the notebook."""
+def server_variables() -> list[dict[str, str]]:
+    """Return the environment variables of each server command in the notebook."""
     cells = json.loads((TUTORIAL / "blackjack.ipynb").read_text(encoding="utf-8"))["cells"]
     text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    found = re.findall(r"(OPENSPIEL_GAME=[^`\n]*) python -m envs\.openspiel_env\.server\.app", text)
-    return [dict(word.split("=", 1) for word in shlex.split(command)) for command in found]
+    commands = re.findall(
+        r"(OPENSPIEL_GAME=[^`\n]*) python -m envs\.openspiel_env\.server\.app", text
+    )
+    return [dict(word.split("=", 1) for word in shlex.split(command)) for command in commands]
 
 
-def test_the_notebook_has_a_command_for_each_game_that_the_tutorial_names() -> None:
-    games = [variables["OPENSPIEL_GAME"] for variables in commands()]
+def test_the_notebook_has_a_command_for_each_game_of_the_tutorial() -> None:
+    games = [variables["OPENSPIEL_GAME"] for variables in server_variables()]
     assert games == ["blackjack", "tic_tac_toe", "connect_four", "chess", "go"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", commands()[2:], ids=lambda found: found["OPENSPIEL_GAME"])
-def test_its_server_shows_the_game_in_words(variables: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variables", server_variables()[2:], ids=lambda variables: variables["OPENSPIEL_GAME"]
+)
+def test_each_command_starts_a_server_that_renders_text(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
     with serving(tmp_path, **variables) as server, OpenSpielEnv(base_url=server.http) as env:
         result = env.reset(seed=1)
         assert result.text is not None and result.text.messages[0]["content"]
@@ -105,18 +111,22 @@ def test_its_server_shows_the_game_in_words(variables: dict[str, str], tmp_path:
         assert not env.step(OpenSpielAction(action_id=result.observation.legal_actions[0])).done
 
 
-def test_the_reward_pays_pushes_and_needs_no_actor(grpo_utils: ModuleType) -> None:
+def test_the_reward_is_a_plain_method(grpo_utils: ModuleType) -> None:
     evaluate = grpo_utils.BlackJackReward().evaluate_response
-    assert [evaluate("prompt", "HIT", paid) for paid in (1, 0, -1)] == [2.0, 0.5, -1.0]
+    assert [evaluate("prompt", "HIT", game_reward) for game_reward in (1, 0, -1)] == [
+        2.0,
+        0.5,
+        -1.0,
+    ]
 
 
-async def test_the_reward_is_called_as_an_actors_too(grpo_utils: ModuleType) -> None:
+async def test_the_reward_is_also_an_endpoint_of_an_actor(grpo_utils: ModuleType) -> None:
     actor = await grpo_utils.BlackJackReward.options(procs=1, num_replicas=1).as_service()
-    paid = {"prompt": "prompt", "response": "HIT", "game_reward": 0.0}
-    assert await actor.evaluate_response.route(**paid) == 0.5
+    arguments = {"prompt": "prompt", "response": "HIT", "game_reward": 0.0}
+    assert await actor.evaluate_response.route(**arguments) == 0.5
 
 
-def test_an_action_is_read_and_never_guessed(grpo_utils: ModuleType) -> None:
+def test_an_ambiguous_action_is_refused(grpo_utils: ModuleType) -> None:
     assert [grpo_utils.parse_action(text, [0, 1]) for text in ("hit", "I STAND.")] == [0, 1]
     for text in ("", "a hit or a stand?", "HIT, no, STAND", "standard", "fold"):
         with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
@@ -125,7 +135,7 @@ def test_an_action_is_read_and_never_guessed(grpo_utils: ModuleType) -> None:
         grpo_utils.parse_action("HIT", [1])
 
 
-def test_a_prompt_goes_through_the_models_template(grpo_utils: ModuleType, tmp_path: Path) -> None:
+def test_a_prompt_uses_the_models_chat_template(grpo_utils: ModuleType, tmp_path: Path) -> None:
     environment = make_environment(game="blackjack")
     observation = environment.reset(seed=7).observation
     tokenizer = load_tokenizer(make_policy_folder(tmp_path))
@@ -133,7 +143,7 @@ def test_a_prompt_goes_through_the_models_template(grpo_utils: ModuleType, tmp_p
     assert prompt == f"<|user|>{grpo_utils.describe(observation)}<|end|><|assistant|>"
 
 
-def test_the_notebook_shows_what_its_cells_print_and_none_has_failed() -> None:
+def test_the_notebook_has_outputs_and_no_errors() -> None:
     notebook = nbformat.read(TUTORIAL / "blackjack.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

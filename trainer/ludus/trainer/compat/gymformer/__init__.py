@@ -1,4 +1,4 @@
-"""Gymformer's calls: its submodules under their names, so that one `sed` moves a script here.
+"""Gymformer's API, with the same submodules, so that one `sed` command ports a script.
 
 sed 's/from gymformer/from ludus.trainer.compat.gymformer/'
 """

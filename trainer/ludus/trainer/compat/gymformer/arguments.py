@@ -1,4 +1,4 @@
-"""Arguments of Gymformer's calls: each is what it should be, or is refused by its name."""
+"""Checks of arguments to Gymformer's functions. Each error starts with the argument's name."""
 
 from __future__ import annotations
 
@@ -18,69 +18,70 @@ from ludus.proto.config.section import RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError, NotFoundError
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> None:
-    """Check that it is a whole number of so many or more; numpy's are some, too."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} expected at least {least}, as a whole number, got {value!r:.80}")
+def check_count(name: str, value: Any, *, min_value: int = 1) -> None:
+    """Check that a value is an integer of at least `min_value`; NumPy integers are accepted."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < min_value:
+        raise ConfigError(f"{name} must be an integer of at least {min_value}, got {value!r:.80}")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Check that it is a finite number of 0 or more."""
+    """Check that a value is a finite number and not negative."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name} expected a finite number of 0 or more, got {value!r:.80}")
+        raise ConfigError(f"{name} must be a finite number of 0 or more, got {value!r:.80}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Check that it is True or False: a text that says no would count as yes."""
+    """Check that a value is a bool. The string "false" would otherwise count as true."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} expected True or False, got {value!r:.80}")
+        raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
 
 
 def check_run_name(name: Any) -> None:
-    """Check that a run and its folder may be called so; None is taken."""
+    """Check that a name is None or valid for a run and its folder."""
     if name is not None and not (isinstance(name, str) and re.fullmatch(RUN_NAME_PATTERN, name)):
         raise ConfigError(
-            "name expected up to 47 letters, digits, '.', '_' and '-', of which the first is a "
-            f"letter or a digit, got {name!r:.80}"
+            "name must have at most 47 letters, digits, '.', '_' and '-', and start with a letter "
+            f"or a digit, got {name!r:.80}"
         )
 
 
-def path_in(name: str, value: Any) -> str:
-    """The path, or the id of a model, that an argument is."""
+def require_path(name: str, value: Any) -> str:
+    """Return an argument that is a path or a model id, as a string."""
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(f"{name} expected a path, got {value!r:.80}")
+        raise ConfigError(f"{name} must be a path, got {value!r:.80}")
     return os.fspath(value)
 
 
-def folder_in(name: str, value: Any) -> Path:
-    """The folder that an argument names, which is there or can be made."""
-    folder = Path(path_in(name, value))
-    there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
-    if there.exists() and not there.is_dir():
-        raise ConfigError(f"{name} = '{folder}' expected a folder, but '{there}' is a file")
+def require_folder(name: str, value: Any) -> Path:
+    """Return the path of a folder that exists or can be created."""
+    folder = Path(require_path(name, value))
+    ancestors = (folder, *folder.absolute().parents)
+    nearest = next((path for path in ancestors if path.exists()), folder)
+    if nearest.exists() and not nearest.is_dir():
+        raise ConfigError(f"{name} = '{folder}' must be a folder, but '{nearest}' is a file")
     return folder
 
 
-def device_in(name: str, value: Any) -> str | None:
-    """The name of a device on which torch computes here; None stays None."""
+def require_device(name: str, value: Any) -> str | None:
+    """Return the name of a torch device of this machine; None stays None."""
     if value is None:
         return None
     if not isinstance(value, (str, torch.device)):
-        raise ConfigError(f"{name} expected None or a text such as 'cpu', got {value!r:.80}")
+        raise ConfigError(f"{name} must be None or a string such as 'cpu', got {value!r:.80}")
     try:
         torch.empty(0, device=value)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"{name} = '{value}' cannot be used: {str(error).splitlines()[0]:.200}; take 'cpu', "
-            f"or a GPU of this machine, which has {torch.cuda.device_count()}"
+            f"{name} = '{value}' cannot be used: {str(error).splitlines()[0]:.200}; use 'cpu' "
+            f"or a GPU of this machine ({torch.cuda.device_count()} available)"
         ) from None
     return str(value)
 
 
 @contextmanager
-def told_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors of the block begin with the name of an argument, in place of a setting's."""
+def rename_setting_in_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the setting at the start of the block's errors to the name of an argument."""
     try:
         yield
     except (ConfigError, NotFoundError) as error:
@@ -91,22 +92,24 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_callback(name: str, value: Any, arguments: str) -> None:
-    """Check that it is None, or a function that can be called so: hours before its first call.
+    """Check that a value is None or a function that accepts these arguments.
+
+    The check comes first because the first call may be hours after the start of the run.
 
     Args:
-        arguments: their names, between commas.
+        arguments: names of the positional arguments, separated by ", ".
     """
     if value is None:
         return
     if not callable(value):
-        raise ConfigError(f"{name} expected a function or None, got {value!r:.80}")
+        raise ConfigError(f"{name} must be a function or None, got {value!r:.80}")
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
-        return  # of builtins, some say nothing
+        return  # some builtins have no signature
     try:
         signature.bind(*arguments.split(", "))
     except TypeError as error:
         raise ConfigError(
-            f"{name} expected a function of ({arguments}), got one of {signature}: {error}"
+            f"{name} must be a function of ({arguments}), got a function of {signature}: {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""Gymformer's language environments; importing this registers them and loads nothing."""
+"""Gymformer's language environments. The import registers them without loading any model."""
 
 from __future__ import annotations
 

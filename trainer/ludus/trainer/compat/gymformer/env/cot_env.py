@@ -1,8 +1,8 @@
-"""Problems with a number for an answer, which is reached by thinking aloud.
+"""An environment of math problems that are solved by a chain of thought.
 
-The answer is to end with <final_answer>x</final_answer>. It is worth -|x - y| for a solution of y,
--5 where x is no number, and -10 without the tags. A limit of tokens ends the episode as an end
-token does: the answer is judged as it stands, so nothing can follow that would be worth more.
+A completion must contain <final_answer>x</final_answer>. Its reward is -|x - y| for the solution y,
+-5 if x is not a number, and -10 without the tags. The token limit ends the episode like an EOS
+token: the completion is rewarded as it is, so the episode counts as terminated.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import check_number, path_in, told_as
-from ludus.trainer.compat.gymformer.env.problems import Split, read_problems, sums_below
+from ludus.trainer.compat.gymformer.arguments import (
+    check_number,
+    rename_setting_in_errors,
+    require_path,
+)
+from ludus.trainer.compat.gymformer.env.problems import ProblemSplit, read_problems, sums_below
 from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer
-from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
+from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
 
 _SUMS_BELOW = 10
 _INSTRUCTION = (
@@ -24,18 +28,18 @@ _INSTRUCTION = (
 
 
 class CoTEnv(TokenEnv):
-    """A problem whose answer is a number, a token a step.
+    """An environment of problems whose solution is a number; each step takes one token.
 
     Args:
-        model_name: Hugging Face id, or folder, of the tokenizer.
-        dataset_path: problems, as `problems` reads them; None is sums below 10.
-        max_generation: tokens of an answer, thoughts included.
-        seed: of the split, and of the first episode where `reset` has none.
-        test_split: share of the problems that is held back for `reset(options={"split": "test"})`.
+        model_name: Hugging Face id or folder of the tokenizer.
+        dataset_path: file or folder of problems (format: `problems`). None uses sums below 10.
+        max_generation: maximum number of tokens per completion, including the thoughts.
+        seed: seed of the split, and of the first episode if `reset` gets no seed.
+        test_split: share of the problems reserved for `reset(options={"split": "test"})`.
 
     Raises:
-        NotFoundError: there is no such data set.
-        ConfigError: it cannot be used.
+        NotFoundError: the data set does not exist.
+        ConfigError: an argument or the data set is invalid.
     """
 
     def __init__(
@@ -49,33 +53,36 @@ class CoTEnv(TokenEnv):
         super().__init__(model_name, max_generation, seed)
         problems = sums_below(_SUMS_BELOW)
         if dataset_path is not None:
-            with told_as({"data": "dataset_path"}):
-                problems = read_problems(Path(path_in("dataset_path", dataset_path)))
+            with rename_setting_in_errors({"data": "dataset_path"}):
+                problems = read_problems(Path(require_path("dataset_path", dataset_path)))
         check_number("test_split", test_split)
-        self._split = Split.of(problems, test_split, int(seed))
+        self._split = ProblemSplit.make(problems, test_split, int(seed))
         self._problem = problems[0]
 
-    def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _start_episode(
+        self, seed: int | None, options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
         unknown = sorted(options.keys() - {"split"})
         if unknown:
-            raise ConfigError(f"options expected split alone, got {unknown}; leave those out")
+            raise ConfigError(f"options must contain only split, got {unknown}; remove them")
         split = options.get("split", "train")
         if split not in ("train", "test"):
-            raise ConfigError(f"expected split 'train' or 'test', got {split!r}")
+            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
         problems = self._split.train if split == "train" else self._split.test
         if not problems:
-            raise ConfigError("expected problems to be judged by, got none; set test_split above 0")
+            raise ConfigError("there are no test problems; set test_split above 0")
         self._problem = problems[int(self.np_random.integers(len(problems)))]
         question = self._problem.question
-        return prompt_of(question), {"question": question, "split": split}
+        return make_problem_prompt(question), {"question": question, "split": split}
 
-    def _end(self, answer: str, *, ended: bool) -> Ending:
-        return Ending(distance_to_answer(answer, self._problem.solution), is_over=True)
+    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
+        reward = distance_to_answer(answer, self._problem.solution)
+        return CompletionResult(reward, is_terminated=True)
 
-    def _info(self) -> dict[str, Any]:
+    def _final_info(self) -> dict[str, Any]:
         return {"solution": self._problem.solution}
 
 
-def prompt_of(question: str) -> str:
-    """What is asked of a problem."""
+def make_problem_prompt(question: str) -> str:
+    """Return the prompt for a problem."""
     return _INSTRUCTION.format(question=question)

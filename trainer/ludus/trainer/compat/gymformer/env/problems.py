@@ -1,7 +1,7 @@
-"""Problems whose solution is a number: of a data set, or sums that need none.
+"""Problems whose solution is a number, from a data set or generated as sums.
 
-Columns are question (or problem, prompt) and answer (or solution); an answer that explains itself
-and ends in "#### 42", as those of GSM8K do, is 42.
+The columns of a data set are question (or problem, prompt) and answer (or solution). In an answer
+with an explanation, as in GSM8K, the solution follows "####": "... #### 42" has solution 42.
 """
 
 from __future__ import annotations
@@ -13,90 +13,89 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.env.rewards import number_in
+from ludus.trainer.compat.gymformer.env.rewards import parse_number
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.reward_model.rows import read_rows
 
-_QUESTIONS = ("question", "problem", "prompt")
-_SOLUTIONS = ("answer", "solution")
-_BEFORE_SOLUTION = "####"
+_QUESTION_COLUMNS = ("question", "problem", "prompt")
+_SOLUTION_COLUMNS = ("answer", "solution")
+_SOLUTION_MARK = "####"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A question, and the number that answers it."""
+class NumberProblem:
+    """A question whose answer is a number."""
 
     question: str
     solution: float
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Problems to learn from, and others to be judged by."""
+class ProblemSplit:
+    """Training problems and test problems."""
 
-    train: tuple[Problem, ...]
-    test: tuple[Problem, ...]
+    train: tuple[NumberProblem, ...]
+    test: tuple[NumberProblem, ...]
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], test_share: float, seed: int) -> Split:
-        """The problems in two; those of one question stay together.
+    def make(cls, problems: Sequence[NumberProblem], test_share: float, seed: int) -> ProblemSplit:
+        """Split the problems; problems with the same question stay together.
 
         Raises:
-            ConfigError: nothing would be left to learn from.
+            ConfigError: there would be no training problems.
         """
         if not 0 <= test_share < 1:
-            raise ConfigError(f"expected a test_split from 0 to below 1, got {test_share}")
+            raise ConfigError(f"test_split must be at least 0 and below 1, got {test_share}")
         questions = list(dict.fromkeys(problem.question for problem in problems))
         make_random(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
-        held_back = set(questions[: round(test_share * len(questions))])
-        train = tuple(one for one in problems if one.question not in held_back)
+        test_questions = set(questions[: round(test_share * len(questions))])
+        train = tuple(problem for problem in problems if problem.question not in test_questions)
         if not train:
             raise ConfigError(
-                f"test_split = {test_share} of {len(questions)} questions leaves none to learn "
-                "from; lower it, or bring more"
+                f"test_split = {test_share} of {len(questions)} questions leaves no training "
+                "problems; lower test_split, or add questions"
             )
-        return cls(train, tuple(one for one in problems if one.question in held_back))
+        test = tuple(problem for problem in problems if problem.question in test_questions)
+        return cls(train, test)
 
 
-def sums_below(limit: int) -> list[Problem]:
-    """All sums of two and three whole numbers from 0 that stay below `limit`: "3+4"."""
+def sums_below(limit: int) -> list[NumberProblem]:
+    """Return all sums of two or three integers from 0, such as "3+4", that are below `limit`."""
     return [
-        Problem("+".join(map(str, numbers)), float(sum(numbers)))
+        NumberProblem("+".join(map(str, numbers)), float(sum(numbers)))
         for count in (2, 3)
         for numbers in itertools.product(range(limit), repeat=count)
         if sum(numbers) < limit
     ]
 
 
-def read_problems(path: Path) -> list[Problem]:
-    """The problems of a file or a folder.
+def read_problems(path: Path) -> list[NumberProblem]:
+    """Return the problems in a file or a folder.
 
     Raises:
-        NotFoundError: there is nothing.
-        ConfigError: a row lacks a column, or its answer is no number.
+        NotFoundError: the path does not exist.
+        ConfigError: a row has no question or solution, or its solution is not a number.
     """
-    problems = list(_problems_of(path))
+    problems = list(_iterate_problems(path))
     if not problems:
-        raise ConfigError(f"data set '{path}' expected at least one row, got none")
+        raise ConfigError(f"data set '{path}' has no rows; add at least one")
     return problems
 
 
-def _problems_of(path: Path) -> Iterator[Problem]:
+def _iterate_problems(path: Path) -> Iterator[NumberProblem]:
     for row in read_rows(path):
-        question = _column(row.values, _QUESTIONS, row.location)
-        said = str(_column(row.values, _SOLUTIONS, row.location))
-        solution = number_in(said.rpartition(_BEFORE_SOLUTION)[2].strip())
+        question = _column(row.values, _QUESTION_COLUMNS, row.location)
+        answer = str(_column(row.values, _SOLUTION_COLUMNS, row.location))
+        solution = parse_number(answer.rpartition(_SOLUTION_MARK)[2].strip())
         if solution is None:
-            raise ConfigError(
-                f"{row.location}: expected an answer that is a number, got {said!r:.80}"
-            )
-        yield Problem(str(question), solution)
+            raise ConfigError(f"{row.location}: the answer must be a number, got {answer!r:.80}")
+        yield NumberProblem(str(question), solution)
 
 
-def _column(values: Mapping[str, Any], names: Sequence[str], place: str) -> Any:
+def _column(values: Mapping[str, Any], names: Sequence[str], location: str) -> Any:
     for name in names:
         if values.get(name) is not None:
             return values[name]
     raise ConfigError(
-        f"{place}: expected one of the columns {', '.join(names)}, got {', '.join(values)}"
+        f"{location}: one of the columns {', '.join(names)} is needed, got {', '.join(values)}"
     )

@@ -1,9 +1,10 @@
-"""What answers are worth in Gymformer's language environments; as reward functions, too.
+"""Rewards of Gymformer's language environments, which are reward functions of a run, too.
 
     distance_to_answer   -|x - y| of <final_answer>x</final_answer>; -5 without x, -10 without tags
-    summary_reward       up to 1 for brevity, .2 for each key term
+    summary_reward       up to 1 for brevity, and 0.2 for each key term
 
-The functions with an s take lists, one entry per episode, as `environment.rewards` calls them:
+The functions with plural names accept lists with one entry per episode, as `environment.rewards`
+passes them:
 
     rewards = [{function = "ludus.trainer.compat.gymformer.env.rewards:distances_to_answers"}]
 """
@@ -21,7 +22,7 @@ NO_TAG_REWARD = -10.0
 NO_NUMBER_REWARD = -5.0
 
 _FINAL_ANSWER = re.compile(r"<final_answer>(.*?)</final_answer>", re.DOTALL)
-# Python would take nan, inf, 1_000 and other scripts' digits for numbers, too.
+# float() also accepts nan, inf, 1_000 and digits of other scripts.
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 
 _MIN_WORDS = 10
@@ -29,14 +30,14 @@ _MAX_WORDS = 50
 _TERM_REWARD = 0.2
 
 
-def final_answer(text: str) -> str | None:
-    """What stands in the last <final_answer> of a text; None where there is none."""
+def extract_final_answer(text: str) -> str | None:
+    """Return the content of the last <final_answer> in a text, or None."""
     answers = _FINAL_ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
 
-def number_in(text: str) -> float | None:
-    """The number that a text is, as in "7", "-3.5" or "1,200"; None where it is no finite one."""
+def parse_number(text: str) -> float | None:
+    """Return a text such as "7", "-3.5" or "1,200" as a float; None if it is no finite number."""
     if not _NUMBER.fullmatch(text):
         return None
     number = float(text.replace(",", ""))
@@ -44,29 +45,29 @@ def number_in(text: str) -> float | None:
 
 
 def distance_to_answer(text: str, solution: float) -> float:
-    """How far the final answer of `text` is from the solution, as a reward of 0 or less."""
-    answer = final_answer(text)
+    """Return minus the distance between the final answer in `text` and the solution."""
+    answer = extract_final_answer(text)
     if answer is None:
         return NO_TAG_REWARD
-    number = number_in(answer)
+    number = parse_number(answer)
     return NO_NUMBER_REWARD if number is None else -abs(number - solution)
 
 
 def summary_reward(summary: str, key_terms: Sequence[str]) -> float:
-    """What a summary is worth: 1 less a fiftieth for each word, and .2 for each key term.
+    """Return the reward of a summary: 1 minus 1/50 for each word, plus 0.2 for each key term.
 
-    One of fewer than ten words gets nothing for its brevity. The best is therefore a text of just
-    ten words that holds all terms (`best_summary_reward`), whether it says anything or not: this
-    is the document's measure, not one of summaries.
+    A summary of fewer than ten words gets no reward for brevity. Any ten words that contain all
+    terms therefore get the highest reward (`best_summary_reward`), even if they mean nothing. The
+    formula is from Gymformer's documentation and does not measure the quality of a summary.
     """
     num_words = len(summary.split())
     brevity = max(0.0, 1.0 - num_words / _MAX_WORDS) if num_words >= _MIN_WORDS else 0.0
-    said = summary.lower()
-    return brevity + _TERM_REWARD * sum(term.lower() in said for term in key_terms)
+    lower_case = summary.lower()
+    return brevity + _TERM_REWARD * sum(term.lower() in lower_case for term in key_terms)
 
 
 def best_summary_reward(key_terms: Sequence[str]) -> float:
-    """The most that a summary can be worth; ten words have room for as many terms."""
+    """Return the highest possible reward of a summary with these key terms."""
     return max(
         summary_reward(" ".join([*key_terms, *["word"] * num_others]), key_terms)
         for num_others in range(_MAX_WORDS)
@@ -76,23 +77,23 @@ def best_summary_reward(key_terms: Sequence[str]) -> float:
 def distances_to_answers(
     completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """`distance_to_answer` of each episode; `answer` is a column of the data set."""
+    """Return `distance_to_answer` for each episode; `answer` is a column of the data set."""
     return [
-        distance_to_answer(text_of(one), float(number))
-        for one, number in zip(completions, answer, strict=True)
+        distance_to_answer(join_responses(messages), float(number))
+        for messages, number in zip(completions, answer, strict=True)
     ]
 
 
 def summary_rewards(
     completions: Sequence[Sequence[Message]], key_terms: Sequence[Sequence[str]], **_: Any
 ) -> list[float]:
-    """`summary_reward` of each episode; `key_terms` is a column of the data set."""
+    """Return `summary_reward` for each episode; `key_terms` is a column of the data set."""
     return [
-        summary_reward(text_of(one), terms)
-        for one, terms in zip(completions, key_terms, strict=True)
+        summary_reward(join_responses(messages), terms)
+        for messages, terms in zip(completions, key_terms, strict=True)
     ]
 
 
-def text_of(completion: Sequence[Message]) -> str:
-    """What the policy has said in an episode."""
-    return "".join(message["content"] for message in completion if message["role"] == "assistant")
+def join_responses(messages: Sequence[Message]) -> str:
+    """Return the policy's responses in an episode as one string."""
+    return "".join(message["content"] for message in messages if message["role"] == "assistant")

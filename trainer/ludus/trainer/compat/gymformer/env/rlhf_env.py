@@ -1,13 +1,13 @@
-"""Answers to prompts that a reward model scores: the environment of learning from preferences.
+"""An environment whose reward is a reward model's score of the completion (RLHF).
 
-    prompt --policy--> answer, token by token --reward model--> its score, on the last token
+    prompt --policy--> completion, token by token --reward model--> score, on the last token
 
-What holds the policy near its reference belongs to whoever trains it, since only the policy knows
-its own log-probs: k1 = log pi - log ref of each token, times `kl_coef`. `train_agent` does so, with
-the starting policy as the reference; a loop of your own finds log ref here (`ref_logprobs`).
-(Gymformer's environment compares the reference with itself, one token on.)
+The KL penalty, `kl_coef` times k1 = log pi - log ref of each token, is applied by the training
+loop, because the environment does not have the policy's log-probs. `train_agent` applies it with
+the starting policy as the reference. A custom loop gets log ref from `ref_logprobs`. (Gymformer's
+environment compares the reference model with itself, shifted by one token.)
 
-A limit of tokens ends the episode as an end token does: the answer is scored as it stands.
+The token limit ends the episode like an EOS token: the completion is scored as it is.
 """
 
 from __future__ import annotations
@@ -24,34 +24,39 @@ from transformers import PreTrainedModel
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.compat.gymformer.arguments import check_number, device_in, told_as
-from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
+from ludus.trainer.compat.gymformer.arguments import (
+    check_number,
+    rename_setting_in_errors,
+    require_device,
+)
+from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import RewardModel, load_reward_model
 from ludus.trainer.reward_model.rows import read_rows
 
 ScoreFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""(prompts, answers) -> scores."""
+"""A function of prompts and completions that returns scores."""
 
-_PROMPTS = ("prompt", "query")
+_PROMPT_COLUMNS = ("prompt", "query")
 
 
 class RLHFEnv(TokenEnv):
-    """A prompt and its answer, a token a step; a reward model scores the whole.
+    """An environment of prompts; each step takes one token, and a reward model scores the result.
 
     Args:
-        ref_model_name: Hugging Face id, or folder, of the reference, whose tokenizer is used.
-        reward_model: folder or id of one, as `train_reward` writes it; or a function of prompts
-            and answers that returns their scores.
-        dataset: prompts: a list, or a file or folder with a column prompt or query.
-        kl_coef: price of the divergence from the reference, for those who train.
-        max_generation: tokens of an answer.
-        device: of the reward model and the reference; None takes a GPU where there is one.
-        seed: of the first episode, where `reset` has none.
+        ref_model_name: Hugging Face id or folder of the reference model; also the tokenizer.
+        reward_model: Hugging Face id or folder of a reward model (`train_reward` writes one), or
+            a function of prompts and completions that returns scores.
+        dataset: a list of prompts, or a file or folder with a column prompt or query.
+        kl_coef: coefficient of the KL penalty, for the training loop.
+        max_generation: maximum number of tokens per completion.
+        device: device of the reward model and the reference model. None uses a GPU if there is
+            one.
+        seed: seed of the first episode if `reset` gets no seed.
 
     Raises:
-        NotFoundError: there is no such model or data set.
-        ConfigError: it cannot be used.
+        NotFoundError: a model or the data set does not exist.
+        ConfigError: an argument or the data set is invalid.
     """
 
     _model_argument = "ref_model_name"
@@ -72,102 +77,103 @@ class RLHFEnv(TokenEnv):
             reward_model = str(reward_model)
         if not isinstance(reward_model, str) and not callable(reward_model):
             raise ConfigError(
-                "reward_model expected a folder, or a function of prompts and answers, got "
+                "reward_model must be a folder or a function of prompts and completions, got "
                 f"{reward_model!r:.80}"
             )
         self.kl_coef = kl_coef
         self._reward_model = reward_model
-        self._device = device_in("device", device)
-        with told_as({"data": "dataset"}):
-            self._prompts = _prompts_in(dataset)
+        self._device = require_device("device", device)
+        with rename_setting_in_errors({"data": "dataset"}):
+            self._prompts = _load_prompts(dataset)
         self._prompt = self._prompts[0]
 
     def ref_logprobs(self) -> Tensor:
-        """float32 [A] log-probs of the answer's tokens so far, under the reference."""
-        model = _reference(self.model_name, self._device)
+        """Return the reference model's log-probs of the completion so far, float32 [A]."""
+        model = _cached_reference_model(self.model_name, self._device)
         token_ids = torch.tensor([self._state], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
         logprobs = token_logprobs(logits, token_ids[:, 1:])[0]
-        return logprobs[self._num_prompt - 1 :].cpu()
+        return logprobs[self._num_prompt_tokens - 1 :].cpu()
 
     def kl_rewards(self, logprobs: Tensor) -> Tensor:
-        """[A] what each token of the answer costs, of which the policy says `logprobs` [A].
+        """Return the KL penalty of each token, [A], from the policy's `logprobs` [A].
 
-        -kl_coef * (log pi - log ref), arXiv 2203.02155.
+        The penalty is -kl_coef * (log pi - log ref), arXiv 2203.02155.
         """
         return self.kl_coef * (self.ref_logprobs() - logprobs)
 
-    def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _start_episode(
+        self, seed: int | None, options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
         self._prompt = self._prompts[int(self.np_random.integers(len(self._prompts)))]
         return self._prompt, {}
 
-    def _end(self, answer: str, *, ended: bool) -> Ending:
+    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
         scores = self._score_fn([self._prompt], [answer])
         try:
-            [score] = [float(one) for one in scores]
+            [score] = [float(value) for value in scores]
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score):
             raise ConfigError(
-                "reward_model expected a list of one finite score for one answer, got "
+                "reward_model must return a list of one finite score for one completion, got "
                 f"{scores!r:.80}"
             )
-        return Ending(score, is_over=True)
+        return CompletionResult(score, is_terminated=True)
 
     @property
     def _score_fn(self) -> ScoreFn:
         if isinstance(self._reward_model, str):
-            with told_as({"path": "reward_model"}):
-                return _loaded(self._reward_model, self._device).score
+            with rename_setting_in_errors({"path": "reward_model"}):
+                return _cached_reward_model(self._reward_model, self._device).score
         return self._reward_model
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: str, device: str | None) -> RewardModel:
-    """The reward model of a folder: one for all environments of this process."""
+def _cached_reward_model(path: str, device: str | None) -> RewardModel:
+    """Return the reward model, which all environments of this process share."""
     return load_reward_model(path, device=device)
 
 
 @lru_cache(maxsize=2)
-def _reference(path: str, device: str | None) -> PreTrainedModel:
+def _cached_reference_model(path: str, device: str | None) -> PreTrainedModel:
     model = load_language_model(path)
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(torch.device(chosen)).eval()
+    device_name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(torch.device(device_name)).eval()
 
 
-def _prompts_in(dataset: Any) -> tuple[str, ...]:
-    """The prompts of a data set.
+def _load_prompts(dataset: Any) -> tuple[str, ...]:
+    """Return the prompts of a data set.
 
     Raises:
-        NotFoundError: there is no such data set.
-        ConfigError: it has none, or one that is no text.
+        NotFoundError: the data set does not exist.
+        ConfigError: there are no prompts, or a prompt is not a string.
     """
     if isinstance(dataset, (str, Path)):
         return _read_prompts(str(dataset))
     prompts = tuple(dataset) if isinstance(dataset, Iterable) else ()
-    if not prompts or not all(isinstance(one, str) for one in prompts):
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(
-            "dataset expected a path, or at least one prompt, all of them texts, got "
-            f"{dataset!r:.80}"
+            f"dataset must be a path or a non-empty list of strings, got {dataset!r:.80}"
         )
     return prompts
 
 
 @lru_cache(maxsize=4)
 def _read_prompts(path: str) -> tuple[str, ...]:
-    prompts = tuple(dict.fromkeys(_prompts_of(path)))
+    prompts = tuple(dict.fromkeys(_iterate_prompts(path)))
     if not prompts:
-        raise ConfigError(f"dataset = '{path}' expected at least one prompt, got none")
+        raise ConfigError(f"dataset = '{path}' has no prompts; add at least one")
     return prompts
 
 
-def _prompts_of(path: str) -> Iterator[str]:
+def _iterate_prompts(path: str) -> Iterator[str]:
     for row in read_rows(Path(path)):
-        prompt = next((row.values[name] for name in _PROMPTS if name in row.values), None)
+        prompt = next((row.values[name] for name in _PROMPT_COLUMNS if name in row.values), None)
         if not isinstance(prompt, str):
             raise ConfigError(
-                f"{row.location}: expected a text in column {' or '.join(_PROMPTS)}, got "
-                f"{', '.join(row.values)}"
+                f"{row.location}: column {' or '.join(_PROMPT_COLUMNS)} must contain a string, got "
+                f"columns {', '.join(row.values)}"
             )
         yield prompt

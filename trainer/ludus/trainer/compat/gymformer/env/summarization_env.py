@@ -1,8 +1,8 @@
-"""Summaries of short articles: the example of Gymformer's document, with its faults mended.
+"""The summarization environment of Gymformer's documentation, with three fixes.
 
-Mended: the seed decides the article; the limit is one of tokens, not of characters; a summary that
-does not end within it is cut off (`truncated`), and worth nothing. Its reward is as it was: see
-`rewards.summary_reward` for how it can be had without summarising.
+The seed selects the article. The limit counts tokens instead of characters. A summary that does not
+end within the limit is truncated and has no reward. The reward function is unchanged;
+`rewards.summary_reward` explains how a text that is not a summary can get a high reward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import summary_reward
-from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
+from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
 
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """A text, and words that a summary of it should hold."""
+    """A text and the words that its summary should contain."""
 
     text: str
     key_terms: tuple[str, ...]
@@ -37,13 +37,13 @@ ARTICLES = (
 
 
 class SummarizationEnv(TokenEnv):
-    """A summary of an article, a token a step; rewarded for brevity and key terms.
+    """An environment that rewards summaries for brevity and key terms; each step takes one token.
 
     Args:
-        model_name: Hugging Face id, or folder, of the tokenizer.
-        max_generation: tokens of a summary.
-        seed: of the first episode, where `reset` has none.
-        articles: to draw from; without any, the document's two.
+        model_name: Hugging Face id or folder of the tokenizer.
+        max_generation: maximum number of tokens per summary.
+        seed: seed of the first episode if `reset` gets no seed.
+        articles: articles to draw from. Default: the two of Gymformer's documentation.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class SummarizationEnv(TokenEnv):
     ) -> None:
         super().__init__(model_name, max_generation, seed)
         if not articles:
-            raise ConfigError("expected at least one article, got none")
+            raise ConfigError("articles must contain at least one article, got none")
         self._articles = tuple(articles)
         self._article = self._articles[0]
 
-    def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _start_episode(
+        self, seed: int | None, options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
         self._article = self._articles[int(self.np_random.integers(len(self._articles)))]
-        return prompt_of(self._article), {"article": self._article.text}
+        return make_article_prompt(self._article), {"article": self._article.text}
 
-    def _end(self, answer: str, *, ended: bool) -> Ending:
+    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
         reward = summary_reward(answer, self._article.key_terms) if ended else 0.0
-        return Ending(reward, is_over=ended)
+        return CompletionResult(reward, is_terminated=ended)
 
 
-def prompt_of(article: Article) -> str:
-    """What is asked of an article."""
+def make_article_prompt(article: Article) -> str:
+    """Return the prompt for an article."""
     return f"Article: {article.text}\n\nWrite a concise summary:"

@@ -1,10 +1,10 @@
-"""What Gymformer's language environments share: the state is all tokens, an action is the next one.
+"""Base class of Gymformer's language environments: a state is all tokens, an action the next token.
 
     reset   prompt --tokenizer--> state
-    step    token --> state + token; the last one is paid for the whole answer
+    step    token --> state + token; the last token gets the reward of the whole completion
 
-All chance comes from the seed of `reset`. The first episode without one follows from the seed that
-the environment was made with.
+All randomness comes from the seed of `reset`. If the first `reset` gets no seed, the seed of the
+constructor is used.
 """
 
 from __future__ import annotations
@@ -19,113 +19,125 @@ from gymnasium import spaces
 from transformers import PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import check_count, path_in, told_as
+from ludus.trainer.compat.gymformer.arguments import (
+    check_count,
+    rename_setting_in_errors,
+    require_path,
+)
 from ludus.trainer.models.load import load_tokenizer
 
 Tokens = tuple[int, ...]
-"""[T] the prompt's tokens, and those of the answer so far."""
+"""Token ids [T] of the prompt and of the completion so far."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """What an answer came to."""
+class CompletionResult:
+    """Reward of a completion, and how its episode ended."""
 
     reward: float
-    is_over: bool
-    """False where a limit cut it off that its reward knows nothing of."""
+    is_terminated: bool
+    """True for a terminated episode, False for an episode that the token limit truncated."""
 
 
 class TokenEnv(gymnasium.Env[Tokens, Any]):
-    """An episode is an answer to a prompt, a token a step.
+    """An environment whose episodes are completions of a prompt; each step takes one token.
 
     Args:
-        model_name: Hugging Face id, or folder, of the tokenizer.
-        max_generation: tokens of an answer.
-        seed: of the first episode, where `reset` has none.
+        model_name: Hugging Face id or folder of the tokenizer.
+        max_generation: maximum number of tokens per completion.
+        seed: seed of the first episode if `reset` gets no seed.
 
     Raises:
-        ConfigError: the tokenizer has no end token, or the limit is below 1.
+        ConfigError: the tokenizer has no EOS token, or the limit is below 1.
     """
 
     _model_argument = "model_name"
 
     def __init__(self, model_name: str, max_generation: int, seed: int) -> None:
         check_count("max_generation", max_generation)
-        check_count("seed", seed, least=0)
-        self.model_name = path_in(self._model_argument, model_name)
+        check_count("seed", seed, min_value=0)
+        self.model_name = require_path(self._model_argument, model_name)
         self.max_generation = int(max_generation)
-        with told_as({"model.path": self._model_argument}):
-            self.tokenizer = _tokenizer(self.model_name)
+        with rename_setting_in_errors({"model.path": self._model_argument}):
+            self.tokenizer = _cached_tokenizer(self.model_name)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"model '{model_name}' expected an end token, with which an answer ends, got none; "
-                "take another one, or set eos_token of its tokenizer"
+                f"model '{model_name}' has no EOS token to end a completion; use another model, "
+                "or set eos_token of its tokenizer"
             )
         self._num_tokens = num_tokens = len(self.tokenizer)
         self.action_space = spaces.Discrete(num_tokens)
         self.observation_space = spaces.Sequence(spaces.Discrete(num_tokens))
         self._first_seed: int | None = int(seed)
         self._state: list[int] = []
-        self._num_prompt = 0
+        self._num_prompt_tokens = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tokens, dict[str, Any]]:
-        """The tokens of a prompt."""
+        """Start an episode and return the tokens of its prompt."""
         seed, self._first_seed = self._first_seed if seed is None else seed, None
         super().reset(seed=seed)
         if not isinstance(options or {}, dict):
-            raise ConfigError(f"options expected a dictionary or None, got {options!r:.80}")
-        prompt, info = self._begin(seed, options or {})
-        self._state = self._encoded(prompt)
-        self._num_prompt = len(self._state)
+            raise ConfigError(f"options must be a dictionary or None, got {options!r:.80}")
+        prompt, info = self._start_episode(seed, options or {})
+        self._state = self._encode_prompt(prompt)
+        self._num_prompt_tokens = len(self._state)
         return tuple(self._state), {"prompt": prompt, **info}
 
     def step(self, action: int) -> tuple[Tokens, float, bool, bool, dict[str, Any]]:
-        """The state with the token; the reward of the answer stands on its last one."""
-        token_id = self._token_in(action)
+        """Append a token and return the new state; the last token gets the completion's reward."""
+        token_id = self._check_token(action)
         self._state.append(token_id)
         ended = token_id == self.tokenizer.eos_token_id
-        is_full = len(self._state) - self._num_prompt >= self.max_generation
+        is_full = len(self._state) - self._num_prompt_tokens >= self.max_generation
         if not ended and not is_full:
             return tuple(self._state), 0.0, False, False, {}
         answer = self.answer
-        ending = self._end(answer, ended=ended)
-        info = {"answer": answer, "is_cut_off": not ended, **self._info()}
-        return tuple(self._state), ending.reward, ending.is_over, not ending.is_over, info
+        result = self._finish_episode(answer, ended=ended)
+        info = {"answer": answer, "is_cut_off": not ended, **self._final_info()}
+        return (
+            tuple(self._state),
+            result.reward,
+            result.is_terminated,
+            not result.is_terminated,
+            info,
+        )
 
-    def _token_in(self, action: Any) -> int:
-        """The token that an action is, which may be a number of numpy's or of torch's."""
+    def _check_token(self, action: Any) -> int:
+        """Return an action as a token id; NumPy and torch numbers are accepted."""
         try:
             token_id = int(action)
         except (TypeError, ValueError):
             token_id = -1
         if not 0 <= token_id < self._num_tokens:
             raise ConfigError(
-                f"action expected a token from 0 to {self._num_tokens - 1}, got {action!r:.80}"
+                f"action must be a token id from 0 to {self._num_tokens - 1}, got {action!r:.80}"
             )
         return token_id
 
     @property
     def answer(self) -> str:
-        """What was said so far, without special tokens."""
-        said = self._state[self._num_prompt :]
-        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+        """Text of the completion so far, without special tokens."""
+        token_ids = self._state[self._num_prompt_tokens :]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     @abstractmethod
-    def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The prompt of a new episode, and what is known of it."""
+    def _start_episode(
+        self, seed: int | None, options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the prompt of a new episode and its info."""
 
     @abstractmethod
-    def _end(self, answer: str, *, ended: bool) -> Ending:
-        """What the answer came to; `ended` is False where it was cut off."""
+    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
+        """Return the result of a completion; `ended` is False if the token limit cut it off."""
 
-    def _info(self) -> dict[str, Any]:
-        """What the last step tells beside the answer."""
+    def _final_info(self) -> dict[str, Any]:
+        """Return further info for the last step."""
         return {}
 
-    def _encoded(self, prompt: str) -> list[int]:
-        """The prompt's tokens: as a user's message, where the model knows such."""
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, as a user message if the model has a chat template."""
         if self.tokenizer.chat_template is None:
             token_ids: list[int] = self.tokenizer.encode(prompt)
             return token_ids
@@ -137,6 +149,6 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
 
 
 @lru_cache(maxsize=8)
-def _tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: one for all environments of this process."""
+def _cached_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, which all environments of this process share."""
     return load_tokenizer(model_name)

@@ -1,1 +1,1 @@
-"""PPO's settings and agents, and the networks that they train."""
+"""Settings, agents and networks of PPO."""

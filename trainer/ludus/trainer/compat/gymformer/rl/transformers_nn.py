@@ -1,8 +1,8 @@
-"""Language models as actor and critic: token sequences in, logits of the next token or values out.
+"""Language models as actor and critic, which map token sequences to next-token logits or values.
 
-Gymformer pads states of different lengths and leaves the positions of the tokens as they then
-stand, so the same state says something else beside a longer one. Here padding on either side is
-masked, and every token has the position that it has alone.
+Gymformer pads states of different lengths without correcting the positions of their tokens, so the
+output for a state depends on the length of the other states. Here padding on either side is masked,
+and every token has the position that it has without padding.
 """
 
 from __future__ import annotations
@@ -15,80 +15,84 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import check_count, path_in, told_as
+from ludus.trainer.compat.gymformer.arguments import (
+    check_count,
+    rename_setting_in_errors,
+    require_path,
+)
 from ludus.trainer.learner.critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:
     from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
 
-_NAMES = {"model.path": "model_name", "path": "model_name"}
+_ARGUMENTS = {"model.path": "model_name", "path": "model_name"}
 
 
 class LMActorNetwork(nn.Module):
-    """A causal language model: logits of the next token of a sequence.
+    """A causal language model that returns logits of the next token.
 
     Args:
         model_name: Hugging Face id, or a folder that `save_pretrained` wrote.
-        pad_token_id: at the ends of a sequence it is padding, unless a mask says otherwise; None,
-            as of tokenizers that have none, pads nothing.
+        pad_token_id: token that is padding at both ends of a sequence if there is no mask. None
+            if the tokenizer has no such token.
 
     Raises:
-        NotFoundError: there is no such model.
+        NotFoundError: the model does not exist.
     """
 
     def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
-        self.model_name = path_in("model_name", model_name)
-        self.pad_token_id = _padding(pad_token_id)
-        with told_as(_NAMES):
+        self.model_name = require_path("model_name", model_name)
+        self.pad_token_id = _check_pad_token(pad_token_id)
+        with rename_setting_in_errors(_ARGUMENTS):
             self.model = load_language_model(self.model_name)
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [V] of `state` [T], or [N, V] of states [N, T] that are padded on either side.
+        """Return logits [V] of `state` [T], or [N, V] of [N, T], padded on either side.
 
         Args:
-            state: token ids, also as numbers of another type.
-            attention_mask: [T] or [N, T], true where a token is one of the sequence.
+            state: token ids of any numeric type.
+            attention_mask: [T] or [N, T], true for tokens of the sequence, false for padding.
         """
-        tokens = _Tokens.of(state, attention_mask, self.pad_token_id)
-        body = _body_of(self.model)
-        hidden = tokens.last_of(_hidden_states(body, tokens))
+        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
+        body = _base_model(self.model)
+        hidden = tokens.select_last(_hidden_states(body, tokens))
         logits: Tensor = self.model.get_output_embeddings()(hidden).float()
         return logits if state.dim() > 1 else logits[0]
 
     def train_as_agent(self, request: AgentRequest) -> EpisodeReturns:
-        """The returns of the episodes on which this model was trained, in place."""
-        # What trains language models starts processes, and takes seconds to import.
+        """Train this model in place and return the returns of its episodes."""
+        # The import takes seconds, and only training needs it.
         from ludus.trainer.compat.gymformer.trainer.language_model import train_language_model
 
         return train_language_model(request)
 
 
 class LMCriticNetwork(nn.Module):
-    """The value of a token sequence, from a language model with a head of one number.
+    """A language model with a scalar head, which returns the value of a token sequence.
 
-    The arguments are those of `LMActorNetwork`. At first all values are 0, unless the model is a
+    The arguments are those of `LMActorNetwork`. Initially all values are 0, unless the model is a
     reward model, whose head is kept.
     """
 
     def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
-        self.model_name = path_in("model_name", model_name)
-        self.pad_token_id = _padding(pad_token_id)
-        with told_as(_NAMES):
+        self.model_name = require_path("model_name", model_name)
+        self.pad_token_id = _check_pad_token(pad_token_id)
+        with rename_setting_in_errors(_ARGUMENTS):
             self.model = load_critic(self.model_name, self.model_name).classifier
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Values [1] of `state` [T], or [N, 1] of states [N, T] that are padded on either side."""
-        tokens = _Tokens.of(state, attention_mask, self.pad_token_id)
-        hidden = tokens.last_of(_hidden_states(_body_of(self.model), tokens))
+        """Return values [1] of `state` [T], or [N, 1] of states [N, T], padded on either side."""
+        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
+        hidden = tokens.select_last(_hidden_states(_base_model(self.model), tokens))
         values: Tensor = self.model.score(hidden).float()
         return values if state.dim() > 1 else values[0]
 
 
-class _Tokens:
-    """Rows of tokens [N, T], which of them belong to the sequence, and where it ends."""
+class _TokenRows:
+    """Rows of tokens [N, T] with a mask that is false for padding."""
 
     def __init__(self, token_ids: Tensor, mask: Tensor) -> None:
         self.token_ids = token_ids
@@ -96,45 +100,48 @@ class _Tokens:
         self.positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     @classmethod
-    def of(cls, state: Tensor, mask: Tensor | None, pad_token_id: int | None) -> _Tokens:
-        """The rows of `state` [T] or [N, T]; without a mask, padding is what it ends with."""
+    def make(cls, state: Tensor, mask: Tensor | None, pad_token_id: int | None) -> _TokenRows:
+        """Build rows from `state` [T] or [N, T].
+
+        Without a mask, the pad tokens at both ends of a row are padding.
+        """
         if not state.shape[-1]:
-            raise ConfigError("state expected at least one token, got none; begin with a prompt")
+            raise ConfigError("state must contain at least one token; start with a prompt")
         token_ids = torch.atleast_2d(state).long()
         if mask is not None:
             return cls(token_ids, torch.atleast_2d(mask).bool())
-        real = token_ids >= 0 if pad_token_id is None else token_ids != pad_token_id
-        # Between two tokens that are none, it is a token like any other.
-        has_before = real.long().cumsum(-1) > 0
-        has_after = real.flip(-1).long().cumsum(-1).flip(-1) > 0
-        inside = has_before & has_after
-        # Of a sequence that is nothing else, the last one stays.
-        inside[:, -1] |= ~inside.any(-1)
-        return cls(token_ids, inside)
+        is_real = token_ids >= 0 if pad_token_id is None else token_ids != pad_token_id
+        # A pad token between two other tokens belongs to the sequence.
+        is_after_start = is_real.long().cumsum(-1) > 0
+        is_before_end = is_real.flip(-1).long().cumsum(-1).flip(-1) > 0
+        in_sequence = is_after_start & is_before_end
+        # A row of pad tokens only keeps its last token.
+        in_sequence[:, -1] |= ~in_sequence.any(-1)
+        return cls(token_ids, in_sequence)
 
-    def last_of(self, hidden: Tensor) -> Tensor:
-        """[N, width] the hidden state of each row's last token."""
-        places = torch.arange(self.mask.shape[1], device=self.mask.device)
-        last = torch.where(self.mask, places, 0).amax(-1)
+    def select_last(self, hidden: Tensor) -> Tensor:
+        """Return the hidden state of each row's last token, [N, width]."""
+        positions = torch.arange(self.mask.shape[1], device=self.mask.device)
+        last = torch.where(self.mask, positions, 0).amax(-1)
         return hidden[torch.arange(len(last), device=last.device), last]
 
 
-def _padding(pad_token_id: Any) -> int | None:
+def _check_pad_token(pad_token_id: Any) -> int | None:
     if pad_token_id is not None:
-        check_count("pad_token_id", pad_token_id, least=0)
+        check_count("pad_token_id", pad_token_id, min_value=0)
     return None if pad_token_id is None else int(pad_token_id)
 
 
-def _body_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What a causal language model has below its head."""
+def _base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a language model without its head."""
     body: PreTrainedModel = model.base_model
     return body
 
 
-def _hidden_states(body: PreTrainedModel, tokens: _Tokens) -> Tensor:
-    """[N, T, width] the last hidden states; on padding they mean nothing."""
+def _hidden_states(body: PreTrainedModel, tokens: _TokenRows) -> Tensor:
+    """Return the last hidden states, [N, T, width]; those of padding are meaningless."""
     arguments: dict[str, Any] = {}
-    # Some families make positions of the mask by themselves.
+    # Some model families compute positions from the mask.
     if "position_ids" in inspect.signature(body.forward).parameters:
         arguments["position_ids"] = tokens.positions
     output = body(

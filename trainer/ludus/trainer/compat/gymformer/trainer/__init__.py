@@ -1,4 +1,4 @@
-"""What trains: agents in environments, and reward models of preferences."""
+"""Training of agents and of reward models."""
 
 from ludus.trainer.compat.gymformer.trainer.reward import train_reward
 

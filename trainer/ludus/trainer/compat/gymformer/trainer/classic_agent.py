@@ -1,10 +1,9 @@
-"""`train_agent` for torch modules that act on numbers: classic PPO, with Gymformer's counting."""
+"""`train_agent` for small torch modules: classic PPO, counted in episodes as in Gymformer."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,17 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.episodes import PlayedStep
 from ludus.trainer.classic.run import EpisodeBudget, OpenNetworkRun, open_network_run
-from ludus.trainer.compat.gymformer.arguments import told_as
-from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, saved_agent
-from ludus.trainer.compat.gymformer.trainer.given import given_networks, make_given
-from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
+from ludus.trainer.compat.gymformer.arguments import rename_setting_in_errors
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, agent_state
+from ludus.trainer.compat.gymformer.trainer.program_networks import (
+    make_program_networks,
+    use_networks,
+)
+from ludus.trainer.compat.gymformer.trainer.request import (
+    RUNNING_WEIGHT,
+    AgentRequest,
+    EpisodeReturns,
+)
 
 _log = logging.getLogger(__name__)
 _ALL_AT_ONCE = -1
@@ -36,13 +42,13 @@ _PPO_NAMES = {
     "entropy_coef": "entropy_coef",
     "max_grad_norm": "max_grad_norm",
 }
-"""The fields of PPOConfig, and what classic PPO calls them."""
-_NUM_JUDGED = 10
-"""Games of the evaluation that ends a run."""
+"""Fields of PPOConfig and their names in NetworkPpoConfig."""
+_NUM_EVAL_EPISODES = 10
+"""Episodes of the final evaluation."""
 
 
-class _Following:
-    """Counts episodes as they end: returns, calls of the user's function, saved agents."""
+class _EpisodeRecorder:
+    """Records the returns of finished episodes, calls the callback and saves agents."""
 
     def __init__(self, request: AgentRequest, network_run: OpenNetworkRun) -> None:
         self.returns = EpisodeReturns(network_run.state.returns)
@@ -50,31 +56,31 @@ class _Following:
         self._request = request
         self._policy = network_run.policy
 
-    def __call__(self, seen: np.ndarray, actions: np.ndarray, played: PlayedStep) -> None:
+    def __call__(self, _: np.ndarray, actions: np.ndarray, played: PlayedStep) -> None:
         for episode in played.episodes:
             if len(self.returns) >= self._request.max_episodes:
                 return
             self.returns.append(episode.episode_return)
-            self._running += 0.05 * (episode.episode_return - self._running)
+            self._running += RUNNING_WEIGHT * (episode.episode_return - self._running)
             number = len(self.returns)
             if number % self._request.log_interval == 0:
-                self._tell(
-                    played, actions[episode.environment_index], episode.environment_index, number
-                )
+                self._report(played, actions, episode.environment_index, number)
             if number % self._request.save_interval == 0:
                 self._save(number)
 
-    def _tell(self, played: PlayedStep, action: Any, place: int, number: int) -> None:
+    def _report(
+        self, played: PlayedStep, actions: np.ndarray, environment_index: int, number: int
+    ) -> None:
         _log.info("episode %d, running reward %.2f", number, self._running)
         if self._request.callback is None:
             return
-        stepped = played.vector_step
+        action, step = actions[environment_index], played.vector_step
         self._request.callback(
-            stepped.observations[place],
+            step.observations[environment_index],
             action.item() if np.ndim(action) == 0 else action,
-            float(stepped.rewards[place]),
-            bool(stepped.terminated[place]),
-            bool(stepped.truncated[place]),
+            float(step.rewards[environment_index]),
+            bool(step.terminated[environment_index]),
+            bool(step.truncated[environment_index]),
             number,
             self._running,
         )
@@ -83,32 +89,32 @@ class _Following:
         name = self._request.env_name.replace("/", "_").replace(":", "_")
         folder = self._request.save_path
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(saved_agent(self._policy), folder / f"ppo_{name}_episode_{number}.pth")
+        torch.save(agent_state(self._policy), folder / f"ppo_{name}_episode_{number}.pth")
 
 
 def train_classic(request: AgentRequest) -> EpisodeReturns:
-    """The returns of the episodes that `request` asked for; a run's folder has the rest.
+    """Train and return the returns of the requested episodes.
 
     Raises:
-        UserError: the environment cannot be had, or the modules do not fit it.
+        UserError: the environment is not available, or the modules are not compatible with it.
     """
     run = make_run(request)
     budget = EpisodeBudget(min(request.update_interval, request.max_episodes), request.max_episodes)
     resume = Resume.AUTO if request.resume else Resume.NEVER
     with (
-        told_as({"environment.address": "env_name"}),
-        given_networks(request.actor, request.critic),
+        rename_setting_in_errors({"environment.address": "env_name"}),
+        use_networks(request.actor, request.critic),
         open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
-        following = _Following(request, network_run)
-        network_run.on_step = following
+        recorder = _EpisodeRecorder(request, network_run)
+        network_run.on_step = recorder
         network_run.train()
-    return following.returns
+    return recorder.returns
 
 
 def make_run(request: AgentRequest) -> NetworkRun:
-    """The run that `request` asks for."""
-    per_update = min(request.update_interval, request.max_episodes)
+    """Return the run for a request."""
+    episodes_per_update = min(request.update_interval, request.max_episodes)
     name = request.env_name
     is_remote = "://" in name
     local = {"package": GYMNASIUM_PREFIX + name}
@@ -122,15 +128,15 @@ def make_run(request: AgentRequest) -> NetworkRun:
             "seed": request.seed,
             "environment": {**environment, "max_turns": request.max_timesteps},
             "model": {
-                "make": f"{make_given.__module__}:{make_given.__name__}",
+                "make": f"{make_program_networks.__module__}:{make_program_networks.__name__}",
                 "device": request.device or "cpu",
             },
-            "ppo": ppo_config_of(request.ppo_config, num_envs).model_dump(),
+            "ppo": make_network_ppo_config(request.ppo_config, num_envs).model_dump(),
             "training": {
-                "num_steps": math.ceil(request.max_episodes / per_update),
-                "checkpoint_every_steps": max(1, request.save_interval // per_update),
+                "num_steps": math.ceil(request.max_episodes / episodes_per_update),
+                "checkpoint_every_steps": max(1, request.save_interval // episodes_per_update),
             },
-            "eval": {"num_games": _NUM_JUDGED, "num_games_during": 0},
+            "eval": {"num_games": _NUM_EVAL_EPISODES, "num_games_during": 0},
             "metrics": dict(request.metrics),
         }
     )
@@ -138,19 +144,19 @@ def make_run(request: AgentRequest) -> NetworkRun:
     return run
 
 
-def ppo_config_of(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
-    """The same settings, as classic PPO calls them.
+def make_network_ppo_config(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
+    """Return the settings as a NetworkPpoConfig.
 
     Raises:
-        ConfigError: a field has a value that cannot be.
+        ConfigError: a field is out of range.
     """
-    settings = {own: getattr(config, name) for name, own in _PPO_NAMES.items()}
+    settings = {ludus_name: getattr(config, name) for name, ludus_name in _PPO_NAMES.items()}
     if config.minibatch_size == _ALL_AT_ONCE:
         settings["minibatch_size"] = _WHOLE_BATCH
     try:
         return NetworkPpoConfig(num_environments=num_envs, schedule="constant", **settings)
     except ValidationError as error:
         fault = error.errors()[0]
-        name = next(name for name, own in _PPO_NAMES.items() if own == fault["loc"][0])
-        said = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise ConfigError(f"PPOConfig.{name} = {fault['input']!r:.60}: {said}") from None
+        name = next(name for name, key in _PPO_NAMES.items() if key == fault["loc"][0])
+        message = fault["msg"][:1].lower() + fault["msg"][1:]
+        raise ConfigError(f"PPOConfig.{name} = {fault['input']!r:.60}: {message}") from None

@@ -1,12 +1,12 @@
-"""Trains a language model in a token-level environment: `train_agent` as a run of Ludus.
+"""`train_agent` for language models in token-level environments, as a run of Ludus.
 
-    AgentRequest --TokenTask--> LanguageModelRun --Trainer--> episodes' returns
-    both models  --a folder---> the run's start        |
-         ^--------- their newest weights --------------+
+    AgentRequest --TokenTask--> LanguageModelRun --Trainer--> returns of the episodes
+    both models  --a folder---> initial weights        |
+         ^---------- latest weights -------------------+
 
-Answers are sampled as a whole, with a KV cache, and stepped into the environment token by token;
-PPO credits each token with generalised advantages. What the environment calls `kl_coef` is the
-price of the divergence from the starting policy, taken off the reward of each token.
+Each completion is sampled as a whole, with a KV cache, and then stepped into the environment token
+by token. PPO computes a generalized advantage for each token. The environment's `kl_coef` is the
+coefficient of the KL penalty against the starting policy, applied to the reward of each token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ludus.trainer.run.checkpoint import model_folder
 
 _T = TypeVar("_T")
 
-# Messages of canary prompts are all that goes through it; episodes are tokens.
+# Used only to render canary prompts; episodes are already tokens.
 _PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -47,46 +47,53 @@ _PLAIN_TEMPLATE = (
 
 
 def train_language_model(request: AgentRequest) -> EpisodeReturns:
-    """The return of each episode; actor and critic have the weights that were reached.
+    """Train the actor and critic of a request in place and return the returns of the episodes.
 
     Raises:
-        UserError: the environment or the networks do not fit.
+        UserError: the environment or the networks are not compatible.
     """
     actor, critic = request.actor, request.critic
     assert isinstance(actor, LMActorNetwork)
     if request.resume:
         raise ConfigError(
-            "train_agent continues networks alone, got resume=True with a language model; its run "
-            f"goes on with: ludus train {request.save_path / request.run_name}/config.json --resume"
+            "train_agent cannot resume a language model (resume=True); to continue this run: "
+            f"ludus train {request.save_path / request.run_name}/config.json --resume"
         )
     if not isinstance(critic, LMCriticNetwork):
         raise ConfigError(
-            "a language model is trained beside a critic that reads tokens, expected an "
-            f"LMCriticNetwork, got {type(critic).__name__}"
+            "the critic of a language model must be an LMCriticNetwork, got "
+            f"{type(critic).__name__}"
         )
-    task = TokenTask.of(request.env_name, actor.model_name, request.max_timesteps, request.seed)
-    start = _write_start(actor, critic, task, request.save_path / f"{request.run_name}.start")
-    run = make_run(request, task, start, actor.model)
-    returns, newest = _finished(_train(Trainer(run, overwrite=True), request))
-    _take_weights(actor.model, newest)
-    _take_weights(critic.model, newest / CRITIC_FOLDER)
+    task = TokenTask.inspect(
+        request.env_name, actor.model_name, request.max_timesteps, request.seed
+    )
+    model_path = _write_models(actor, critic, task, request.save_path / f"{request.run_name}.start")
+    run = make_run(request, task, model_path, actor.model)
+    returns, latest = _run_to_end(_train(Trainer(run, overwrite=True), request))
+    _copy_weights(actor.model, latest)
+    _copy_weights(critic.model, latest / CRITIC_FOLDER)
     return returns
 
 
 async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturns, Path]:
-    """The episodes' returns, and the folder of the newest weights."""
+    """Train; return the returns of the episodes and the folder of the latest weights."""
     returns = EpisodeReturns()
     async with trainer:
         async for step in trainer.steps():
-            episodes = [one for one in step.transcripts if one.episode_return is not None]
-            _tell(request, returns, episodes)
+            _record_returns(
+                request,
+                returns,
+                [episode for episode in step.transcripts if episode.episode_return is not None],
+            )
         await trainer.train()
-        newest = await trainer.save()
-    return returns, model_folder(newest)
+        checkpoint = await trainer.save()
+    return returns, model_folder(checkpoint)
 
 
-def _tell(request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Transcript]) -> None:
-    """Add the episodes' returns, and call back where one is due."""
+def _record_returns(
+    request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Transcript]
+) -> None:
+    """Append the returns of the episodes, and call the callback when due."""
     for episode in episodes:
         assert episode.episode_return is not None
         returns.append(episode.episode_return)
@@ -94,7 +101,7 @@ def _tell(request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Tra
             continue
         last = episode.turns[-1]
         request.callback(
-            "".join(said.text for said in last.shown),
+            "".join(message.text for message in last.shown),
             last.answer,
             last.reward,
             episode.status == "terminated",
@@ -104,55 +111,58 @@ def _tell(request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Tra
         )
 
 
-def _write_start(
+def _write_models(
     actor: LMActorNetwork, critic: LMCriticNetwork, task: TokenTask, folder: Path
 ) -> Path:
-    """The folder of both models as they are now, whose answers end with the tokenizer's end token.
+    """Save both models, with a chat template that ends each completion with the EOS token.
+
+    Returns:
+        The absolute path of `folder`.
 
     Raises:
-        ConfigError: the environment's tokens are not the model's.
+        ConfigError: the environment has more tokens than the model, or there is no EOS token.
     """
     tokenizer = load_tokenizer(actor.model_name)
-    known = actor.model.get_input_embeddings().weight.shape[0]
-    if task.num_tokens > known or tokenizer.eos_token is None:
+    num_embeddings = actor.model.get_input_embeddings().weight.shape[0]
+    if task.num_tokens > num_embeddings or tokenizer.eos_token is None:
         raise ConfigError(
-            f"expected a model with an end token and an embedding for each of the environment's "
-            f"{task.num_tokens} tokens, got {known} and end token {tokenizer.eos_token!r}; give "
-            "environment and actor the same model"
+            "the actor's model must have an EOS token and an embedding for each of the "
+            f"environment's {task.num_tokens} tokens, got EOS token {tokenizer.eos_token!r} and "
+            f"{num_embeddings} embeddings; use the same model for the environment and the actor"
         )
     tokenizer.chat_template = _PLAIN_TEMPLATE
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with replace_folder(folder) as aside:
-        actor.model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        critic.model.save_pretrained(aside / CRITIC_FOLDER)
-        tokenizer.save_pretrained(aside / CRITIC_FOLDER)
+    with replace_folder(folder) as temporary_folder:
+        actor.model.save_pretrained(temporary_folder)
+        tokenizer.save_pretrained(temporary_folder)
+        critic.model.save_pretrained(temporary_folder / CRITIC_FOLDER)
+        tokenizer.save_pretrained(temporary_folder / CRITIC_FOLDER)
     return folder.absolute()
 
 
-def _take_weights(model: PreTrainedModel, folder: Path) -> None:
+def _copy_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the weights of a checkpoint into the model."""
     state = load_file(folder / "model.safetensors")
-    # Tied weights are written once.
-    own = model.state_dict(keep_vars=True)
+    # The file contains tied weights only once.
+    parameters = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
 
 
-def _finished(training: Coroutine[Any, Any, _T]) -> _T:
-    """What it returns, also where an event loop runs already, as in a notebook."""
+def _run_to_end(training: Coroutine[Any, Any, _T]) -> _T:
+    """Run the coroutine and return its result, even inside a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(training)
-    done: Future[_T] = Future()
+    future: Future[_T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(asyncio.run(training))
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-            done.set_exception(error)
+            future.set_result(asyncio.run(training))
+        except BaseException as error:  # noqa: BLE001 - `result` raises it in the caller
+            future.set_exception(error)
 
     threading.Thread(target=run, name="train_agent").start()
-    return done.result()
+    return future.result()

@@ -1,6 +1,6 @@
-"""What a call of `train_agent` asks for, and who answers it.
+"""The arguments of a call of `train_agent`, and the interface of the code that runs it.
 
-train_agent(...) --AgentRequest--+-- actor.train_as_agent(request)   it brings its trainer
+train_agent(...) --AgentRequest--+-- actor.train_as_agent(request)   a language model
                                  +-- classic PPO                     any other torch module
 """
 
@@ -24,101 +24,102 @@ from ludus.trainer.compat.gymformer.arguments import (
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 
 Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
-"""Called with (state, action, reward, done, truncated, episode, running_reward)."""
+"""A function of (state, action, reward, done, truncated, episode, running_reward)."""
 
-_TOLD = "state, action, reward, done, truncated, episode, running_reward"
-_RUNNING_WEIGHT = 0.05
-_MAX_NAME = 40
+_CALLBACK_PARAMETERS = "state, action, reward, done, truncated, episode, running_reward"
+RUNNING_WEIGHT = 0.05
+"""Weight of the newest return in the running average."""
+_MAX_NAME_LENGTH = 40
 _COUNTS = (
     *("max_episodes", "max_timesteps", "update_interval"),
     *("save_interval", "log_interval", "num_envs"),
 )
 
 
-_KINDS: Mapping[str, tuple[type, str]] = {
-    "env_name": (str, "a Gymnasium id, 'module:id', or a server's address"),
+_ARGUMENT_TYPES: Mapping[str, tuple[type, str]] = {
+    "env_name": (str, "a Gymnasium id, 'module:id' or a server's address"),
     "actor": (nn.Module, "a torch module"),
     "critic": (nn.Module, "a torch module"),
     "ppo_config": (PPOConfig, f"a {PPOConfig.__module__}.PPOConfig"),
-    "metrics": (Mapping, "sinks by name"),
+    "metrics": (Mapping, "a mapping of metric sinks"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """The arguments of one `train_agent`."""
+    """Arguments of one call of `train_agent`."""
 
     env_name: str
-    """A Gymnasium id, `module:id`, or the address of an environment server."""
+    """Gymnasium id, `module:id`, or address of an environment server."""
     actor: nn.Module
     critic: nn.Module
     ppo_config: PPOConfig
     max_episodes: int
     max_timesteps: int
-    """Longest episode."""
+    """Maximum number of steps per episode."""
     update_interval: int
-    """Episodes between two updates."""
+    """Number of episodes between two updates."""
     save_interval: int
-    """Episodes between two saved agents."""
+    """Number of episodes between two saved agents."""
     save_path: Path
-    """Of the run's folder, and of agents that are saved."""
+    """Parent folder of the run folder and of saved agents."""
     callback: Callback | None
     log_interval: int
-    """Episodes between two calls of `callback`."""
+    """Number of episodes between two calls of `callback`."""
     device: str | None
-    """Null is the CPU: small networks are faster there."""
+    """Name of a torch device. None uses the CPU, on which small networks are faster."""
     num_envs: int
-    """Episodes that are played side by side."""
+    """Number of episodes played in parallel."""
     seed: int
     name: str | None = None
-    """Of the run; None is the environment's."""
+    """Name of the run; None uses the name of the environment."""
     resume: bool = False
-    """Whether the run of that name goes on, instead of being replaced."""
+    """True to resume the run of that name instead of replacing it."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Section `metrics` of the run: its sinks."""
+    """Section `metrics` of the run's configuration."""
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: an argument is not of its kind, or a number is out of range."""
-        for what, (kind, said) in _KINDS.items():
-            value = getattr(self, what)
-            if not isinstance(value, kind):
-                raise ConfigError(f"{what} expected {said}, got {value!r:.80}")
-        check_callback("callback", self.callback, _TOLD)
-        for what in _COUNTS:
-            check_count(what, getattr(self, what))
-        check_count("seed", self.seed, least=0)
+        """Raise ConfigError if an argument has the wrong type or is out of range."""
+        for name, (expected_type, description) in _ARGUMENT_TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, expected_type):
+                raise ConfigError(f"{name} must be {description}, got {value!r:.80}")
+        check_callback("callback", self.callback, _CALLBACK_PARAMETERS)
+        for name in _COUNTS:
+            check_count(name, getattr(self, name))
+        check_count("seed", self.seed, min_value=0)
         check_run_name(self.name)
         check_flag("resume", self.resume)
 
     @property
     def run_name(self) -> str:
-        """The name of the run's folder in `save_path`."""
+        """Name of the run folder in `save_path`."""
         if self.name is not None:
             return self.name
-        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.env_name.rpartition(":")[2]).strip("-.")
-        return plain[:_MAX_NAME] or "agent"
+        safe_name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.env_name.rpartition(":")[2]).strip("-.")
+        return safe_name[:_MAX_NAME_LENGTH] or "agent"
 
 
 @runtime_checkable
-class TrainsAsAgent(Protocol):
-    """An actor that classic PPO cannot train, and that brings what can: a language model."""
+class SelfTrainingActor(Protocol):
+    """An actor with its own training method, such as a language model."""
 
     def train_as_agent(self, request: AgentRequest) -> EpisodeReturns:
-        """The returns of the episodes that `request` asked for."""
+        """Train the actor and return the returns of the requested episodes."""
 
 
 class EpisodeReturns(list[float]):
-    """The return of each episode, in the order in which they ended."""
+    """Returns of the episodes, in the order in which they ended."""
 
     @property
     def running(self) -> list[float]:
-        """After each episode the average that Gymformer returns: from 0, 5 % of each return."""
+        """Gymformer's running average after each episode."""
         return list(running_average(self))
 
 
 def running_average(returns: Iterable[float]) -> Iterable[float]:
-    """Gymformer's average after each of the returns."""
+    """Yield Gymformer's running average, which starts at 0, after each return."""
     average = 0.0
     for value in returns:
-        average += _RUNNING_WEIGHT * (value - average)
+        average += RUNNING_WEIGHT * (value - average)
         yield average

@@ -1,4 +1,4 @@
-"""`train_agent`: Gymformer's call, for networks and for language models."""
+"""`train_agent`, Gymformer's training function for networks and language models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from ludus.trainer.compat.gymformer.arguments import device_in, folder_in
+from ludus.trainer.compat.gymformer.arguments import require_device, require_folder
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
-from ludus.trainer.compat.gymformer.trainer.classic_agent import ppo_config_of, train_classic
+from ludus.trainer.compat.gymformer.trainer.classic_agent import (
+    make_network_ppo_config,
+    train_classic,
+)
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     Callback,
     EpisodeReturns,
-    TrainsAsAgent,
+    SelfTrainingActor,
 )
 
 __all__ = ["load_ppo_agent", "train_agent"]
@@ -41,40 +44,41 @@ def train_agent(
     resume: bool = False,
     metrics: Mapping[str, Any] | None = None,
 ) -> EpisodeReturns:
-    """The return of each episode, in the order in which they ended; `.running` is their average.
+    """Train an agent and return the returns of its episodes, in the order in which they ended.
 
     Args:
-        env_name: a Gymnasium id, `module:id`, or the address of an environment server.
-        actor: logits or means of actions, from observations; or a language model.
-        max_timesteps: longest episode.
-        update_interval: episodes between two updates.
-        save_interval: episodes between two agents that are saved, and between two checkpoints.
-        save_path: gets the run's folder, and the agents.
-        callback: called every `log_interval` episodes with (state, action, reward, done,
-            truncated, episode, running_reward).
-        device: None is the CPU.
-        num_envs: episodes that are played side by side.
-        name: of the run; None is that of the environment.
-        resume: goes on from the newest checkpoint of a run of that name, where there is one; else
-            that run is replaced.
-        metrics: as section `metrics` of a run's file: its sinks.
+        env_name: Gymnasium id, `module:id`, or address of an environment server.
+        actor: network that maps observations to logits or means of actions; or a language model.
+        max_timesteps: maximum number of steps per episode.
+        update_interval: number of episodes between two updates.
+        save_interval: number of episodes between two saved agents, and between two checkpoints.
+        save_path: parent folder of the run folder and of saved agents.
+        callback: function called every `log_interval` episodes with (state, action, reward,
+            done, truncated, episode, running_reward).
+        device: name of a torch device; None uses the CPU.
+        num_envs: number of episodes played in parallel.
+        name: name of the run; None uses the name of the environment.
+        resume: whether to resume the latest checkpoint of the run of that name, if there is one.
+            Otherwise that run is replaced.
+        metrics: section `metrics` of a run's configuration.
 
     Raises:
-        ConfigError: the modules do not fit the environment, or an argument cannot be.
+        ConfigError: an argument is invalid, or the modules are not compatible with the
+            environment.
     """
     request = AgentRequest(
         *(env_name, actor, critic, ppo_config),
         *(max_episodes, max_timesteps, update_interval, save_interval),
-        folder_in("save_path", save_path),
+        require_folder("save_path", save_path),
         callback,
         log_interval,
-        device_in("device", device),
+        require_device("device", device),
         *(num_envs, seed),
         name=name,
         resume=resume,
         metrics={} if metrics is None else metrics,
     )
-    ppo_config_of(ppo_config, num_envs)  # language models have the same bounds
-    if isinstance(actor, TrainsAsAgent):
+    make_network_ppo_config(ppo_config, num_envs)  # language models have the same limits
+    if isinstance(actor, SelfTrainingActor):
         return actor.train_as_agent(request)
     return train_classic(request)
