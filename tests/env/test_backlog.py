@@ -51,17 +51,19 @@ async def check_message_limit(address: str) -> None:
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
-async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory):
+async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory) -> None:
     async with running(factory) as server:
         await check_message_limit(server.grpc_address)
 
 
-async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway():
+async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway() -> None:
     async with run_gateway() as (gateway, _):
         await check_message_limit(gateway.grpc_address)
 
 
-async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(monkeypatch):
+async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(call_server_module, "_TURN_S", 0.0)
     num_turns, asked = 0, []
 
@@ -86,7 +88,9 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
     assert asked == sorted(set(asked)), "somebody else ran between any two calls"
 
 
-async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(monkeypatch):
+async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
     num_read = 0
 
@@ -107,7 +111,9 @@ async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(monkeypatch)
     reading.cancel()
 
 
-async def test_who_does_not_read_its_answers_is_not_read_either(monkeypatch):
+async def test_who_does_not_read_its_answers_is_not_read_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
     reads = asyncio.Event()
     taken: list[pb.ReplyBatch] = []
@@ -130,7 +136,7 @@ async def test_who_does_not_read_its_answers_is_not_read_either(monkeypatch):
     writing.cancel()
 
 
-async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large():
+async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large() -> None:
     taken: list[int] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
@@ -143,7 +149,9 @@ async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_larg
     assert taken == [2, 2, 1]
 
 
-async def test_a_backlog_has_room_again_when_enough_is_done(monkeypatch):
+async def test_a_backlog_has_room_again_when_enough_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backlog_module, "MAX_CALLS_AHEAD", 2)
     backlog = Backlog()
     backlog.add(1)
@@ -187,7 +195,9 @@ async def refusal_of(message: bytes, address: str) -> grpc.aio.AioRpcError:
 
 
 @pytest.mark.parametrize("place", ["server", "gateway"])
-async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(place):
+async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(
+    place: str,
+) -> None:
     async with run_gateway() as (gateway, (server,)):
         address = (gateway if place == "gateway" else server).grpc_address
         async with RawStream(address) as other:
@@ -201,14 +211,14 @@ async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_pars
 
 
 @pytest.mark.parametrize("name", SWELLING)
-def test_fields_are_counted_as_they_are_nested(name):
+def test_fields_are_counted_as_they_are_nested(name: str) -> None:
     message = SWELLING[name]
     check_fields(pb.CallBatch, message, 2 * MANY + 2)
     with pytest.raises(ValueError, match="fields in one message, got more"):
         check_fields(pb.CallBatch, message, MANY - 1)
 
 
-def test_what_is_no_message_is_refused_as_such():
+def test_what_is_no_message_is_refused_as_such() -> None:
     padding = b"\0" * 300_000
     for message in (embedded(1, padding)[:-1], embedded(1, b"\x80" * 300_000), b"\x0b" + padding):
         with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
@@ -216,6 +226,6 @@ def test_what_is_no_message_is_refused_as_such():
             pb.CallBatch.FromString(message)
 
 
-def test_a_large_message_of_few_fields_is_let_through():
+def test_a_large_message_of_few_fields_is_let_through() -> None:
     steps = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
     check_fields(pb.CallBatch, steps.SerializeToString(), 4)

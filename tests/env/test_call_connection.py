@@ -29,8 +29,8 @@ async def asked(socket: CallConnection, message: bytes) -> str | None:
     return await asyncio.wait_for(reply, 5)
 
 
-async def test_each_reply_goes_to_the_call_that_asked_for_it():
-    async def echo(socket):
+async def test_each_reply_goes_to_the_call_that_asked_for_it() -> None:
+    async def echo(socket) -> None:
         async for text in socket:
             await socket.send(text)
 
@@ -42,8 +42,8 @@ async def test_each_reply_goes_to_the_call_that_asked_for_it():
 
 
 @pytest.mark.parametrize("reply", [["in ", "fragments"], b"binary"])
-async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply):
-    async def answer(socket):
+async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply) -> None:
+    async def answer(socket) -> None:
         async for _ in socket:
             await socket.send(reply)
 
@@ -52,8 +52,8 @@ async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply):
         assert await socket.recv() == ("in fragments" if isinstance(reply, list) else reply)
 
 
-async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply():
-    async def refuse(socket):
+async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply() -> None:
+    async def refuse(socket) -> None:
         await socket.send("full")
         await socket.recv()
 
@@ -65,8 +65,8 @@ async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply():
         assert await socket.recv() == "full"
 
 
-async def test_text_that_is_none_ends_the_connection():
-    async def mumble(socket):
+async def test_text_that_is_none_ends_the_connection() -> None:
+    async def mumble(socket) -> None:
         await socket.recv()
         await socket.send(b"\xff", text=True)
         await socket.wait_closed()
@@ -77,8 +77,8 @@ async def test_text_that_is_none_ends_the_connection():
             await socket.recv()
 
 
-async def test_a_connection_that_breaks_tells_who_waits_and_takes_no_more():
-    async def leave(socket):
+async def test_a_connection_that_breaks_tells_who_waits_and_takes_no_more() -> None:
+    async def leave(socket) -> None:
         await socket.recv()
         socket.transport.abort()
 

@@ -53,26 +53,26 @@ async def written_of(fills, **options) -> tuple[list[pb.CallBatch], list[Excepti
     return written.batches, refused
 
 
-async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large():
+async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large() -> None:
     batches, _ = await written_of([text_call(MAX_BATCH_BYTES // 3)] * 7)
     assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
     assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
     assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
 
 
-async def test_a_large_call_travels_alone():
+async def test_a_large_call_travels_alone() -> None:
     small, large = text_call(1), text_call(2 * MAX_BATCH_BYTES)
     batches, _ = await written_of([small, large, small])
     assert [len(batch.calls) for batch in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("more", [0, 1])
-async def test_a_message_holds_so_many_calls_at_most(more: int):
+async def test_a_message_holds_so_many_calls_at_most(more: int) -> None:
     batches, _ = await written_of([text_call(1)] * (MAX_CALLS_PER_MESSAGE + more))
     assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * more]
 
 
-async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch():
+async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch() -> None:
     def fail(call: pb.Call) -> None:
         call.step.action_text = "half"
         raise ValueError("no action")

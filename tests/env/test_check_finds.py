@@ -33,19 +33,19 @@ ODD = "odd_texts_are_parsed_or_refused"
 LIMIT_S = 1.0
 
 
-def hang():
+def hang() -> None:
     while True:
         time.sleep(60)
 
 
-def throw(error):
+def throw(error) -> None:
     raise error
 
 
 class Renderer(CountingRenderer):
     """Counts as ever, but for its deeds."""
 
-    def __init__(self, deeds):
+    def __init__(self, deeds) -> None:
         self._deeds = deeds
 
     def render(self, observation, *, first):
@@ -67,7 +67,7 @@ class BadEnv(CountingEnv):
 
     steps_on_event_loop = False
 
-    def __init__(self, **deeds):
+    def __init__(self, **deeds) -> None:
         super().__init__()
         self._deeds = deeds
         self.text_renderer = Renderer(deeds)
@@ -96,11 +96,11 @@ class BadEnv(CountingEnv):
             raise ToolError("expected note")
         return self._do("call", {"kept": arguments})
 
-    def close(self):
+    def close(self) -> None:
         self._do("close", None)
 
 
-def found(timeout_s=LIMIT_S, **deeds):
+def found(timeout_s: float = LIMIT_S, **deeds):
     """What is broken, and what was found."""
     report = check_environment(
         partial(BadEnv, **deeds), seeds=range(2), num_steps=5, timeout_s=timeout_s
@@ -108,7 +108,7 @@ def found(timeout_s=LIMIT_S, **deeds):
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
-def test_an_environment_that_behaves_passes():
+def test_an_environment_that_behaves_passes() -> None:
     assert found() == {}
 
 
@@ -120,7 +120,7 @@ def with_tensors(tensors):
     return lambda good: Transition(good.observation, tensors=tensors)
 
 
-def with_metadata(num_bytes):
+def with_metadata(num_bytes: int):
     def shown(good):
         metadata = {"shown": "x" * num_bytes}
         return Transition(good.observation.model_copy(update={"metadata": metadata}))
@@ -152,7 +152,7 @@ def with_metadata(num_bytes):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule, said):
+def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule: str, said) -> None:
     broken = found(**deeds)
     assert said in broken[rule]
 
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule, said):
         ("call", "tools_return_json_objects"),
     ],
 )
-def test_whatever_it_raises_is_found_by_name(part, rule, error):
+def test_whatever_it_raises_is_found_by_name(part: str, rule: str, error) -> None:
     broken = found(**{part: lambda good: throw(error)})
     assert f"expected no error, got {type(error).__name__}" in broken[rule]
     assert "".join(broken.values()).isprintable()
@@ -201,14 +201,14 @@ def test_whatever_it_raises_is_found_by_name(part, rule, error):
         ("call", "tools_return_json_objects", "call_tool"),
     ],
 )
-def test_what_never_returns_is_found_with_the_call(part, rule, place):
+def test_what_never_returns_is_found_with_the_call(part: str, rule: str, place: str) -> None:
     broken = found(**{part: lambda good: hang()})
     assert f"the rule did not end within {LIMIT_S:g} s: {place} (" in broken[rule]
     assert f"{__file__}, line " in broken[rule]
     assert len(broken) <= MAX_ENDLESS_RULES
 
 
-def test_after_some_rules_without_an_end_the_others_are_not_tried():
+def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
     report = check_environment(partial(BadEnv, reset=lambda good: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
     assert verdicts[: 1 + MAX_ENDLESS_RULES] == ["ok"] + ["broken"] * MAX_ENDLESS_RULES
@@ -224,14 +224,14 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried():
         (lambda: os.write(1, b"out of luck") and os._exit(4), "'out of luck'"),
     ],
 )
-def test_the_end_of_its_process_is_one_broken_rule(deed, said):
+def test_the_end_of_its_process_is_one_broken_rule(deed, said) -> None:
     # A busy machine may take seconds to end a process of this size.
     broken = found(timeout_s=60.0, call=lambda good: deed())
     assert list(broken) == ["tools_return_json_objects"]
     assert said in broken["tools_return_json_objects"]
 
 
-def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it():
+def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None:
     is_over, over = os.pipe()
 
     def flood():
@@ -253,7 +253,7 @@ def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it():
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
-def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd):
+def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     def flood(good):
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
@@ -266,8 +266,8 @@ def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_an_endless_flood_is_ended():
-    def flood(good):
+def test_an_endless_flood_is_ended() -> None:
+    def flood(good) -> None:
         while True:
             os.write(1, b"flood" * 1000)
 
@@ -297,19 +297,19 @@ sys.exit(outcome.fault or 0)
 
 
 @pytest.mark.slow
-def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy():
+def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy() -> None:
     # In a program, because the tests' own process never lets gRPC's engine end.
     program = [sys.executable, "-c", PLAYED_BEFORE]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_what_cannot_be_made_is_looked_at_no_further():
+def test_what_cannot_be_made_is_looked_at_no_further() -> None:
     report = check_environment(partial(BadEnv, init=lambda good: throw(ValueError("no"))))
     assert report.checks[0].detail == "expected no error, got ValueError: no"
     assert {check.verdict for check in report.checks[1:]} == {"not tried"}
 
 
-def test_options_that_the_environment_refuses_are_a_mistake_and_no_finding():
+def test_options_that_the_environment_refuses_are_a_mistake_and_no_finding() -> None:
     with pytest.raises(ConfigError, match="no such board"):
         check_environment(partial(BadEnv, init=lambda good: throw(ConfigError("no such board"))))

@@ -43,7 +43,7 @@ def ca_file(authority, tmp_path):
     return str(path)
 
 
-async def test_the_parts_of_an_address():
+async def test_the_parts_of_an_address() -> None:
     address = parse_address("https://ann:p%40ss@gw.example:8443/envs/catch/")
     assert str(address) == "https://gw.example:8443/envs/catch"
     assert address.http_base == "https://gw.example:8443/envs/catch"
@@ -65,7 +65,7 @@ async def test_the_parts_of_an_address():
         "http://[::1",
     ],
 )
-async def test_what_is_no_address_is_refused(address):
+async def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="expected an address like"):
         await AsyncEnvClient.connect(address)
 
@@ -79,7 +79,7 @@ async def test_what_is_no_address_is_refused(address):
         "grpc://ann:hunter2@127.0.0.1:1",
     ],
 )
-async def test_credentials_are_in_no_message(address):
+async def test_credentials_are_in_no_message(address: str) -> None:
     with pytest.raises((ConfigError, UnavailableError)) as caught:
         await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
     shown = f"{caught.value!r} {caught.value.__cause__!r}"
@@ -87,7 +87,7 @@ async def test_credentials_are_in_no_message(address):
     assert "host" in shown or "127.0.0.1" in shown
 
 
-async def test_options_show_no_credentials():
+async def test_options_show_no_credentials() -> None:
     address = parse_address("http://ann:hunter2@host:1")
     shown = repr(RemoteServer(address))
     shown += repr(RemoteServer(parse_address("http://host:1"), ConnectOptions(token="hunter3")))
@@ -97,7 +97,7 @@ async def test_options_show_no_credentials():
         await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
 
-async def test_grpc_over_tls(authority, ca_file):
+async def test_grpc_over_tls(authority, ca_file) -> None:
     certificate = authority.issue_cert("localhost")
     chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
     credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
@@ -111,7 +111,7 @@ async def test_grpc_over_tls(authority, ca_file):
             await AsyncEnvClient.connect(server.address, ConnectOptions(connect_timeout_s=0.5))
 
 
-async def test_a_server_that_goes_away_before_it_is_described_is_waited_for():
+async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() -> None:
     class Restarting(QuietEdge):
         num_asked = 0
 
@@ -129,7 +129,7 @@ async def test_a_server_that_goes_away_before_it_is_described_is_waited_for():
         assert (edge.num_asked, (await client.describe()).name) == (2, "counting")
 
 
-async def test_http_and_websocket_over_tls(authority, ca_file):
+async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server_side)
     async with running() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
@@ -144,7 +144,7 @@ async def test_http_and_websocket_over_tls(authority, ca_file):
                 await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
 
 
-async def test_an_unusable_authority_is_a_configuration_error(tmp_path):
+async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
     nothing = tmp_path / "nothing.pem"
     for scheme in ("https", "grpcs"):
         with pytest.raises(ConfigError, match=r"nothing\.pem"):
@@ -156,7 +156,7 @@ async def test_an_unusable_authority_is_a_configuration_error(tmp_path):
         client_ssl_context(str(nothing))
 
 
-async def test_basic_credentials_and_tokens_travel_on_every_wire():
+async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:
     async with running(token="secret") as server:
         for address in (server.http_address, server.grpc_address):
             with pytest.raises(AuthenticationError):
@@ -183,13 +183,13 @@ async def answering(status_line: str, headers: str = "", body: str = "") -> Asyn
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_redirect_is_named_and_not_followed():
+async def test_a_redirect_is_named_and_not_followed() -> None:
     async with answering("307 Moved", "location: http://elsewhere.example/\r\n") as address:
         with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=60))
 
 
-async def test_what_an_http_status_says_of_coming_back_is_kept():
+async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
     too_many = answering("429 Too Many Requests", "retry-after: 7\r\n")
     async with too_many as address:
         with pytest.raises(RateLimitError, match="429") as caught:
@@ -202,7 +202,7 @@ async def test_what_an_http_status_says_of_coming_back_is_kept():
     assert caught.value.retry_after_s == 2.5
 
 
-async def test_a_path_before_the_endpoints_is_kept():
+async def test_a_path_before_the_endpoints_is_kept() -> None:
     """As at a gateway, where http://gateway/envs/NAME is an environment."""
     async with running() as server:
         outer = FastAPI()

@@ -38,19 +38,21 @@ async def check_grpc(address: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", HOSTS)
-async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(options: dict[str, Any]):
+async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(
+    options: dict[str, Any],
+) -> None:
     async with running(ToolEnv, **options) as server:
         await check_grpc(server.grpc_address)
 
 
-async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway():
+async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway() -> None:
     async with run_gateway(factory=ToolEnv) as (gateway, _):
         await check_grpc(gateway.grpc_address)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", HOSTS)
-async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]):
+async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]) -> None:
     head = {"content-type": "application/json"}
     async with (
         running(ToolEnv, **options) as server,

@@ -67,7 +67,7 @@ class Player:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, factory):
+async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str, factory) -> None:
     delays = random.Random(0)
     async with running(factory) as server, FlakyProxy(server_address(server, wire)) as proxy:
         async with await hasty_client(proxy.address) as client:
@@ -95,7 +95,7 @@ async def hasty_client(address: str) -> AsyncEnvClient:
     return client
 
 
-async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
+async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice() -> None:
     answers = itertools.count(1)
     async with running() as server, FlakyProxy(server.grpc_address) as proxy:
 
@@ -115,7 +115,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
 
 
 @pytest.mark.slow
-async def test_a_server_far_away_is_reached_over_the_first_connection():
+async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
     async with running() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
         async with await AsyncEnvClient.connect(
@@ -127,7 +127,9 @@ async def test_a_server_far_away_is_reached_over_the_first_connection():
 
 
 @pytest.mark.slow
-async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch, core_clock):
+async def test_sessions_that_nobody_calls_outlive_cut_after_cut(
+    monkeypatch: pytest.MonkeyPatch, core_clock
+) -> None:
     monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.01)
     async with (
         running() as server,
@@ -151,8 +153,8 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch, cor
 
 @pytest.mark.slow
 async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_not_told_of(
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
     async with (
         running() as server,
@@ -168,7 +170,7 @@ async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_no
         assert len(edge.upstreams) == 2
 
 
-async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
+async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire: str) -> None:
     async with (
         running() as server,
         FlakyProxy(server_address(server, wire)) as proxy,
@@ -184,7 +186,7 @@ async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
         assert (await again.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues():
+async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues() -> None:
     async with (
         grpc_served() as server,
         FlakyProxy(server.address) as proxy,
@@ -203,7 +205,7 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
         assert isinstance(lost, SessionLostError)
 
 
-async def test_a_peer_that_only_half_closes_is_left():
+async def test_a_peer_that_only_half_closes_is_left() -> None:
     async with (
         grpc_served() as server,
         FlakyProxy(server.address) as proxy,
@@ -216,7 +218,7 @@ async def test_a_peer_that_only_half_closes_is_left():
 
 
 @pytest.mark.slow
-async def test_a_half_open_socket_times_out_and_the_next_open_works():
+async def test_a_half_open_socket_times_out_and_the_next_open_works() -> None:
     async with (
         running() as server,
         FlakyProxy(server.http_address) as proxy,
@@ -234,7 +236,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works():
 
 
 @pytest.mark.slow
-async def test_a_lingering_session_gives_up_when_the_server_stays_away():
+async def test_a_lingering_session_gives_up_when_the_server_stays_away() -> None:
     async with grpc_served() as server, FlakyProxy(server.address) as proxy:
         connecting = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
         async with await connecting as client:
@@ -248,7 +250,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away():
 
 
 @pytest.mark.slow
-async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again():
+async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again() -> None:
     async with (
         grpc_served() as first,
         FlakyProxy(first.address) as proxy,

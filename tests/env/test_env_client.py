@@ -26,11 +26,11 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
-def factory(request):
+def factory(request: pytest.FixtureRequest):
     return request.param
 
 
-async def connected(server, wire, **options) -> AsyncEnvClient:
+async def connected(server, wire: str, **options) -> AsyncEnvClient:
     return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
@@ -42,7 +42,7 @@ async def play(client: AsyncEnvClient, seed: int) -> list:
     return results
 
 
-async def test_an_episode_over_the_wire_has_everything(wire, factory):
+async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> None:
     async with running(factory) as server, await connected(server, wire) as client:
         session, first = await client.open(seed=3, options={"start": 10, "note": "hi"})
         assert first.observation["total"] == 10
@@ -62,7 +62,7 @@ async def test_an_episode_over_the_wire_has_everything(wire, factory):
 
 
 @pytest.mark.slow
-async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory):
+async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory) -> None:
     async with running(factory) as server:
         episodes = []
         for wire in WIRES:
@@ -73,7 +73,7 @@ async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory
 
 
 @pytest.mark.slow
-async def test_errors_arrive_as_the_exceptions_they_were(wire, factory):
+async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> None:
     cases = [
         ({"add": "x"}, InvalidCallError),
         ({"add": 0}, IllegalActionError),
@@ -94,7 +94,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire, factory):
             await session.reset(options={"colour": "red"})
 
 
-async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
+async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) -> None:
     async with (
         running(max_sessions=2) as server,
         await connected(server, wire) as client,
@@ -113,7 +113,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
 
 
 @pytest.mark.slow
-async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
+async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None:
     async with (
         running(max_sessions=1) as server,
         await connected(server, wire) as client,
@@ -124,7 +124,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
 
 
 @pytest.mark.slow
-async def test_a_client_that_leaves_leaves_no_session(wire, factory):
+async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> None:
     async with running(factory) as server:
         async with await connected(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
@@ -133,21 +133,21 @@ async def test_a_client_that_leaves_leaves_no_session(wire, factory):
 
 
 @pytest.mark.slow
-async def test_256_sessions_at_once(wire, factory):
+async def test_256_sessions_at_once(wire: str, factory) -> None:
     async with running(factory) as server, await connected(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
-async def test_a_seed_that_no_wire_can_carry_is_refused(wire, seed):
+async def test_a_seed_that_no_wire_can_carry_is_refused(wire: str, seed) -> None:
     async with running() as server, await connected(server, wire) as client:
         with pytest.raises(InvalidCallError, match=f"got {seed}"):
             await client.open(seed=seed)
         await client.open(seed=2**64 - 1)
 
 
-async def test_two_calls_at_once_in_one_session_are_refused(wire):
+async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
     async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
         session, _ = await client.open()
         outcomes = await asyncio.gather(
@@ -157,7 +157,7 @@ async def test_two_calls_at_once_in_one_session_are_refused(wire):
         assert isinstance(outcomes[1], EpisodeStateError)
 
 
-async def test_a_late_answer_is_never_taken_for_the_next_one(wire, gate):
+async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) -> None:
     async with running(gate.factory) as server, await connected(server, wire) as client:
         session, _ = await client.open()
         other, _ = await client.open()
@@ -173,7 +173,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(wire, gate):
         await wait_for_sessions(server.core, 1)
 
 
-async def test_a_cancelled_call_drops_its_session(wire):
+async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
     async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
         session, _ = await client.open()
         with pytest.raises(TimeoutError):
@@ -183,7 +183,7 @@ async def test_a_cancelled_call_drops_its_session(wire):
         await wait_for_sessions(server.core, 0)
 
 
-async def test_an_idle_session_is_lost_and_says_so(wire, core_clock):
+async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> None:
     async with (
         running(idle_timeout_s=60) as server,
         await connected(server, wire) as client,
@@ -196,7 +196,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire, core_clock):
         await client.open()
 
 
-async def test_the_description_says_what_the_environment_is(wire):
+async def test_the_description_says_what_the_environment_is(wire: str) -> None:
     async with running() as server, await connected(server, wire) as client:
         description = await client.describe()
         assert description == server.core.description
@@ -206,7 +206,7 @@ async def test_the_description_says_what_the_environment_is(wire):
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-async def test_without_the_token_nothing_is_served(wire, token):
+async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
     async with running(token="secret") as server:
         with pytest.raises(AuthenticationError, match="token"):
             await connected(server, wire, token=token)
@@ -215,19 +215,19 @@ async def test_without_the_token_nothing_is_served(wire, token):
             assert len(await play(client, 1)) == 6
 
 
-async def test_an_address_where_nobody_listens_is_unavailable(wire):
+async def test_an_address_where_nobody_listens_is_unavailable(wire: str) -> None:
     with port_of_nobody() as port:
         address = f"{wire}://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):
             await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.3))
 
 
-async def test_an_address_without_a_known_scheme_is_a_configuration_error():
+async def test_an_address_without_a_known_scheme_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="'localhost:8000'"):
         await AsyncEnvClient.connect("localhost:8000")
 
 
-async def test_the_synchronous_client_plays_the_same_episode(wire):
+async def test_the_synchronous_client_plays_the_same_episode(wire: str) -> None:
     def play_synchronously(address: str) -> list:
         with EnvClient.connect(address) as client:
             assert client.describe().name == "counting"

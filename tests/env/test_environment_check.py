@@ -14,7 +14,7 @@ from tests.env.tool_env import ToolEnv
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv, ToolEnv])
-def test_a_sound_environment_passes_every_check(factory):
+def test_a_sound_environment_passes_every_check(factory) -> None:
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.ok
@@ -187,7 +187,7 @@ class DrawsASecret(CountingEnv):
         (FailsWithAKeyError, "tools_return_json_objects"),
     ],
 )
-def test_a_broken_rule_is_found_and_named(factory, rule):
+def test_a_broken_rule_is_found_and_named(factory, rule: str) -> None:
     report = check_environment(factory, num_steps=20)
     broken = {check.name: check.detail for check in report.checks if not check.ok}
     assert rule in broken
@@ -196,7 +196,7 @@ def test_a_broken_rule_is_found_and_named(factory, rule):
         report.raise_if_failed()
 
 
-def test_the_checks_player_does_not_draw_what_the_environment_draws():
+def test_the_checks_player_does_not_draw_what_the_environment_draws() -> None:
     def choose(environment, observation, generator):
         return CountAction(add=generator.choice([1, 2, 3]))
 
@@ -222,7 +222,7 @@ class ShowsTheSeedToHighNumbersAlone(CountingEnv):
         return Transition(shown, transition.reward, transition.terminated)
 
 
-def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others():
+def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others() -> None:
     first_draws = []
 
     def choose(environment, observation, generator):

@@ -15,7 +15,7 @@ def rows() -> dict[str, tuple[str, ...]]:
     return {match[1]: match.groups()[1:] for match in found if match}
 
 
-def test_the_page_has_every_code_once():
+def test_the_page_has_every_code_once() -> None:
     lines = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     ]
@@ -23,14 +23,14 @@ def test_the_page_has_every_code_once():
     assert set(rows()) == set(ErrorCode)
 
 
-def test_every_wire_has_a_status_for_every_code_and_the_page_says_which():
+def test_every_wire_has_a_status_for_every_code_and_the_page_says_which() -> None:
     assert set(STATUS_OF_CODE) == set(ErrorCode)
     for code in ErrorCode:
         _, http, grpc, _, _ = rows()[code]
         assert (int(http), grpc) == (STATUS_OF_CODE[code].http, STATUS_OF_CODE[code].grpc.name)
 
 
-def test_only_errors_that_end_a_session_are_said_to_end_it():
+def test_only_errors_that_end_a_session_are_said_to_end_it() -> None:
     ending = {code for code, row in rows().items() if row[-1] == "no"}
     assert ending == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
     for code in ErrorCode:

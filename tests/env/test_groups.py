@@ -32,12 +32,12 @@ class MoodyEnv(CountingEnv):
         return super().reset(seed=next(self.moods), start=start, note=note)
 
 
-async def connected(server, wire, **options) -> AsyncEnvClient:
+async def connected(server, wire: str, **options) -> AsyncEnvClient:
     return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_a_group_begins_alike_and_its_sessions_are_independent(wire, factory):
+async def test_a_group_begins_alike_and_its_sessions_are_independent(wire: str, factory) -> None:
     async with running(factory) as server, await connected(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
         alone, first = await client.open(seed=5, options={"start": 3})
@@ -49,7 +49,7 @@ async def test_a_group_begins_alike_and_its_sessions_are_independent(wire, facto
         assert [r.observation["total"] for r in results] == [3 + add for add in range(1, 9)]
 
 
-async def test_a_group_without_a_seed_still_begins_alike(wire):
+async def test_a_group_without_a_seed_still_begins_alike(wire: str) -> None:
     async with running() as server, await connected(server, wire) as client:
         lucks = [
             {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
@@ -58,14 +58,14 @@ async def test_a_group_without_a_seed_still_begins_alike(wire):
         assert lucks[0] != lucks[1]
 
 
-async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire):
+async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire: str) -> None:
     async with running(MoodyEnv) as server, await connected(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
         await wait_for_sessions(server.core, 0)
 
 
-async def test_a_group_that_does_not_fit_leaves_nothing(wire):
+async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
     async with running(max_sessions=4) as server, await connected(server, wire) as client:
         await client.open()
         await client.open()
@@ -78,7 +78,7 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire):
             await client.open_group(0)
 
 
-async def test_a_group_frees_itself_when_its_episodes_end(wire):
+async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
     async with running() as server, await connected(server, wire) as client:
         group = await client.open_group(3, close_when_done=True)
         for session, _ in group:
@@ -88,7 +88,7 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire):
             await group[0][0].step({"add": 1})
 
 
-async def test_text_views_can_be_left_out(wire):
+async def test_text_views_can_be_left_out(wire: str) -> None:
     async with running() as server, await connected(server, wire) as client:
         session, first = await client.open(with_text=False)
         assert (first.text, (await session.step({"add": 1})).text) == (None, None)
@@ -98,7 +98,7 @@ async def test_text_views_can_be_left_out(wire):
 
 
 @pytest.mark.slow
-async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire):
+async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire: str) -> None:
     async with running(max_sessions=1) as server, await connected(server, wire) as client:
         session, _ = await client.open()
         began_s = time.monotonic()
@@ -112,7 +112,7 @@ async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire):
         assert (await other.step({"add": 1})).step_index == 1
 
 
-async def test_a_draining_server_is_waited_for_too():
+async def test_a_draining_server_is_waited_for_too() -> None:
     async with grpc_served() as server, await AsyncEnvClient.connect(server.address) as client:
         server.core.drain()
         began_s = time.monotonic()
@@ -121,7 +121,7 @@ async def test_a_draining_server_is_waited_for_too():
         assert time.monotonic() - began_s > 0.15
 
 
-async def test_a_refusal_is_taken_up_again_when_the_server_said():
+async def test_a_refusal_is_taken_up_again_when_the_server_said() -> None:
     loop, attempts_s = asyncio.get_running_loop(), []
 
     async def attempt() -> str:
@@ -134,7 +134,7 @@ async def test_a_refusal_is_taken_up_again_when_the_server_said():
     assert all(later - one >= 0.1 for one, later in itertools.pairwise(attempts_s))
 
 
-async def test_the_synchronous_client_opens_groups(wire):
+async def test_the_synchronous_client_opens_groups(wire: str) -> None:
     def play_synchronously(address: str) -> None:
         with EnvClient.connect(address) as client:
             group = client.open_group(4, seed=1, with_text=False)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
-def factory(request):
+def factory(request: pytest.FixtureRequest):
     return request.param
 
 
@@ -27,7 +27,7 @@ def num_batches(client: AsyncEnvClient) -> int:
     return client._transport._stream.num_batches_sent
 
 
-async def test_calls_of_one_tick_travel_in_one_message(factory):
+async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:
     async with running(factory) as server:
         client = await AsyncEnvClient.connect(server.grpc_address)
         opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(100)))
@@ -37,7 +37,7 @@ async def test_calls_of_one_tick_travel_in_one_message(factory):
         await client.close()
 
 
-async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory):
+async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory) -> None:
     async with running(factory) as server, RawStream(server.grpc_address) as raw:
         stub = env_pb2_grpc.EnvServiceStub(raw.channel)
         assert (await stub.Describe(pb.DescribeRequest())).name == "counting"
@@ -48,7 +48,7 @@ async def test_a_refused_call_says_its_code_and_describe_needs_no_stream(factory
         assert (await raw.ask(pb.Call(state=nobodys))).error.code == "SESSION_LOST"
 
 
-async def test_every_call_works_and_a_step_can_be_repeated(factory):
+async def test_every_call_works_and_a_step_can_be_repeated(factory) -> None:
     async with running(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open()
         reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(seed=0))
@@ -62,7 +62,7 @@ async def test_every_call_works_and_a_step_can_be_repeated(factory):
         assert server.core.load.num_sessions == 0
 
 
-async def test_sessions_end_with_their_stream_and_with_no_other(factory):
+async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None:
     async with running(factory) as server, RawStream(server.grpc_address) as raw:
         kept = await raw.open()
         async with RawStream(server.grpc_address) as other:
@@ -74,7 +74,7 @@ async def test_sessions_end_with_their_stream_and_with_no_other(factory):
         assert "connection that opened it ended" in reply.error.message
 
 
-async def test_malformed_calls_spoil_nobody_elses(factory):
+async def test_malformed_calls_spoil_nobody_elses(factory) -> None:
     async with running(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open(reset=pb.ResetArgs())
         good = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
@@ -95,7 +95,7 @@ async def test_malformed_calls_spoil_nobody_elses(factory):
         assert replies[4].result.reward == 1.0
 
 
-async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory):
+async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory) -> None:
     class Painting(factory):
         def reset(self, *, seed=None):
             pixels = np.zeros((512, 512, 3), np.uint8)
@@ -109,7 +109,7 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory):
         assert all(first.tensors["pixels"].shape == (512, 512, 3) for _, first in opened)
 
 
-async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate):
+async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate) -> None:
     server = await running(gate.factory).__aenter__()
     client = await AsyncEnvClient.connect(
         server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)

@@ -128,12 +128,12 @@ def make(env_id: str, **options):
         "ludus-tests/Camera-v0",
     ],
 )
-def test_an_environment_keeps_the_whole_contract(env_id):
+def test_an_environment_keeps_the_whole_contract(env_id: str) -> None:
     check_environment(make(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_every_kind_of_space_is_taken_and_shown(space):
+def test_every_kind_of_space_is_taken_and_shown(space) -> None:
     factory = make("ludus-tests/Mirror-v0", space=space)
     check_environment(factory, num_steps=4, seeds=range(6)).raise_if_failed()
     environment = factory()
@@ -167,13 +167,13 @@ def test_every_kind_of_space_is_taken_and_shown(space):
         ("Dict", {"left-arm": 0, "push": [0.0], "more": 1}),
     ],
 )
-def test_what_is_not_in_the_space_is_refused_before_a_step(space, action):
+def test_what_is_not_in_the_space_is_refused_before_a_step(space, action) -> None:
     environment = make("ludus-tests/Mirror-v0", space=space)()
     with pytest.raises(ValidationError):
         environment.action_type(action=action)
 
 
-def test_what_only_the_space_itself_knows_is_refused_as_illegal():
+def test_what_only_the_space_itself_knows_is_refused_as_illegal() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Text")()
     environment.reset(seed=1)
     with pytest.raises(IllegalActionError, match="expected an action in Text"):
@@ -181,13 +181,13 @@ def test_what_only_the_space_itself_knows_is_refused_as_illegal():
     assert environment.step(environment.action_type(action="abcd")).truncated
 
 
-def test_malformed_json_names_the_field():
+def test_malformed_json_names_the_field() -> None:
     environment = make("CartPole-v1")()
     with pytest.raises(InvalidCallError, match="action: Input should be less than or equal to 1"):
         decode_action(environment.action_type, b'{"action": 2}')
 
 
-def test_what_is_not_json_in_info_becomes_text():
+def test_what_is_not_json_in_info_becomes_text() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Discrete")()
     info = environment.reset(seed=1, low=3).info
     assert info["at"] == 0.5
@@ -196,7 +196,7 @@ def test_what_is_not_json_in_info_becomes_text():
     assert json_safe(np.zeros((64, 64))) == "array of shape (64, 64), float64"
 
 
-def test_legal_actions_follow_the_mask_and_end_with_the_episode():
+def test_legal_actions_follow_the_mask_and_end_with_the_episode() -> None:
     environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
     first = environment.reset(seed=1).observation
     assert first.legal_actions == [0, 1]
@@ -204,7 +204,7 @@ def test_legal_actions_follow_the_mask_and_end_with_the_episode():
     assert environment.step(environment.action_type(action=0)).observation.legal_actions == []
 
 
-def test_flags_stay_apart_and_a_step_after_the_end_is_refused():
+def test_flags_stay_apart_and_a_step_after_the_end_is_refused() -> None:
     environment = make("FrozenLake-v1", max_episode_steps=2)()
     environment.reset(seed=1)
     left = environment.action_type(action=0)
@@ -239,23 +239,23 @@ LEFT, DOWN, RIGHT, UP = range(4)
         ([DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT], {"reward_schedule": [0, -1, 0]}, True),
     ],
 )
-def test_who_reaches_the_goal_succeeds_whatever_it_pays(actions, options, success):
+def test_who_reaches_the_goal_succeeds_whatever_it_pays(actions, options, success) -> None:
     ended = ending_of("FrozenLake-v1", actions, is_slippery=False, **options)
     assert ended.success is success
 
 
-def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs():
+def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs() -> None:
     up, right, down = 0, 1, 2
     ended = ending_of("CliffWalking-v1", [up, *[right] * 11, down])
     assert (ended.terminated, ended.success) == (True, True)
     assert ending_of("CliffWalking-v1", [up], max_episode_steps=5).success is False
 
 
-def test_a_taxi_that_runs_out_of_time_has_not_succeeded():
+def test_a_taxi_that_runs_out_of_time_has_not_succeeded() -> None:
     assert ending_of("Taxi-v4", [0], max_episode_steps=5).success is False
 
 
-def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved():
+def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved() -> None:
     assert ending_of("CartPole-v1", [0, 1]).success is False
     assert ending_of("CartPole-v1", [0, 1], max_episode_steps=9).success is False
     still = ending_of("ludus-tests/Still-v0", [0])
@@ -264,7 +264,7 @@ def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved(
 
 
 @pytest.mark.parametrize("action", [0, 1])
-def test_what_the_environment_says_itself_comes_first(action):
+def test_what_the_environment_says_itself_comes_first(action) -> None:
     assert ending_of("ludus-tests/Robotic-v0", [action]).success is bool(action)
 
 
@@ -275,11 +275,11 @@ def test_what_the_environment_says_itself_comes_first(action):
         ("ludus-tests/Mirror-v0", 0, {"space": "Discrete"}),
     ],
 )
-def test_where_nothing_says_what_success_is_none_is_made_up(env_id, action, options):
+def test_where_nothing_says_what_success_is_none_is_made_up(env_id: str, action, options) -> None:
     assert ending_of(env_id, [action], **options).success is None
 
 
-def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one():
+def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one() -> None:
     environment = make("CartPole-v1")()
     seen = set()
     for _ in range(4):
@@ -302,7 +302,7 @@ NO_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 50
         ("Pendulum-v1", ["[0.5]", "<answer>[-2]</answer>"]),
     ],
 )
-def test_a_language_model_plays_by_name_number_or_json(env_id, answers):
+def test_a_language_model_plays_by_name_number_or_json(env_id: str, answers) -> None:
     environment = make(env_id)()
     observation = environment.reset(seed=7).observation
     (message,) = environment.text_renderer.render(observation, first=True)
@@ -314,7 +314,7 @@ def test_a_language_model_plays_by_name_number_or_json(env_id, answers):
             environment.text_renderer.parse(nonsense, observation)
 
 
-def test_the_drawn_board_is_shown_with_the_player_marked():
+def test_the_drawn_board_is_shown_with_the_player_marked() -> None:
     environment = make("FrozenLake-v1")()
     observation = environment.reset(seed=7).observation
     assert observation.rendered.splitlines()[0] == "[S]FFF"
@@ -334,14 +334,14 @@ def test_the_drawn_board_is_shown_with_the_player_marked():
         ("CartPole-v1", {}, False),
     ],
 )
-def test_players_are_told_of_slipping_where_they_may_slip(env_id, options, slips):
+def test_players_are_told_of_slipping_where_they_may_slip(env_id: str, options, slips) -> None:
     environment = make(env_id, **options)()
     observation = environment.reset(seed=7).observation
     content = environment.text_renderer.render(observation, first=True)[0]["content"]
     assert ("You may slip sideways." in content) == slips
 
 
-def test_names_and_instructions_can_be_given():
+def test_names_and_instructions_can_be_given() -> None:
     environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
     observation = environment.reset(seed=1).observation
     assert environment.text_renderer.legal_answers(observation) == ["WEST", "EAST"]
@@ -350,7 +350,7 @@ def test_names_and_instructions_can_be_given():
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire):
+async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str) -> None:
     factory = make("ludus-tests/Camera-v0")
     async with EnvServer(factory, ServerOptions(port=0)) as server:
         address = server.grpc_address if wire == "grpc" else server.http_address
@@ -368,7 +368,7 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire):
 
 
 @pytest.mark.slow
-def test_a_server_of_it_keeps_the_rules_of_the_wire():
+def test_a_server_of_it_keeps_the_rules_of_the_wire() -> None:
     async def found() -> list[str]:
         async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
@@ -384,12 +384,14 @@ def test_a_server_of_it_keeps_the_rules_of_the_wire():
         ({"desc": {1, 2}}, "options must be JSON"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, said):
+def test_options_that_cannot_work_are_named(options, said) -> None:
     with pytest.raises(ConfigError, match=said):
         make("FrozenLake-v1", **options)()
 
 
-def test_a_module_before_the_id_is_imported_first(tmp_path, monkeypatch):
+def test_a_module_before_the_id_is_imported_first(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "registers.py").write_text(
         "import gymnasium\ngymnasium.register('Own-v0', 'gymnasium.envs.toy_text:FrozenLakeEnv')\n"
     )
@@ -400,6 +402,6 @@ def test_a_module_before_the_id_is_imported_first(tmp_path, monkeypatch):
         make("no_such_module:Own-v0")
 
 
-def test_a_space_without_a_json_form_is_refused():
+def test_a_space_without_a_json_form_is_refused() -> None:
     with pytest.raises(ConfigError, match="use one of Discrete, Box"):
         make_codec(spaces.Graph(spaces.Discrete(2), None), "observation")

@@ -40,7 +40,7 @@ class Mission(spaces.Space):
 class ShownEnv(gymnasium.Env):
     """Shows a fixed element of a space."""
 
-    def __init__(self, space, element, num_actions=2, mask=None, missing=""):
+    def __init__(self, space, element, num_actions=2, mask=None, missing="") -> None:
         self.observation_space = space
         self.action_space = spaces.Discrete(num_actions, start=3)
         self._element, self._mask = element, mask
@@ -56,25 +56,25 @@ class ShownEnv(gymnasium.Env):
 
 
 class PictureEnv(ShownEnv):
-    def __init__(self, **options):
+    def __init__(self, **options) -> None:
         super().__init__(spaces.Box(0, 255, PICTURE.shape, np.uint8), PICTURE, **options)
 
 
 class PairOfPicturesEnv(ShownEnv):
-    def __init__(self):
+    def __init__(self) -> None:
         box = spaces.Box(0, 255, PICTURE.shape, np.uint8)
         both = spaces.Dict({"eyes": spaces.Tuple((box, box)), "speed": spaces.Discrete(3)})
         super().__init__(both, {"eyes": (PICTURE, PICTURE), "speed": 1})
 
 
 class MissionEnv(ShownEnv):
-    def __init__(self):
+    def __init__(self) -> None:
         space = spaces.Dict({"mission": Mission(), "direction": spaces.Discrete(4)})
         super().__init__(space, {"mission": "go to the red ball", "direction": 2})
 
 
 class ManyActionsEnv(ShownEnv):
-    def __init__(self, mask=None, **options):
+    def __init__(self, mask=None, **options) -> None:
         kept = None if mask is None else np.isin(np.arange(50_257), mask).astype(np.int8)
         super().__init__(spaces.Discrete(2), 1, 50_257, kept, **options)
 
@@ -83,7 +83,7 @@ for env in (PictureEnv, PairOfPicturesEnv, MissionEnv, ManyActionsEnv):
     gymnasium.register(f"ludus-families/{env.__name__}-v0", env)
 
 
-def make(name, **options):
+def make(name: str, **options):
     return environment_factory(f"gymnasium:{name}", options)
 
 
@@ -92,19 +92,19 @@ def make_own(env, **options):
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MuJoCo writes its warnings into a file of the folder that it runs in."""
     monkeypatch.chdir(tmp_path)
 
 
-def test_an_environment_of_pictures_has_no_text_and_says_so():
+def test_an_environment_of_pictures_has_no_text_and_says_so() -> None:
     environment = make_own(PictureEnv)()
     assert environment.text_renderer is None
     assert not describe_environment(environment).has_text_view
     assert describe_environment(make_own(PairOfPicturesEnv)()).has_text_view
 
 
-def test_a_picture_is_drawn_in_digits_where_that_is_asked_for():
+def test_a_picture_is_drawn_in_digits_where_that_is_asked_for() -> None:
     environment = make_own(PictureEnv, picture_columns=10)()
     observation = environment.reset(seed=1).observation
     (beginning,) = environment.text_renderer.render(observation, first=True)
@@ -115,7 +115,7 @@ def test_a_picture_is_drawn_in_digits_where_that_is_asked_for():
     assert rows == observation.picture.splitlines()
 
 
-def test_a_digit_is_the_mean_brightness_of_its_part():
+def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[:2, 2:4] = 255
     picture[2:, 4:] = 128
@@ -127,16 +127,20 @@ def test_a_digit_is_the_mean_brightness_of_its_part():
     ("target", "num_columns", "said"),
     [
         ("ludus-families/PictureEnv-v0", 41, "must be 1 to 40, the picture's width, got 41"),
-        ("ludus-families/PictureEnv-v0", "many", "the picture's width, got 'many'"),
+        (
+            "ludus-families/PictureEnv-v0",
+            "many",
+            "must be 1 to 40, the picture's width, got 'many'",
+        ),
         ("CartPole-v1", 8, "pictures of height x width"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(target, num_columns, said):
+def test_what_cannot_be_drawn_is_refused(target: str, num_columns: int, said) -> None:
     with pytest.raises(ConfigError, match=said):
         make(target, picture_columns=num_columns)()
 
 
-async def test_upstream_clients_get_the_picture_in_the_observation():
+async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
     async with (
         EnvServer(make_own(PictureEnv), ServerOptions(port=0)) as server,
         httpx.AsyncClient(base_url=server.http_address) as client,
@@ -149,7 +153,7 @@ async def test_upstream_clients_get_the_picture_in_the_observation():
     assert find_fault(observation, schema) == ""
 
 
-def test_pictures_within_an_observation_are_in_upstream_frames_too():
+def test_pictures_within_an_observation_are_in_upstream_frames_too() -> None:
     environment = make_own(PairOfPicturesEnv)()
     encoded = encode_transition(environment.reset(seed=1), None, 0)
     eyes = orjson.loads(observation_frame(encoded))["data"]["observation"]["observation"]["eyes"]
@@ -181,7 +185,7 @@ IDS = {
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_all_numbers_of_a_known_environment_have_names(env_id):
+def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
     num_numbers, action_shape = IDS[env_id]
     known = GUIDES[env_id.rpartition("-")[0]]
     assert known.instructions
@@ -191,7 +195,7 @@ def test_all_numbers_of_a_known_environment_have_names(env_id):
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_the_documented_numbers_are_those_of_the_installed_environment(env_id):
+def test_the_documented_numbers_are_those_of_the_installed_environment(env_id: str) -> None:
     try:
         environment = gymnasium.make(env_id)
     except gymnasium.error.DependencyNotInstalled:
@@ -213,7 +217,7 @@ def test_the_documented_numbers_are_those_of_the_installed_environment(env_id):
         ("Acrobot-v1", "Answer with one of: NEGATIVE, NONE", "cosine of the first angle: "),
     ],
 )
-def test_numbers_are_shown_with_their_names(env_id, instructions, shown):
+def test_numbers_are_shown_with_their_names(env_id: str, instructions: str, shown) -> None:
     environment = make(env_id)()
     observation = environment.reset(seed=1).observation
     (first,) = environment.text_renderer.render(observation, first=True)
@@ -222,7 +226,7 @@ def test_numbers_are_shown_with_their_names(env_id, instructions, shown):
     assert shown in later["content"]
 
 
-def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none():
+def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> None:
     class Seen(Observation):
         observation: list[float]
 
@@ -237,13 +241,13 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none():
     assert shown(1, 2, 3) == "Observation: [1, 2, 3]"
 
 
-def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not():
+def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not() -> None:
     for name in ("MiniGrid-Empty-5x5", "BabyAI-GoToRedBall"):
         assert find_guide(name).names[:3] == ("LEFT", "RIGHT", "FORWARD")
     assert find_guide("Ant-Own") == Guide()
 
 
-def test_a_space_of_its_own_kind_is_text_where_its_samples_are():
+def test_a_space_of_its_own_kind_is_text_where_its_samples_are() -> None:
     environment = make_own(MissionEnv)()
     observation = environment.reset(seed=1).observation
     assert observation.model_dump()["observation"]["mission"] == "go to the red ball"
@@ -251,7 +255,7 @@ def test_a_space_of_its_own_kind_is_text_where_its_samples_are():
     assert message["content"] == "Observation: direction: 2, mission: go to the red ball"
 
 
-def test_many_actions_are_told_by_their_range():
+def test_many_actions_are_told_by_their_range() -> None:
     environment = make_own(ManyActionsEnv)()
     first = environment.reset(seed=1).observation
     assert (first.legal_actions, first.num_legal_actions) == (None, 50_257)
@@ -269,7 +273,7 @@ def test_many_actions_are_told_by_their_range():
     assert (last.legal_actions, last.num_legal_actions) == ([], 0)
 
 
-def test_of_many_actions_the_few_that_a_mask_allows_are_listed():
+def test_of_many_actions_the_few_that_a_mask_allows_are_listed() -> None:
     environment = make_own(ManyActionsEnv, mask=[0, 50_256])()
     first = environment.reset(seed=1).observation
     assert (first.legal_actions, first.num_legal_actions) == ([3, 50_259], 2)
@@ -286,7 +290,9 @@ raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasiu
 """
 
 
-def test_a_missing_library_is_a_sentence_that_says_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_library_is_a_sentence_that_says_what_to_install(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lacks_a_library.py").write_text(LACKING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
@@ -297,6 +303,8 @@ def test_a_missing_library_is_a_sentence_that_says_what_to_install(tmp_path, mon
         make_own(PictureEnv, missing="mujoco.bindings")()
 
 
-def test_an_environment_too_slow_to_be_tried_is_told_the_way_out(caplog):
+def test_an_environment_too_slow_to_be_tried_is_told_the_way_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)
     assert "serve it with --deterministic" in caplog.text

@@ -56,7 +56,7 @@ async def series_of(client, headers=None) -> dict[tuple[str, str], float]:
     return found
 
 
-async def test_every_series_is_there_before_anything_has_happened():
+async def test_every_series_is_there_before_anything_has_happened() -> None:
     async with in_process(build_app(core_of(max_sessions=7))) as client:
         series = await series_of(client)
         for code in ErrorCode:
@@ -71,7 +71,7 @@ async def test_every_series_is_there_before_anything_has_happened():
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_what_happens_is_counted(factory):
+async def test_what_happens_is_counted(factory) -> None:
     core = core_of(factory)
     connection = Connection()
     session_id = (await core.open(OpenArgs(ResetArgs(1)), connection)).session_id
@@ -95,7 +95,7 @@ async def test_what_happens_is_counted(factory):
     await core.shut_down()
 
 
-async def test_buckets_are_cumulative_and_hold_each_step_once():
+async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
     core = core_of()
     for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
         core.counts.count_step(duration_s)
@@ -112,7 +112,7 @@ async def test_buckets_are_cumulative_and_hold_each_step_once():
 
 
 @pytest.mark.slow
-async def test_workers_and_their_deaths_are_counted_where_there_are_any():
+async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> None:
     async with (
         running(isolation="pool", num_workers=2) as server,
         httpx.AsyncClient(base_url=server.http_address, timeout=60) as client,
@@ -130,7 +130,7 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any():
                 await asyncio.sleep(0.02)
 
 
-async def test_two_applications_keep_their_metrics_apart():
+async def test_two_applications_keep_their_metrics_apart() -> None:
     first, second = core_of(), core_of()
     await first.open(OpenArgs())
     async with in_process(build_app(first)) as one, in_process(build_app(second)) as other:
@@ -141,7 +141,7 @@ async def test_two_applications_keep_their_metrics_apart():
 @pytest.mark.parametrize(
     ("build", "methods"), [(build_app, {"POST"}), (build_admin_app, {"GET", "POST"})]
 )
-async def test_only_the_admin_port_drains_on_a_get(build, methods):
+async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
     for method in ("GET", "POST", "PUT", "HEAD"):
         core = core_of()
         async with in_process(build(core)) as client:
@@ -150,7 +150,7 @@ async def test_only_the_admin_port_drains_on_a_get(build, methods):
         assert (status, core.load.is_draining) == ((200, True) if drains else (405, False))
 
 
-async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left():
+async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left() -> None:
     core = core_of()
     session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
     async with in_process(build_app(core)) as client:
@@ -164,7 +164,7 @@ async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left
         assert reply.json()["observation"]["total"] == 1
 
 
-async def test_drain_waits_for_the_last_session_but_not_for_ever():
+async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
     core = core_of()
     session_id = (await core.open(OpenArgs())).session_id
     async with in_process(build_app(core)) as client:
@@ -179,7 +179,7 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever():
             assert (await client.post(f"/drain?wait={odd}")).status_code == 422
 
 
-async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not():
+async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not() -> None:
     async with running(token="hush") as server:
         url = server.http_address
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -196,7 +196,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 assert (await client.get(path)).status_code == 200
 
 
-async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes():
+async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() -> None:
     async with running(token="hush", admin_port=0) as server:
         assert running().addresses.admin == ""
         async with httpx.AsyncClient(base_url=server.addresses.admin, timeout=60) as client:
@@ -210,7 +210,7 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes():
             assert server.core.load.is_draining
 
 
-async def test_every_way_a_session_ends_has_its_class(core_clock):
+async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
     core = core_of(ThreadedCountingEnv)
     closed = await core.open(OpenArgs())
     await core.close(closed.session_id)
@@ -235,7 +235,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock):
 
 
 @pytest.mark.slow
-async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
+async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> None:
     async with running(isolation="pool", num_workers=1) as server:
         core = server.core
         hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
@@ -248,6 +248,6 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
         assert "took longer than" in core.find_tombstone(neighbour).reason
 
 
-def test_a_reason_fits_into_a_close_frame():
+def test_a_reason_fits_into_a_close_frame() -> None:
     assert len(cut_close_reason("ü" * 200).encode()) <= 123
     assert cut_close_reason("short") == "short"

@@ -30,7 +30,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
 @schema.parametrize()
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-def test_no_request_breaks_the_server(case):
+def test_no_request_breaks_the_server(case) -> None:
     response = case.call()
     case.validate_response(response, checks=[not_a_server_error])
     if response.status_code >= 400 and response.status_code not in (404, 405):
@@ -79,7 +79,9 @@ def client():
     given_headers=headers,
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-def test_odd_requests_are_refused_in_words(client, path, method, body, given_headers):
+def test_odd_requests_are_refused_in_words(
+    client, path: str, method: str, body, given_headers
+) -> None:
     visitor, core = client
     core._slots._is_draining = False  # /drain is among the paths
     given_headers = {"content-type": "application/json", **given_headers}
@@ -89,7 +91,7 @@ def test_odd_requests_are_refused_in_words(client, path, method, body, given_hea
     visitor.cookies.clear()
 
 
-def test_the_sessions_that_requests_left_behind_make_room(client):
+def test_the_sessions_that_requests_left_behind_make_room(client) -> None:
     visitor, core = client
     core._slots._is_draining = False
     for session_id in list(core.open_sessions):

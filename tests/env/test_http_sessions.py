@@ -34,14 +34,14 @@ def core_of(factory=CountingEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
-async def total_after(client, add: int, **kwargs) -> int:
+async def total_after(client: AsyncEnvClient, add: int, **kwargs) -> int:
     reply = await client.post("/step", json={"action": {"add": add}}, **kwargs)
     assert reply.status_code == 200, reply.text
     return reply.json()["observation"]["total"]
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory):
+async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> None:
     async with running(factory) as server, visitor(server) as ada, visitor(server) as bob:
         assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
         await bob.post("/reset", json={})
@@ -55,7 +55,7 @@ async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory):
         assert server.core.load.num_sessions == 2
 
 
-async def test_the_cookie_is_for_this_server_and_for_no_script():
+async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
     async with in_process(build_app(core_of())) as client:
         reply = await client.post("/reset")
         cookie = reply.headers["set-cookie"]
@@ -69,7 +69,7 @@ async def test_the_cookie_is_for_this_server_and_for_no_script():
         assert reply.json()["observation"]["total"] == 2
 
 
-async def test_the_header_names_a_session_as_well():
+async def test_the_header_names_a_session_as_well() -> None:
     async with in_process(build_app(core_of())) as client:
         named = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
         client.cookies.clear()
@@ -80,7 +80,7 @@ async def test_the_header_names_a_session_as_well():
         assert await total_after(client, 1) == 1, "without a name it is a fresh environment"
 
 
-async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset():
+async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset() -> None:
     core = core_of()
     async with in_process(build_app(core)) as client:
         session_id = (await client.post("/reset")).headers["x-session-id"]
@@ -95,7 +95,7 @@ async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset():
 
 
 @pytest.mark.parametrize("path", ["/close", "/session"])
-async def test_a_client_can_end_its_session(path):
+async def test_a_client_can_end_its_session(path: str) -> None:
     core = core_of()
     async with in_process(build_app(core)) as client:
         await client.post("/reset")
@@ -107,7 +107,7 @@ async def test_a_client_can_end_its_session(path):
         assert reply.json() == {"closed": False}
 
 
-async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(core_clock):
+async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(core_clock) -> None:
     core = core_of()
     sweeping = asyncio.create_task(core.close_idle_forever())
     app = build_app(core, unused_timeout_s=60)
@@ -123,7 +123,7 @@ async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(cor
     sweeping.cancel()
 
 
-async def test_a_group_larger_than_the_server_ends_no_unused_session():
+async def test_a_group_larger_than_the_server_ends_no_unused_session() -> None:
     async with running(max_sessions=2) as server:
         for _ in range(2):
             async with visitor(server) as passer_by:
@@ -135,7 +135,7 @@ async def test_a_group_larger_than_the_server_ends_no_unused_session():
 
 
 @pytest.mark.slow
-async def test_a_full_server_gives_up_unused_http_sessions_first():
+async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
     async with running(max_sessions=2) as server, visitor(server) as client:
         await client.post("/reset", json={})
         await total_after(client, 1)
@@ -154,7 +154,7 @@ async def test_a_full_server_gives_up_unused_http_sessions_first():
         assert await total_after(client, 1) == 2
 
 
-async def test_bare_actions_of_the_first_openenv_are_taken():
+async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
     async with in_process(build_app(core_of())) as client:
         await client.post("/reset", json={})
         assert (await client.post("/step", json={"add": 2})).json()["observation"]["total"] == 2
@@ -164,7 +164,7 @@ async def test_bare_actions_of_the_first_openenv_are_taken():
         assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["add"])
 
 
-async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error():
+async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error() -> None:
     async with in_process(build_app(core_of(ThreadedCountingEnv))) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": {"add": 99}, "timeout_s": 0.05})
@@ -179,7 +179,7 @@ async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error(
         ({"add": 0}, 422, "ILLEGAL_ACTION"),
     ],
 )
-async def test_errors_are_typed_and_the_session_lives_on(action, status, code):
+async def test_errors_are_typed_and_the_session_lives_on(action, status: int, code: str) -> None:
     async with in_process(build_app(core_of())) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": action})
@@ -187,7 +187,7 @@ async def test_errors_are_typed_and_the_session_lives_on(action, status, code):
         assert await total_after(client, 1) == 1
 
 
-async def test_a_step_after_the_end_is_a_conflict():
+async def test_a_step_after_the_end_is_a_conflict() -> None:
     async with in_process(build_app(core_of())) as client:
         await client.post("/reset", json={})
         await total_after(client, 7)
@@ -195,7 +195,9 @@ async def test_a_step_after_the_end_is_a_conflict():
         assert (reply.status_code, reply.json()["detail"]["code"]) == (409, "EPISODE_OVER")
 
 
-async def test_legacy_mode_gives_clients_without_cookies_one_session(monkeypatch):
+async def test_legacy_mode_gives_clients_without_cookies_one_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "1")
     core = core_of()
     async with in_process(build_app(core)) as curl, in_process(build_app(core)) as other:
@@ -215,7 +217,9 @@ async def test_legacy_mode_gives_clients_without_cookies_one_session(monkeypatch
         assert await total_after(other, 3) == 3
 
 
-async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(monkeypatch):
+async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "true")
     async with running() as server, visitor(server) as ada, visitor(server) as bob:
         await ada.post("/reset", json={})
@@ -238,7 +242,7 @@ async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(monkeypatc
         b"[1]",
     ],
 )
-async def test_odd_json_is_refused_and_nothing_breaks(body):
+async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
     async with in_process(build_app(core_of())) as client:
         await client.post("/reset")
         reply = await client.post(
@@ -253,7 +257,7 @@ async def test_odd_json_is_refused_and_nothing_breaks(body):
         assert await total_after(client, 1) == 1
 
 
-async def test_a_body_beyond_the_bound_is_refused():
+async def test_a_body_beyond_the_bound_is_refused() -> None:
     async def chunks():
         for _ in range(18):
             yield b" " * 1024 * 1024
@@ -264,7 +268,7 @@ async def test_a_body_beyond_the_bound_is_refused():
         assert reply.status_code == 413
 
 
-async def test_pages_from_elsewhere_are_kept_off_a_local_server():
+async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
     async with running() as server, visitor(server) as client:
         reply = await client.post("/reset", headers={"origin": "https://elsewhere.example"})
         assert (reply.status_code, server.core.load.num_sessions) == (403, 0)
@@ -272,13 +276,13 @@ async def test_pages_from_elsewhere_are_kept_off_a_local_server():
         assert reply.status_code == 200
 
 
-async def test_an_overlong_session_id_is_no_session():
+async def test_an_overlong_session_id_is_no_session() -> None:
     async with in_process(build_app(core_of())) as client:
         reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
         assert (reply.status_code, len(reply.text) < 500) == (410, True)
 
 
-async def test_opens_on_other_wires_make_room_too():
+async def test_opens_on_other_wires_make_room_too() -> None:
     core = core_of(max_sessions=2)
     async with in_process(build_app(core)) as client:
         for _ in range(2):
@@ -289,7 +293,9 @@ async def test_opens_on_other_wires_make_room_too():
         assert (await core.state(group[0].session_id)).startswith(b"{")
 
 
-async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(monkeypatch):
+async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.1)
     async with running() as server:
         host, port = server.http_address.removeprefix("http://").split(":")

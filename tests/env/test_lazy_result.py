@@ -40,7 +40,7 @@ def lazy(**changes) -> StepResult:
     return read_result(message)
 
 
-def test_a_lazy_result_equals_the_eager_one_both_ways():
+def test_a_lazy_result_equals_the_eager_one_both_ways() -> None:
     one, eager = lazy(), EAGER
     assert one == eager
     assert eager == one
@@ -52,14 +52,14 @@ def test_a_lazy_result_equals_the_eager_one_both_ways():
     assert lazy() != "a result"
 
 
-def test_every_field_reads_as_on_the_eager_one():
+def test_every_field_reads_as_on_the_eager_one() -> None:
     for field in dataclasses.fields(StepResult):
         assert getattr(lazy(), field.name) == getattr(EAGER, field.name)
     assert lazy().done
     assert repr(lazy()).removeprefix("Lazy") == repr(EAGER)
 
 
-def test_what_is_absent_is_none_or_empty():
+def test_what_is_absent_is_none_or_empty() -> None:
     bare = lazy(info_json=b"", reward=None, text=None, truncated=False)
     assert (bare.info, bare.reward, bare.text, bare.tensors, bare.done) == (
         {},
@@ -70,21 +70,21 @@ def test_what_is_absent_is_none_or_empty():
     )
 
 
-def test_a_field_is_parsed_once():
+def test_a_field_is_parsed_once() -> None:
     result = lazy()
     assert result.observation is result.observation
     assert result.text is result.text
     assert result.info is result.info
 
 
-def test_it_pickles_copies_and_can_be_replaced():
+def test_it_pickles_copies_and_can_be_replaced() -> None:
     assert pickle.loads(pickle.dumps(lazy())) == EAGER
     assert copy.deepcopy(lazy()) == EAGER
     assert dataclasses.replace(lazy(), reward=9.0) == dataclasses.replace(EAGER, reward=9.0)
     assert dataclasses.asdict(lazy()) == dataclasses.asdict(EAGER)
 
 
-def test_it_is_frozen_and_has_no_other_names():
+def test_it_is_frozen_and_has_no_other_names() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         lazy().reward = 2.0
     with pytest.raises(AttributeError, match="'rewards'"):

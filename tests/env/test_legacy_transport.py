@@ -34,7 +34,7 @@ async def client(served):
         yield connected
 
 
-async def test_a_legacy_server_is_recognised_and_played(client, served):
+async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, served) -> None:
     assert isinstance(client._transport, LegacyHttpTransport)
     assert (await client.describe()).max_sessions == 1
     session, first = await client.open()
@@ -50,7 +50,7 @@ async def test_a_legacy_server_is_recognised_and_played(client, served):
     assert served[1].bodies[:2] == [{}, {"action": {"add": 3}}]
 
 
-async def test_a_legacy_server_has_room_for_one_session(client):
+async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) -> None:
     session, _ = await client.open(close_when_done=True)
     with pytest.raises(CapacityError, match="at most 1 session"):
         await client.open()
@@ -65,7 +65,7 @@ async def test_a_legacy_server_has_room_for_one_session(client):
         await client.open_group(2)
 
 
-async def test_what_a_legacy_server_would_ignore_is_refused(client, served):
+async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClient, served) -> None:
     with pytest.raises(ConfigError, match=r"got 7: OpenEnv 0\.1 servers ignore seeds"):
         await client.open(seed=7)
     with pytest.raises(ConfigError, match="got game"):
@@ -80,21 +80,23 @@ async def test_what_a_legacy_server_would_ignore_is_refused(client, served):
     assert served[1].bodies == [{}]
 
 
-async def test_an_ignored_seed_can_be_allowed(served):
+async def test_an_ignored_seed_can_be_allowed(served) -> None:
     connecting = AsyncEnvClient.connect(served[0], ConnectOptions(allow_ignored_seed=True))
     async with await connecting as client:
         await client.open(seed=7)
     assert served[1].bodies == [{"seed": 7}]
 
 
-async def test_a_fault_is_an_execution_error_and_the_session_continues(client):
+async def test_a_fault_is_an_execution_error_and_the_session_continues(
+    client: AsyncEnvClient,
+) -> None:
     session, _ = await client.open()
     with pytest.raises(ExecutionError, match="does not say which"):
         await session.step({"subtract": 1})
     assert (await session.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_late_answer_is_never_taken_for_the_next_one(served):
+async def test_a_late_answer_is_never_taken_for_the_next_one(served) -> None:
     address, counter = served
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open()
@@ -111,7 +113,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(served):
         assert (await again.step({"add": 1})).observation["total"] == 1
 
 
-async def test_credentials_in_the_address_travel_and_are_never_shown(served):
+async def test_credentials_in_the_address_travel_and_are_never_shown(served) -> None:
     address = served[0].replace("http://", "http://ann:hunter2@")
     async with await AsyncEnvClient.connect(address) as client:
         await client.open()
@@ -121,7 +123,7 @@ async def test_credentials_in_the_address_travel_and_are_never_shown(served):
     assert "hunter2" not in str(caught.value)
 
 
-async def test_the_synchronous_client_and_a_server_that_is_gone():
+async def test_the_synchronous_client_and_a_server_that_is_gone() -> None:
     def play(address: str) -> None:
         with EnvClient.connect(address) as client:
             session, _ = client.open()

@@ -28,7 +28,7 @@ def in_process(core: SessionCore) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
-def request(method: str, params=None, request_id=1):
+def request(method: str, params=None, request_id: str = 1):
     call = {"jsonrpc": "2.0", "id": request_id, "method": method}
     return call if params is None else {**call, "params": params}
 
@@ -54,7 +54,7 @@ PLAY_TOOLS = ["start_episode", "take_action", "get_state"]
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ToolEnv])
-async def test_the_standard_client_plays_an_episode(factory):
+async def test_the_standard_client_plays_an_episode(factory) -> None:
     async with (
         running(factory) as server,
         streamable_http_client(server.http_address + "/mcp") as streams,
@@ -83,7 +83,7 @@ async def test_the_standard_client_plays_an_episode(factory):
     assert server.core.load.num_sessions == 0, "leaving ends the session"
 
 
-async def test_two_standard_clients_play_apart():
+async def test_two_standard_clients_play_apart() -> None:
     async with running() as server:
 
         async def total_of(*adds: int) -> int:
@@ -100,7 +100,7 @@ async def test_two_standard_clients_play_apart():
         assert await asyncio.gather(total_of(1, 1), total_of(2, 2, 3)) == [2, 7]
 
 
-async def test_the_handshake_is_that_of_streamable_http():
+async def test_the_handshake_is_that_of_streamable_http() -> None:
     core = core_of()
     async with in_process(core) as client:
         for asked, given in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
@@ -122,7 +122,7 @@ async def test_the_handshake_is_that_of_streamable_http():
         assert (await client.post("/mcp", json=call, headers=ticket)).status_code == 404
 
 
-async def test_a_forged_ticket_is_no_session():
+async def test_a_forged_ticket_is_no_session() -> None:
     async with in_process(core_of()) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
         for forged in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
@@ -150,7 +150,7 @@ async def test_a_forged_ticket_is_no_session():
         (b'{"jsonrpc":"2.0","id":1,"method":"openenv/session/close"}', -32602),
     ],
 )
-async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code):
+async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code: str) -> None:
     async with in_process(core_of()) as client:
         reply = await client.post("/mcp", content=body)
         assert reply.status_code == 200
@@ -159,7 +159,7 @@ async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code)
         assert "data" in answer["error"]
 
 
-async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools():
+async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() -> None:
     core = core_of()
     async with in_process(core) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
@@ -183,7 +183,7 @@ async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools():
         assert core.load.num_sessions == 0
 
 
-async def test_a_call_without_a_session_has_an_environment_of_its_own():
+async def test_a_call_without_a_session_has_an_environment_of_its_own() -> None:
     core = core_of()
     async with in_process(core) as client:
         for _ in range(2):
@@ -192,7 +192,7 @@ async def test_a_call_without_a_session_has_an_environment_of_its_own():
         assert core.load.num_sessions == 0
 
 
-async def test_a_full_server_says_how_full():
+async def test_a_full_server_says_how_full() -> None:
     async with in_process(core_of(max_sessions=1)) as client:
         await post(client, "openenv/session/create")
         for method in ("openenv/session/create", "initialize"):
@@ -201,7 +201,7 @@ async def test_a_full_server_says_how_full():
             assert (error["data"]["active_sessions"], error["data"]["max_sessions"]) == (1, 1)
 
 
-async def test_an_environment_without_tools_says_so_to_openenvs_clients():
+async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> None:
     async with in_process(core_of(CountingEnv)) as client:
         for method in ("tools/list", "tools/call"):
             error = (await post(client, method, {"name": "x"}))["error"]
@@ -210,7 +210,7 @@ async def test_an_environment_without_tools_says_so_to_openenvs_clients():
         assert names(await post(client, "tools/list", **await begun(client))) == PLAY_TOOLS
 
 
-async def test_what_a_player_does_wrong_is_a_result():
+async def test_what_a_player_does_wrong_is_a_result() -> None:
     async with in_process(core_of(CountingEnv)) as client:
         ticket = await begun(client)
         for name, arguments, code in (
@@ -239,7 +239,7 @@ async def ask(socket, message):
     return json.loads(await socket.recv())
 
 
-async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end():
+async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end() -> None:
     async with running(ToolEnv) as server:
         async with socket_to(server, "/mcp") as socket:
             assert names(await ask(socket, request("tools/list"))) == ["note", "fail", "wrong"]
@@ -256,7 +256,7 @@ async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end()
         await asyncio.wait_for(_until_empty(server), 60)
 
 
-async def test_a_socket_that_begins_with_initialize_may_play():
+async def test_a_socket_that_begins_with_initialize_may_play() -> None:
     async with running() as server, socket_to(server, "/mcp") as socket:
         await ask(socket, request("initialize"))
         await socket.send('{"jsonrpc":"2.0","method":"notifications/initialized"}')
@@ -270,7 +270,7 @@ async def test_a_socket_that_begins_with_initialize_may_play():
         assert (socket.close_code, socket.close_reason) == (1001, "the server is shutting down")
 
 
-async def test_frames_on_the_environments_socket_share_its_session():
+async def test_frames_on_the_environments_socket_share_its_session() -> None:
     async with running(ToolEnv) as server, socket_to(server, "/ws") as socket:
         call = {"type": "mcp", "data": request("tools/call", {"name": "note"}, 9)}
         for count in (1, 2):
@@ -285,7 +285,7 @@ async def test_frames_on_the_environments_socket_share_its_session():
         assert server.core.load.num_sessions == 1
 
 
-async def test_tool_actions_of_openenv_go_through_step():
+async def test_tool_actions_of_openenv_go_through_step() -> None:
     def call(name, arguments=None):
         return {"type": "call_tool", "tool_name": name, "arguments": arguments or {}}
 

@@ -30,18 +30,18 @@ OLDER = [pytest.param(version, marks=pytest.mark.conformance) for version in ("0
 
 
 @pytest.fixture(scope="module", params=[*OLDER, "0.10.0"])
-def told(request) -> dict:
+def told(request: pytest.FixtureRequest) -> dict:
     return told_by(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, ONE_THREAD, APP])
-def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(told, target):
+def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(told, target: str) -> None:
     assert told[target]["broken"] == {}
     assert told[target]["broken_on_wire"] == {}
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
-def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target):
+def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target: str) -> None:
     first, *steps = told[target]["played"]
     assert first[1] is None
     assert first[4] == {"reset_reward": 0.0}
@@ -51,12 +51,12 @@ def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target):
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
-def test_the_end_succeeds_where_its_metadata_say_so(told, target):
+def test_the_end_succeeds_where_its_metadata_say_so(told, target: str) -> None:
     first, *steps = told[target]["played"]
     assert [step[5] for step in (first, *steps)] == [None] * 5 + [False]
 
 
-def test_schema_state_and_models_are_those_of_the_foreign_types(told):
+def test_schema_state_and_models_are_those_of_the_foreign_types(told) -> None:
     schema = told[GUESS]["action_schema"]
     assert schema["properties"]["number"]["maximum"] == 9
     assert schema["required"] == ["number"]
@@ -64,18 +64,18 @@ def test_schema_state_and_models_are_those_of_the_foreign_types(told):
     assert told[GUESS]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
 
 
-def test_a_class_that_allows_one_session_gets_one_in_a_process(told):
+def test_a_class_that_allows_one_session_gets_one_in_a_process(told) -> None:
     assert told[ASYNC_GUESS]["second"] == "CAPACITY_REACHED"
     assert told[GUESS]["second"] is None
 
 
-def test_each_environment_has_its_thread_or_all_share_one(told):
+def test_each_environment_has_its_thread_or_all_share_one(told) -> None:
     for target in (GUESS, ONE_THREAD):
         threads = {step[0]["thread"] for step in told[target]["played"][1:]}
         assert threads == {f"openenv {target}"}
 
 
-def test_tools_are_offered_called_and_refused(told):
+def test_tools_are_offered_called_and_refused(told) -> None:
     assert told[TOOLS]["tools"] == ["echo"]
     assert told[TOOLS]["echo"] == {"result": "hi"}
     assert told[TOOLS]["no_tool"] == "TOOL_ERROR"
@@ -85,7 +85,7 @@ def test_tools_are_offered_called_and_refused(told):
 
 
 @pytest.mark.conformance
-def test_dataclasses_of_the_first_generation_work_too():
+def test_dataclasses_of_the_first_generation_work_too() -> None:
     told = told_by("0.1.1", SUM, SUM_APP)
     for target in (SUM, SUM_APP):
         assert told[target]["broken"] == {}

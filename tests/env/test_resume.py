@@ -60,7 +60,7 @@ async def take(session, action):
     return await (session.step(text=action) if isinstance(action, str) else session.step(action))
 
 
-async def play(client, seed, *, before_step=None, **options):
+async def play(client: AsyncEnvClient, seed, *, before_step=None, **options):
     session, first = await client.open(seed=seed, options={"start": 5}, **options)
     results = [first]
     for number, action in enumerate(ACTIONS):
@@ -70,11 +70,11 @@ async def play(client, seed, *, before_step=None, **options):
     return session, results
 
 
-async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode():
+async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode() -> None:
     async with behind_a_proxy() as (server, _, client):
         _, undisturbed = await play(client, 3)
 
-        async def lose(number):
+        async def lose(number) -> None:
             await end_all(server)
 
         session, results = await play(client, 3, before_step=lose, resume=True)
@@ -83,12 +83,12 @@ async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode()
         assert results[3].tensors["trace"].tolist() == [0.0, 1.0, 2.0]
 
 
-async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
+async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
     async with behind_a_proxy() as (first, proxy, client):
         _, undisturbed = await play(client, 4)
         async with grpc_served(is_deterministic=True) as second:
 
-            async def restart(number):
+            async def restart(number) -> None:
                 if number == 2:
                     proxy.lead_to(second.address)
                     await first.kill()
@@ -100,7 +100,9 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire, tmp_path):
+async def test_a_killed_server_process_that_is_started_again_is_not_noticed(
+    wire: str, tmp_path
+) -> None:
     ports = lasting_ports()
     with server_process(tmp_path, *ports) as first:
         patient = AsyncEnvClient.connect(
@@ -125,7 +127,7 @@ async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire
             assert session.num_resumes == 1
 
 
-async def test_without_a_seed_one_is_drawn_and_kept():
+async def test_without_a_seed_one_is_drawn_and_kept() -> None:
     async with behind_a_proxy() as (server, _, client):
         session, first = await client.open(resume=True)
         await session.step({"add": 1})
@@ -141,7 +143,7 @@ async def test_without_a_seed_one_is_drawn_and_kept():
         assert session.num_resumes == 4
 
 
-async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_something():
+async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_something() -> None:
     async with behind_a_proxy() as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
@@ -155,7 +157,7 @@ async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_so
         assert session.num_resumes == 1
 
 
-async def test_an_environment_that_is_not_deterministic_after_all_is_found_out():
+async def test_an_environment_that_is_not_deterministic_after_all_is_found_out() -> None:
     async with behind_a_proxy(MoodyEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.step({"add": 1})
@@ -168,21 +170,21 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
         await wait_for_sessions(server.core, 0)
 
 
-async def test_resume_is_refused_where_determinism_was_not_shown():
+async def test_resume_is_refused_where_determinism_was_not_shown() -> None:
     async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
         with pytest.raises(ConfigError, match="ludus env check"):
             await client.open(resume=True)
         assert server.core.load.num_sessions == 0
 
 
-async def test_resume_over_websocket():
+async def test_resume_over_websocket() -> None:
     async with (
         running(check_determinism=True) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
     ):
         _, undisturbed = await play(client, 3)
 
-        async def lose(number):
+        async def lose(number) -> None:
             for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
@@ -201,13 +203,15 @@ class MoodyToolEnv(ToolEnv):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost_one(wire):
+async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost_one(
+    wire: str,
+) -> None:
     async with (
         running(ToolEnv, check_determinism=True) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
     ):
 
-        async def lose_all():
+        async def lose_all() -> None:
             for session_id in list(server.core.open_sessions):
                 await server.core.close(session_id)
 
@@ -226,7 +230,7 @@ async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost
         assert session.num_resumes == 2
 
 
-async def test_a_tool_that_answers_differently_is_found_out():
+async def test_a_tool_that_answers_differently_is_found_out() -> None:
     async with behind_a_proxy(MoodyToolEnv) as (server, _, client):
         session, _ = await client.open(seed=1, resume=True)
         await session.call_tool("note", {"text": "a"})
@@ -236,7 +240,7 @@ async def test_a_tool_that_answers_differently_is_found_out():
         assert caught.value.code == ErrorCode.REPLAY_MISMATCH
 
 
-async def test_a_group_is_rebuilt_one_by_one():
+async def test_a_group_is_rebuilt_one_by_one() -> None:
     async with behind_a_proxy() as (server, _, client):
         group = await client.open_group(3, seed=2, resume=True)
         await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
@@ -247,7 +251,7 @@ async def test_a_group_is_rebuilt_one_by_one():
 
 
 @pytest.mark.slow
-async def test_attempts_are_bounded_in_number_and_in_time(gate):
+async def test_attempts_are_bounded_in_number_and_in_time(gate) -> None:
     async with behind_a_proxy(gate.factory) as (server, _, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=1000))
         stepping = asyncio.create_task(session.step({"add": 98}))
@@ -269,7 +273,7 @@ async def test_attempts_are_bounded_in_number_and_in_time(gate):
         assert time.monotonic() - began_s < 30
 
 
-async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone():
+async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone() -> None:
     async with behind_a_proxy() as (server, proxy, client):
         session, _ = await client.open(seed=1, resume=True, linger_s=30)
         await session.step({"add": 1})
@@ -281,7 +285,7 @@ async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_go
         assert session.num_resumes == 1
 
 
-async def test_the_synchronous_client_resumes_too():
+async def test_the_synchronous_client_resumes_too() -> None:
     def play_synchronously(server, loop) -> None:
         with EnvClient.connect(server.address) as client:
             session, _ = client.open(seed=1, resume=True)

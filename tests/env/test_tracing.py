@@ -33,7 +33,7 @@ SEEN_REQUEST_IDS: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def spans(monkeypatch):
+def spans(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trace, "get_tracer", PROVIDER.get_tracer)
     EXPORTER.clear()
     SEEN_REQUEST_IDS.clear()
@@ -97,7 +97,7 @@ async def test_sync_client_sends_the_context_of_its_caller() -> None:
 
 
 async def test_concurrent_calls_keep_their_request_ids() -> None:
-    async def step(session, name):
+    async def step(session, name) -> None:
         with request_id(name):
             await session.step({"add": 1})
 

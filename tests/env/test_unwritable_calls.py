@@ -44,7 +44,7 @@ async def refusals(address: str) -> list[str]:
         return said
 
 
-async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
+async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> None:
     async with running(ToolEnv) as server:
         grpc, http = [await refusals(server_address(server, wire)) for wire in WIRES]
     assert grpc == http
@@ -53,7 +53,7 @@ async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_numbers_of_numpy_travel_as_numbers(wire):
+async def test_numbers_of_numpy_travel_as_numbers(wire: str) -> None:
     async with (
         running(ToolEnv) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -63,7 +63,7 @@ async def test_numbers_of_numpy_travel_as_numbers(wire):
         assert (await session.step({"add": np.int64(2)})).observation["total"] == 6
 
 
-async def test_an_upstream_server_of_0_1_is_not_asked_either():
+async def test_an_upstream_server_of_0_1_is_not_asked_either() -> None:
     with legacy_server() as (address, counter):
         async with await AsyncEnvClient.connect(address) as client:
             session, _ = await client.open()

@@ -147,7 +147,9 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
 @given(sent=st.lists(frames, min_size=1, max_size=6))
 @fuzzing
-async def test_any_frames_get_typed_answers_and_leave_nothing_behind(caplog_at_error, path, sent):
+async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
+    caplog_at_error, path: str, sent
+) -> None:
     async with running(ToolEnv, token=TOKEN, max_sessions=2) as server:
         await converse(server, path, sent)
         await until_empty_but_created(server, sent)
@@ -167,13 +169,13 @@ async def until_empty_but_created(server, sent) -> None:
 
 
 @pytest.fixture
-def caplog_at_error(caplog):
+def caplog_at_error(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.ERROR)
     return caplog
 
 
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
-async def test_an_odd_frame_ends_at_most_its_own_connection(frame):
+async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
     core = core_of(CountingEnv)
     async with (
         serving(build_app(core)) as authority,
@@ -195,7 +197,7 @@ async def test_an_odd_frame_ends_at_most_its_own_connection(frame):
         assert '"total":1' in await neighbour.recv()
 
 
-async def test_a_message_beyond_the_bound_closes_its_connection_only():
+async def test_a_message_beyond_the_bound_closes_its_connection_only() -> None:
     core = core_of(CountingEnv)
     async with (
         serving(build_app(core)) as authority,
@@ -239,7 +241,7 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_drops", [500, 5_000])
-async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops):
+async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops) -> None:
     num_at_once = 16
     async with running(max_sessions=1000) as server:
         host, port = server.http_address.removeprefix("http://").split(":")

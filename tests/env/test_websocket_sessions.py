@@ -37,11 +37,11 @@ async def closed(socket) -> tuple[int, str]:
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
-def factory(request):
+def factory(request: pytest.FixtureRequest):
     return request.param
 
 
-async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory):
+async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) -> None:
     core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
     async with serving(build_app(core)) as authority:
         first = await socket_to(authority)
@@ -53,7 +53,7 @@ async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory):
             assert (await asking)["data"]["observation"]["total"] == 3
 
 
-async def test_a_client_that_leaves_stops_waiting(factory):
+async def test_a_client_that_leaves_stops_waiting(factory) -> None:
     core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
     async with serving(build_app(core)) as authority, socket_to(authority) as first:
         await ask(first, {"type": "reset"})
@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_stops_waiting(factory):
         assert core.load.num_sessions == 1
 
 
-async def test_a_wait_in_vain_ends_with_a_refusal():
+async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
     core = core_of(max_sessions=1, wait_for_slot_s=0.1)
     async with (
         serving(build_app(core)) as authority,
@@ -79,7 +79,7 @@ async def test_a_wait_in_vain_ends_with_a_refusal():
 
 
 @pytest.mark.slow
-async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock):
+async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock) -> None:
     core = core_of(factory, idle_timeout_s=60)
     sweeping = asyncio.create_task(core.close_idle_forever())
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
@@ -90,7 +90,7 @@ async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_cloc
     sweeping.cancel()
 
 
-async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes():
+async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes() -> None:
     core = core_of(ThreadedCountingEnv)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
@@ -100,7 +100,7 @@ async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes()
         assert await closed(socket) == (1011, "a step took longer than 0.25 s")
 
 
-async def test_a_server_that_shuts_down_says_so(factory):
+async def test_a_server_that_shuts_down_says_so(factory) -> None:
     core = core_of(factory)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
@@ -112,7 +112,7 @@ async def test_a_server_that_shuts_down_says_so(factory):
     assert await closed(socket) == (1001, "the server is shutting down")
 
 
-async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory):
+async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> None:
     core = core_of(factory)
     app = build_app(core)
     async with (
@@ -150,7 +150,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory):
             assert (await closed(socket))[0] == 1000
 
 
-async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_without_end():
+async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_without_end() -> None:
     core = core_of()
     async with serving(build_app(core)) as authority, socket_to(authority) as reading:
         host, _, port = authority.partition(":")
@@ -173,7 +173,7 @@ async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_witho
         await eventually(lambda: core.load.num_sessions == 1)
 
 
-async def test_a_half_open_connection_is_cut_and_its_session_freed():
+async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
     core = core_of()
     app = build_app(core)
     async with serving(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
@@ -187,7 +187,7 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed():
         socket.transport.abort()
 
 
-async def test_replies_keep_their_order_when_a_client_does_not_wait(factory):
+async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> None:
     core = core_of(factory)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         messages = [{"type": "reset"}]
@@ -213,7 +213,7 @@ class StuckEnv(ThreadedCountingEnv):
         return super().step(action)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once():
+async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once() -> None:
     core = core_of(StuckEnv, max_sessions=1)
     async with serving(build_app(core)) as authority:
         socket = await socket_to(authority)
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at
 
 
 @pytest.mark.slow
-async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so():
+async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so() -> None:
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
     async with running(UnrulyEnv, **options) as server:
         authority = server.http_address.removeprefix("http://")
@@ -249,7 +249,7 @@ class RequestedEnv(CountingEnv):
         return super()._observe(note or current_request_id())
 
 
-async def test_the_request_id_of_a_connection_reaches_the_environment():
+async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
     headers = {"x-request-id": "r-7"}
     async with (
         serving(build_app(core_of(RequestedEnv))) as authority,
@@ -264,7 +264,9 @@ async def test_the_request_id_of_a_connection_reaches_the_environment():
             assert reply.json()["metadata"] == {"note": name}
 
 
-async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_nobody_heard():
+async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_nobody_heard() -> (
+    None
+):
     unheard = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))
@@ -272,7 +274,7 @@ async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_no
     async def receive():
         return {"type": "websocket.disconnect"}
 
-    async def refuse():
+    async def refuse() -> None:
         raise CapacityError("full")
 
     with pytest.raises(SocketGoneError):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
-def factory(request):
+def factory(request: pytest.FixtureRequest):
     return request.param
 
 
@@ -30,7 +30,7 @@ async def ask(socket, message) -> str:
     return await socket.recv()
 
 
-async def test_upstream_clients_get_upstream_frames(factory):
+async def test_upstream_clients_get_upstream_frames(factory) -> None:
     async with running(factory) as server, socket_to(server) as socket:
         assert await ask(socket, {"type": "state"}) == (
             '{"type":"state","data":{"episode_id":null,"step_count":0}}'
@@ -50,13 +50,13 @@ async def test_upstream_clients_get_upstream_frames(factory):
         assert '"done":true' in await ask(socket, {"type": "step", "data": {"add": 7}})
 
 
-async def test_metadata_stands_in_both_places():
+async def test_metadata_stands_in_both_places() -> None:
     async with running() as server, socket_to(server) as socket:
         data = json.loads(await ask(socket, {"type": "reset", "data": {"note": "k"}}))["data"]
         assert data["metadata"] == data["observation"]["metadata"] == {"note": "k"}
 
 
-async def test_close_gets_no_reply_and_the_socket_closes():
+async def test_close_gets_no_reply_and_the_socket_closes() -> None:
     async with running() as server, socket_to(server) as socket:
         await socket.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed):
@@ -83,7 +83,7 @@ async def test_close_gets_no_reply_and_the_socket_closes():
         ({"type": "step", "data": {"add": 0}}, "ILLEGAL_ACTION", "expected to add something"),
     ],
 )
-async def test_a_bad_message_is_answered_and_the_session_stays(message, code, said):
+async def test_a_bad_message_is_answered_and_the_session_stays(message, code: str, said) -> None:
     async with running() as server, socket_to(server) as socket:
         await ask(socket, {"type": "reset"})
         reply = json.loads(await ask(socket, message))
@@ -93,7 +93,7 @@ async def test_a_bad_message_is_answered_and_the_session_stays(message, code, sa
         assert '"total":1' in await ask(socket, {"type": "step", "data": {"add": 1}})
 
 
-async def test_a_refused_key_is_named_as_pydantic_names_it():
+async def test_a_refused_key_is_named_as_pydantic_names_it() -> None:
     async with running() as server, socket_to(server) as socket:
         reply = await ask(socket, {"type": "state", "request_id": "r1"})
         fault = json.loads(reply)["data"]["errors"][0]
@@ -107,7 +107,7 @@ async def test_a_refused_key_is_named_as_pydantic_names_it():
 
 
 @pytest.mark.parametrize("message", [b"\x00", "[1]"])
-async def test_what_is_no_message_ends_the_session(message):
+async def test_what_is_no_message_ends_the_session(message) -> None:
     async with running() as server, socket_to(server) as socket:
         assert json.loads(await ask(socket, message))["data"]["code"] == "SESSION_ERROR"
         with pytest.raises(ConnectionClosed):
@@ -115,7 +115,7 @@ async def test_what_is_no_message_ends_the_session(message):
         assert (socket.close_code, server.core.load.num_sessions) == (1000, 0)
 
 
-async def test_a_full_server_accepts_and_then_refuses():
+async def test_a_full_server_accepts_and_then_refuses() -> None:
     async with (
         running(max_sessions=1) as server,
         socket_to(server),
@@ -131,7 +131,7 @@ async def test_a_full_server_accepts_and_then_refuses():
         assert second.close_code == 1000
 
 
-async def test_a_factory_that_fails_is_named_by_its_environment():
+async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
     made = []
 
     def fragile():
@@ -147,7 +147,7 @@ async def test_a_factory_that_fails_is_named_by_its_environment():
         )
 
 
-async def test_extras_stand_beside_the_observation_for_our_client():
+async def test_extras_stand_beside_the_observation_for_our_client() -> None:
     async with running() as server, socket_to(server, "?ludus=1") as socket:
         await ask(socket, {"type": "reset", "data": {"seed": 5}})
         step = {"type": "step", "text": "ADD 2", "step_index": 1}
@@ -168,7 +168,7 @@ async def test_extras_stand_beside_the_observation_for_our_client():
         assert await ask(socket, step) == reply
 
 
-async def test_mcp_is_answered_though_nobody_speaks_it():
+async def test_mcp_is_answered_though_nobody_speaks_it() -> None:
     async with running() as server, socket_to(server) as socket:
         call = {"jsonrpc": "2.0", "id": 9, "method": "tools/list", "params": {}}
         reply = json.loads(await ask(socket, {"type": "mcp", "data": call}))
@@ -176,7 +176,7 @@ async def test_mcp_is_answered_though_nobody_speaks_it():
         assert reply["data"]["error"]["message"] == "Environment does not support MCP"
 
 
-async def test_a_dropped_connection_leaves_no_session(factory):
+async def test_a_dropped_connection_leaves_no_session(factory) -> None:
     async with running(factory) as server:
         socket = await socket_to(server)
         await ask(socket, {"type": "reset"})
@@ -196,8 +196,8 @@ def request(server, path: str, body=None, method: str | None = None):
         return error.code, json.loads(body) if body.startswith(("{", "[")) else body
 
 
-async def test_http_endpoints_answer_as_openenv_does():
-    def talk():
+async def test_http_endpoints_answer_as_openenv_does() -> None:
+    def talk() -> None:
         ok = {"observation": {"metadata": {}, "total": 5, "luck": 653159}}
         reset = request(server, "/reset", {"seed": 5, "start": 5, "unknown": 1})
         assert reset == (200, {**ok, "reward": None, "done": False})
@@ -224,8 +224,8 @@ async def test_http_endpoints_answer_as_openenv_does():
         await asyncio.to_thread(talk)
 
 
-async def test_with_a_token_only_the_probes_are_open():
-    def talk():
+async def test_with_a_token_only_the_probes_are_open() -> None:
+    def talk() -> None:
         assert [request(server, path)[0] for path in ("/health", "/readyz")] == [200, 200]
         status, refused = request(server, "/metadata")
         assert (status, refused["detail"]["code"]) == (401, "UNAUTHENTICATED")
@@ -234,7 +234,7 @@ async def test_with_a_token_only_the_probes_are_open():
         await asyncio.to_thread(talk)
 
 
-async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory):
+async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory) -> None:
     step = {"type": "step", "text": "ADD 2", "step_index": 1}
     async with running(factory) as server, socket_to(server, "?ludus=1") as socket:
         for reset in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):

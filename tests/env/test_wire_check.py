@@ -15,7 +15,9 @@ from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from tests.env.served import WIRES, running, server_address
 
 
-async def report_of(factory=CountingEnv, wire="grpc", max_sessions=6, **options) -> CheckReport:
+async def report_of(
+    factory=CountingEnv, wire: str = "grpc", max_sessions=6, **options
+) -> CheckReport:
     async with (
         running(factory, max_sessions=max_sessions) as server,
         await AsyncEnvClient.connect(server_address(server, wire)) as client,
@@ -30,7 +32,7 @@ def broken(report: CheckReport) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_a_sound_server_keeps_every_rule(factory, wire):
+async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
     report = await report_of(factory, wire)
     report.raise_if_failed()
     assert len(report.checks) == 18
@@ -39,7 +41,7 @@ async def test_a_sound_server_keeps_every_rule(factory, wire):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
+async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire: str) -> None:
     report = await report_of(wire=wire, max_sessions=1)
     not_offered = [check.name for check in report.checks if check.verdict == "not offered"]
     assert not_offered == [
@@ -50,7 +52,7 @@ async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
 
 
 @pytest.mark.slow
-async def test_a_large_server_is_not_filled():
+async def test_a_large_server_is_not_filled() -> None:
     report = await report_of(max_sessions=200)
     assert report.ok
     assert report.checks[0].verdict == "not offered"
@@ -78,7 +80,9 @@ class ReadsNothing(TakesAnyText):
 @pytest.mark.parametrize(
     ("renderer", "verdict"), [(TakesAnyText(), set()), (ReadsNothing(), {"malformed"})]
 )
-async def test_only_who_says_so_over_the_wire_may_take_any_text(wire, renderer, verdict):
+async def test_only_who_says_so_over_the_wire_may_take_any_text(
+    wire: str, renderer, verdict
+) -> None:
     kind = type("Counting", (CountingEnv,), {"text_renderer": renderer})
     found = broken(await report_of(kind, wire))
     assert {name.partition("_")[0] for name in found} == verdict
@@ -113,7 +117,7 @@ class ShowsWhatIsNotInItsSchema(CountingEnv):
 class FailsOnLegalActions(CountingEnv):
     text_renderer = None
 
-    def step(self, action: CountAction):
+    def step(self, action: CountAction) -> None:
         raise RuntimeError("no")
 
 
@@ -135,31 +139,31 @@ class ScoresAReset(CountingEnv):
         (ScoresAReset, "flags_and_rewards_are_valid"),
     ],
 )
-async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule):
+async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule: str) -> None:
     found = broken(await report_of(factory))
     assert rule in found
     assert found[rule].startswith("expected ")
 
 
-def forget_numbers(monkeypatch):
+def forget_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = EnvironmentSession.step
     monkeypatch.setattr(
         EnvironmentSession, "step", lambda self, action, step_index=0: step(self, action)
     )
 
 
-def keep_closed_sessions(monkeypatch):
+def keep_closed_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     async def close(self, session_id):
         return None
 
     monkeypatch.setattr(SessionCore, "close", close)
 
 
-def refuse_without_the_code(monkeypatch):
+def refuse_without_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapacityError, "default_code", ErrorCode.SESSION_LOST)
 
 
-def step_after_the_end(monkeypatch):
+def step_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = EnvironmentSession._advance
 
     def endless(self, transition, step_index):
@@ -192,14 +196,16 @@ def step_after_the_end(monkeypatch):
         (step_after_the_end, {"a_step_after_the_end_is_refused"}),
     ],
 )
-async def test_a_server_that_breaks_a_rule_is_found(monkeypatch, sabotage, rules):
+async def test_a_server_that_breaks_a_rule_is_found(
+    monkeypatch: pytest.MonkeyPatch, sabotage, rules
+) -> None:
     sabotage(monkeypatch)
     found = broken(await report_of(max_sessions=12, timeout_s=10))
     assert rules <= set(found)
 
 
 @pytest.mark.slow
-async def test_a_rule_without_an_end_is_broken_and_the_others_go_on():
+async def test_a_rule_without_an_end_is_broken_and_the_others_go_on() -> None:
     class Hangs(ThreadedCountingEnv):
         def step(self, action: CountAction):
             return super().step(CountAction(add=99))
@@ -209,7 +215,7 @@ async def test_a_rule_without_an_end_is_broken_and_the_others_go_on():
     assert len(report.checks) == 18
 
 
-def test_the_refusal_of_a_full_server_has_its_code():
+def test_the_refusal_of_a_full_server_has_its_code() -> None:
     assert CapacityError("full").code == ErrorCode.CAPACITY_REACHED
 
 
@@ -236,7 +242,7 @@ SCHEMA = {
 
 
 @pytest.mark.slow
-def test_random_values_fit_their_schema():
+def test_random_values_fit_their_schema() -> None:
     generator = random.Random(1)
     values = [random_value(SCHEMA, generator) for _ in range(50)]
     assert {find_fault(value, SCHEMA) for value in values} == {""}
@@ -256,12 +262,12 @@ def test_random_values_fit_their_schema():
         ({"more": 1}, "value: Additional properties are not allowed ('more' was unexpected)"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(change, fault):
+def test_what_does_not_fit_is_named_with_its_place(change, fault) -> None:
     sound = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
     assert find_fault(sound, SCHEMA) == ""
     assert fault in find_fault({**sound, **change}, SCHEMA)
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#/$defs/Nowhere"}, {"type": "number of legs"}])
-def test_a_schema_with_a_mistake_fits_nothing(schema):
+def test_a_schema_with_a_mistake_fits_nothing(schema) -> None:
     assert "the JSON schema is not valid" in find_fault(1, schema)
