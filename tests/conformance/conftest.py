@@ -1,4 +1,4 @@
-"""What the conformance tests share: servers and clients, each in a process of its own."""
+"""Servers and clients in separate processes for the conformance tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def server(tmp_path_factory) -> Iterator[OurServer]:
 
 @pytest.fixture(scope="module", params=["direct", "through the gateway"])
 def address(request, tmp_path_factory) -> Iterator[str]:
-    """Where an upstream client plays: our server, or a route of our gateway to a fresh one."""
+    """Start a server, or a gateway to a server, for an upstream client."""
     folder = tmp_path_factory.mktemp("address")
     with our_server(folder, GAME) as running:
         if request.param == "direct":

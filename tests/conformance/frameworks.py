@@ -1,4 +1,4 @@
-"""Agents of published frameworks, each in a virtual environment of its own, and their episodes.
+"""Agents of published frameworks in separate virtual environments, and their episodes.
 
     examples/agents/<name>_agent.py --HTTP--> endpoint --> ConversationTree --> TransformersEngine
             |  in a service, or a program           |                                |
@@ -48,7 +48,7 @@ FRAMEWORKS = ("langgraph", "smolagents")
 LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=6)
 """One answer more than either agent asks for."""
 _NUM_GAMES = 128
-"""Of the model's warm start."""
+"""Seed of the model's warm start."""
 _MODEL = TinyModel(
     max_tokens=1024,
     warm_start_layers="all",
@@ -60,7 +60,7 @@ _VOID = (RolloutStatus.FAILED, RolloutStatus.LOST)
 
 @dataclass(slots=True)
 class Measured:
-    """What episodes of one framework's agent came to."""
+    """Counts over the episodes of one framework's agent."""
 
     num_episodes: int = 0
     num_void: int = 0
@@ -73,7 +73,7 @@ class Measured:
     most_at_once: int = 0
     """Episodes that had a request with the engine at the same time."""
     largest_logprob_error: float = 0.0
-    """Of a kept token, against the model that reads the whole sequence; nats."""
+    """Log-prob difference of a kept token to a forward pass over the complete sequence, in nats."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -87,7 +87,7 @@ def python_with(framework: str) -> Path:
     return python_in(f"upstream-{pins[0].replace('==', '-')}", pins)
 
 
-def program_of(framework: str) -> list[str]:
+def make_program(framework: str) -> list[str]:
     """The command that plays one episode."""
     return [str(python_with(framework)), str(AGENTS / f"{framework}_agent.py")]
 
@@ -124,11 +124,11 @@ async def measure(
     seed: int = 0,
     teacher: dict[str, Any] | None = None,
 ) -> Measured:
-    """What a number of episodes of an agent came to, played by a model that has seen its prompts.
+    """Play episodes of an agent with a model that was warm-started on its prompts.
 
     Args:
-        agent: as environment.agent of a run.
-        teacher: plays the games of the model's warm start; None is the agent itself.
+        agent: value of environment.agent of a run.
+        teacher: agent that plays the episodes of the warm start. Default: the agent itself.
 
     Raises:
         AssertionError: a token was trained that was not sampled so, or sampled and not trained.
@@ -155,7 +155,7 @@ async def measure(
             limits=LIMITS,
             toolbox=toolbox,
         )
-        found = Measured()
+        measured = Measured()
         slots = asyncio.Semaphore(config.max_concurrent)
 
         async def play(number: int) -> None:
@@ -163,36 +163,36 @@ async def measure(
                 recorded = Recorded(under_way)
                 player = ScriptedPlayer(replace(runner, generate=recorded), run_seed=seed)
                 rollout = await player.play_episode(number, LIMITS.group_timeout_s)
-                await _check(found, rollout, recorded, model)
+                await _check(measured, rollout, recorded, model)
 
         await asyncio.gather(*(play(number) for number in range(num_episodes)))
-        found.most_at_once = under_way.most
-        return found
+        measured.most_at_once = under_way.most
+        return measured
 
 
 async def _check(
-    found: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
+    measured: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
 ) -> None:
     """Compare what is trained with what was sampled, and count it."""
-    found.num_episodes += 1
+    measured.num_episodes += 1
     if rollout.status in _VOID:
-        found.num_void += 1
-        found.failures.append(str(rollout.failure))
+        measured.num_void += 1
+        measured.failures.append(str(rollout.failure))
         return
     check_exact(rollout.sequences, recorded.sampled)
-    found.num_won += bool(rollout.success)
-    found.num_answers += len(recorded.sampled)
-    found.num_tool_calls += rollout.num_tool_calls
-    found.num_sequences += len(rollout.sequences)
-    found.num_tokens += sum(int(one.loss_mask.sum()) for one in rollout.sequences)
+    measured.num_won += bool(rollout.success)
+    measured.num_answers += len(recorded.sampled)
+    measured.num_tool_calls += rollout.num_tool_calls
+    measured.num_sequences += len(rollout.sequences)
+    measured.num_tokens += sum(int(one.loss_mask.sum()) for one in rollout.sequences)
     error = await asyncio.to_thread(logprob_error, model, rollout.sequences)
-    found.largest_logprob_error = max(found.largest_logprob_error, error)
+    measured.largest_logprob_error = max(measured.largest_logprob_error, error)
 
 
 async def _games(
     config: AgentConfig, client: AsyncEnvClient, toolbox: Toolbox, seed: int
 ) -> list[Conversation]:
-    """What the agent and random answers have said to each other."""
+    """Messages between the agent and the random policy."""
 
     async def play(game: int) -> list[Conversation]:
         session, first = await client.open(seed=seed + 10_000 + game)

@@ -72,7 +72,7 @@ def play_with_upstream_client(version: str, address: str) -> Games:
 
 
 def run_upstream(python: Path, program: str, *arguments: str) -> str:
-    """What the program wrote to standard output."""
+    """Run the program and return its standard output."""
     ended = subprocess.run(
         [python, "-I", UPSTREAM / program, *arguments],
         capture_output=True,
@@ -96,7 +96,7 @@ def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -
             while not results[-1].done:
                 action = {"action_id": choose(results[-1].observation)}
                 results.append(session.step(action))
-            played = [[shown(one.observation), one.reward, one.done] for one in results]
+            played = [[shown(item.observation), item.reward, item.done] for item in results]
             games.append({"results": played, "state": state_shown(session.state())})
     return games
 
@@ -154,9 +154,9 @@ def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> 
     arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
     with process(
         [str(upstream_python(requirement)), "-I", str(UPSTREAM / program), *arguments]
-    ) as own:
+    ) as ours_only:
         address = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(f"{address}/health"), own)
+        wait_until(lambda: answers(f"{address}/health"), ours_only)
         yield address
 
 
@@ -191,7 +191,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def verdict_of(text: str) -> dict[str, Any]:
+def judge_rule(text: str) -> dict[str, Any]:
     """The JSON object in a program's output."""
     found = re.search(r"\{.*\}", text, re.DOTALL)
     assert found, text

@@ -24,8 +24,8 @@ from tests.conformance.frameworks import (
     AGENTS,
     FRAMEWORKS,
     Measured,
+    make_program,
     measure,
-    program_of,
     python_with,
     service,
 )
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
 LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=16_000, max_turns=40)
 CALL = '<tool_call>{"name": "Look", "arguments": {"box": "red"}}</tool_call>'
 TOLERANCE = 1e-4
-"""Of a log-prob in float32, in nats."""
+"""Tolerance of a log-prob in float32, in nats."""
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
@@ -63,10 +63,10 @@ async def endpoint() -> AsyncIterator[AgentEndpoint]:
     await up.stop()
 
 
-async def told(
+async def run_scripted(
     endpoint: AgentEndpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
 ) -> tuple[dict[str, Any], ConversationTree]:
-    """What a program printed that was answered by script; what was sampled is what is kept."""
+    """Return the output of a program with scripted responses, and check the kept tokens."""
     chat = tiny_chat()
     recorded = Recorded(_CutOff(ScriptedPolicy(chat, iter(answers))))
     tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
@@ -77,10 +77,10 @@ async def told(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        said, errors = await running.communicate()
+        texts, errors = await running.communicate()
     assert running.returncode == 0, errors.decode()[-3000:]
     check_exact(tree.sequences(), recorded.sampled)
-    return json.loads(said.splitlines()[-1]), tree
+    return json.loads(texts.splitlines()[-1]), tree
 
 
 async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
@@ -92,24 +92,24 @@ async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
         *(CALL, "one STOP two", "the key is here", "red", "green", "blue box"),
         *("a", "b", "c", "d"),
     )
-    found, tree = await told(endpoint, "langgraph", "langchain_wishes.py", answers)
-    assert (found["whole"]["text"], found["whole"]["finish_reason"]) == ("red", "stop")
-    assert found["streamed"]["text"] == "green blue box" * 9
-    assert found["streamed"]["num_pieces"] > 4 and found["streamed"]["num_tokens"] > 9
-    # parallel_tool_calls = false: two were said, one was made.
-    assert [call[:2] for call in found["call"]["calls"]] == [red]
-    assert found["call"]["finish_reason"] == "tool_calls"
-    assert [call[:2] for call in found["streamed_call"]["calls"]] == [red]
-    assert found["streamed_call"]["text"].strip() == "Let me look."
-    assert [call[:2] for call in found["responses_call"]["calls"]] == [red]
-    assert found["responses_streamed"]["text"] == "green"
-    assert found["structured"] == "red"
-    assert found["stopped"]["text"].strip() == "one"
-    assert (found["cut"]["num_tokens"], found["cut"]["finish_reason"]) == (2, "length")
-    assert found["several"] == ["red", "green"]
-    assert len(found["logprobs"]) > 0 and max(found["logprobs"]) <= 0.0
-    assert sorted(one["text"] for one in found["at_once"]) == ["a", "b", "c", "d"]
-    assert found["refused"] == ["unsupported_parameter response_format"] * 2
+    measured, tree = await run_scripted(endpoint, "langgraph", "langchain_wishes.py", answers)
+    assert (measured["whole"]["text"], measured["whole"]["finish_reason"]) == ("red", "stop")
+    assert measured["streamed"]["text"] == "green blue box" * 9
+    assert measured["streamed"]["num_pieces"] > 4 and measured["streamed"]["num_tokens"] > 9
+    # parallel_tool_calls = false: of two sampled calls, one is made.
+    assert [call[:2] for call in measured["call"]["calls"]] == [red]
+    assert measured["call"]["finish_reason"] == "tool_calls"
+    assert [call[:2] for call in measured["streamed_call"]["calls"]] == [red]
+    assert measured["streamed_call"]["text"].strip() == "Let me look."
+    assert [call[:2] for call in measured["responses_call"]["calls"]] == [red]
+    assert measured["responses_streamed"]["text"] == "green"
+    assert measured["structured"] == "red"
+    assert measured["stopped"]["text"].strip() == "one"
+    assert (measured["cut"]["num_tokens"], measured["cut"]["finish_reason"]) == (2, "length")
+    assert measured["several"] == ["red", "green"]
+    assert len(measured["logprobs"]) > 0 and max(measured["logprobs"]) <= 0.0
+    assert sorted(branch["text"] for branch in measured["at_once"]) == ["a", "b", "c", "d"]
+    assert measured["refused"] == ["unsupported_parameter response_format"] * 2
     assert tree.num_turns == len(answers)
 
 
@@ -126,11 +126,13 @@ async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
         "It is",
         call("final_answer", answer="red"),
     )
-    found, tree = await told(endpoint, "smolagents", "smolagents_wishes.py", answers, mode)
-    assert found["answer"] == "red"
+    measured, tree = await run_scripted(
+        endpoint, "smolagents", "smolagents_wishes.py", answers, mode
+    )
+    assert measured["answer"] == "red"
     looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
-    assert found["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
-    assert len(found["errors"]) == 1  # "It is" calls nothing, though a call was required
+    assert measured["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
+    assert len(measured["errors"]) == 1  # "It is" calls nothing, though a call was required
     first, second, *_ = tree.played_turns()
     assert "look" in first.messages[0]["content"]
     # Calls come back as words of the agent's own.
@@ -147,39 +149,39 @@ class _CutOff:
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        said = await self._policy(prompt_ids, sampling, seed)
-        most = sampling.max_tokens
-        if len(said.token_ids) <= most:
-            return said
+        texts = await self._policy(prompt_ids, sampling, seed)
+        largest = sampling.max_tokens
+        if len(texts.token_ids) <= largest:
+            return texts
         return replace(
-            said,
-            token_ids=said.token_ids[:most],
-            logprobs=said.logprobs[:most],
+            texts,
+            token_ids=texts.token_ids[:largest],
+            logprobs=texts.logprobs[:largest],
             has_end_token=False,
         )
 
 
-def check(found: Measured, num_episodes: int) -> None:
-    assert (found.num_episodes, found.failures) == (num_episodes, [])
-    assert found.num_answers >= num_episodes and found.num_tool_calls > 0
-    assert found.largest_logprob_error < TOLERANCE
+def check(measured: Measured, num_episodes: int) -> None:
+    assert (measured.num_episodes, measured.failures) == (num_episodes, [])
+    assert measured.num_answers >= num_episodes and measured.num_tool_calls > 0
+    assert measured.largest_logprob_error < TOLERANCE
 
 
 async def test_what_a_service_of_many_episodes_was_told_is_what_is_trained(
     framework: str, tmp_path: Path
 ) -> None:
     with service(framework, tmp_path) as url:
-        found = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
-    check(found, 24)
-    assert found.most_at_once > 1
+        measured = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
+    check(measured, 24)
+    assert measured.most_at_once > 1
     if framework == "langgraph":  # a history that only grows is one sequence
-        assert found.num_sequences == found.num_episodes < found.num_answers
+        assert measured.num_sequences == measured.num_episodes < measured.num_answers
 
 
 async def test_a_program_for_each_episode_finds_policy_and_tools_by_its_variables(
     framework: str, tmp_path: Path
 ) -> None:
-    program = {"command": program_of(framework), "folder": str(AGENTS), "max_concurrent": 2}
+    program = {"command": make_program(framework), "folder": str(AGENTS), "max_concurrent": 2}
     with service(framework, tmp_path) as url:
-        found = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
-    check(found, 6)
+        measured = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
+    check(measured, 6)

@@ -74,8 +74,8 @@ def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> N
 
 
 def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
-    theirs = next(python.parents[1].glob("lib/python*/site-packages"))
-    assert last_line([sys.executable, "-c", ROWS, theirs]) == [
+    upstream = next(python.parents[1].glob("lib/python*/site-packages"))
+    assert last_line([sys.executable, "-c", ROWS, upstream]) == [
         {"prompt": "Word to echo:", "answer": None, "tags": ["a"]},
         {"prompt": "2 + 2 =", "answer": 4, "tags": ["b", "c"]},
     ]
@@ -88,7 +88,7 @@ def test_trl_trains_on_games_of_our_server(
     program = UPSTREAM / "trl_trainer.py"
     played = last_line([python, "-I", program, server.http_address, mode, tmp_path])
     assert (played["steps"], len(played["games"])) == (2, 8)
-    # What TRL learned from is what our own client is paid for the same moves on the same deals.
+    # TRL must learn from the rewards that our client gets for the same actions on the same seeds.
     returns = []
     with EnvClient.connect(server.http_address) as client:
         for game in played["games"]:

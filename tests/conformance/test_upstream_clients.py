@@ -13,13 +13,13 @@ from tests.conformance.parties import (
     FIRST_SEED,
     GAME,
     NUM_GAMES,
+    judge_rule,
     our_gateway,
     our_server,
     play_with_our_client,
     play_with_upstream_client,
     run_upstream,
     upstream_python,
-    verdict_of,
 )
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
@@ -59,7 +59,7 @@ def test_the_games_are_no_trivial_ones(server):
 
 
 def play_actions(address: str, *actions: dict) -> None:
-    """Nothing; fails with what the newest upstream client raises."""
+    """Use the newest upstream client, and fail with the error that it raises."""
     python = upstream_python(CLIENTS["0.10.0"][0])
     run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
@@ -97,11 +97,11 @@ def test_openenvs_own_validator_passes(address):
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert verdict_of(ended.stdout)["passed"] is True
+    assert judge_rule(ended.stdout)["passed"] is True
 
 
 def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
     python = python_of("mcp==2.3.0")
-    answer = verdict_of(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
+    answer = judge_rule(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
     assert {"start_episode", "take_action", "get_state"} <= set(answer["tools"])
     assert answer["results"] == our_games(server.grpc_address)[0]["results"]

@@ -23,11 +23,11 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
     # Servers of 0.1.x take no seeds: each process deals from the first one again.
     seeded = version != "0.1.1"
     with upstream_server(version) as address:
-        theirs = play_with_upstream_client(version, address)
+        upstream_games = play_with_upstream_client(version, address)
     with upstream_server(version) as address:
-        ours = play_with_our_client(address, seeded=seeded)
-    assert len(ours) == NUM_GAMES
-    assert ours == theirs
+        ludus_games = play_with_our_client(address, seeded=seeded)
+    assert len(ludus_games) == NUM_GAMES
+    assert ludus_games == upstream_games
 
 
 def test_our_client_says_what_an_upstream_server_refuses_and_does_not_offer():

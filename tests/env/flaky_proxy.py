@@ -20,7 +20,7 @@ class FlakyProxy:
         self._port = int(port)
         self.address = ""
         self.delay_s: Callable[[], float] = lambda: 0.0
-        """How long the next chunk towards the client is held back."""
+        """Time by which the next chunk to the client is delayed."""
         self.refuses = False
         """New connections are closed at once."""
         self.num_connections = 0
@@ -47,7 +47,7 @@ class FlakyProxy:
             link.abort()
 
     def blackhole(self) -> None:
-        """Existing connections stay open and carry nothing any more; nobody is told."""
+        """Keep existing connections open and stop forwarding, without notifying either side."""
         for link in self._links:
             link.swallows = True
 

@@ -25,7 +25,7 @@ class Counter:
     headers: list[dict[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     may_step: threading.Event = field(default_factory=threading.Event)
-    """What a step that adds 98 waits for."""
+    """Event that a step with the action 98 waits for."""
 
     def reset(self) -> dict[str, Any]:
         self.total = self.step_count = 0
@@ -42,7 +42,7 @@ class Counter:
 
 @contextmanager
 def legacy_server() -> Iterator[tuple[str, Counter]]:
-    """Its address and its environment."""
+    """Yield the server's address and its environment."""
     counter = Counter()
 
     class Handler(BaseHTTPRequestHandler):

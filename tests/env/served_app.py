@@ -14,14 +14,14 @@ from ludus.env.sessions.options import CoreOptions
 from tests.env.counting_env import CountingEnv
 
 
-def core_of(factory=CountingEnv, **options) -> SessionCore:
+def get_core(factory=CountingEnv, **options) -> SessionCore:
     """The sessions of a server with these options."""
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 @contextlib.asynccontextmanager
 async def serving(app, **options) -> AsyncIterator[str]:
-    """Its authority, for example 127.0.0.1:40123."""
+    """Serve the application and yield its authority, for example 127.0.0.1:40123."""
     config = uvicorn.Config(
         app,
         port=0,

@@ -1,4 +1,4 @@
-"""What one stream may have under way, and that nobody else waits for it."""
+"""Limits on the pending calls and replies of one stream, which do not affect other streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def states(session_id: str, num_calls: int) -> pb.CallBatch:
     return pb.CallBatch(calls=[pb.Call(call_id=n + 1, state=state) for n in range(num_calls)])
 
 
-async def answers(stream: RawStream, num_calls: int) -> int:
-    """How many of the replies are answers."""
+async def count_results(stream: RawStream, num_calls: int) -> int:
+    """Read the replies and return the number of results among them."""
     replies: list[pb.Reply] = []
     while len(replies) < num_calls:
         replies.extend((await stream.call.read()).replies)
@@ -37,17 +37,17 @@ async def answers(stream: RawStream, num_calls: int) -> int:
 
 async def check_message_limit(address: str) -> None:
     async with RawStream(address) as stream, RawStream(address) as other:
-        mine, theirs = await stream.open(), await other.open()
-        await stream.call.write(states(mine, MAX_CALLS_PER_MESSAGE))
-        assert await answers(stream, MAX_CALLS_PER_MESSAGE) == MAX_CALLS_PER_MESSAGE
-        await stream.call.write(states(mine, MAX_CALLS_PER_MESSAGE + 1))
+        own_id, other_id = await stream.open(), await other.open()
+        await stream.call.write(states(own_id, MAX_CALLS_PER_MESSAGE))
+        assert await count_results(stream, MAX_CALLS_PER_MESSAGE) == MAX_CALLS_PER_MESSAGE
+        await stream.call.write(states(own_id, MAX_CALLS_PER_MESSAGE + 1))
         with pytest.raises(
             grpc.aio.AioRpcError, match="at most 1024 calls in one message"
         ) as ended:
             await stream.call.read()
         assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await other.call.write(states(theirs, 1))
-        assert await answers(other, 1) == 1
+        await other.call.write(states(other_id, 1))
+        assert await count_results(other, 1) == 1
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -65,12 +65,12 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_server_module, "_TURN_S", 0.0)
-    num_turns, asked = 0, []
+    num_turns, call_turns = 0, []
 
-    class Asked(CountingEnv):
+    class RecordingEnv(CountingEnv):
         @property
         def state(self):
-            asked.append(num_turns)
+            call_turns.append(num_turns)
             return super().state
 
     async def take_turns() -> None:
@@ -79,13 +79,13 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
             num_turns += 1
             await asyncio.sleep(0)
 
-    async with running(Asked) as server, RawStream(server.grpc_address) as stream:
+    async with running(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
         await stream.call.write(states(session_id, 100))
         other = asyncio.create_task(take_turns())
-        assert await answers(stream, 100) == 100
+        assert await count_results(stream, 100) == 100
         other.cancel()
-    assert asked == sorted(set(asked)), "somebody else ran between any two calls"
+    assert call_turns == sorted(set(call_turns)), "another task ran between any two calls"
 
 
 async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
@@ -116,11 +116,11 @@ async def test_who_does_not_read_its_answers_is_not_read_either(
 ) -> None:
     monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
     reads = asyncio.Event()
-    taken: list[pb.ReplyBatch] = []
+    written: list[pb.ReplyBatch] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
         await reads.wait()
-        taken.append(batch)
+        written.append(batch)
 
     replies = ReplyWriter(write)
     for _ in range(3):
@@ -132,21 +132,21 @@ async def test_who_does_not_read_its_answers_is_not_read_either(
     reads.set()
     await waiting
     await replies.flush()
-    assert sum(len(batch.replies) for batch in taken) == 3
+    assert sum(len(batch.replies) for batch in written) == 3
     writing.cancel()
 
 
 async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large() -> None:
-    taken: list[int] = []
+    written: list[int] = []
 
     async def write(batch: pb.ReplyBatch) -> None:
-        taken.append(len(batch.replies))
+        written.append(len(batch.replies))
 
     replies = ReplyWriter(write)
     for _ in range(5):
         replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * (MAX_BATCH_BYTES // 2 - 99))))
     await replies.flush()
-    assert taken == [2, 2, 1]
+    assert written == [2, 2, 1]
 
 
 async def test_a_backlog_has_room_again_when_enough_is_done(
@@ -183,31 +183,31 @@ SWELLING = {
 }
 
 
-async def refusal_of(message: bytes, address: str) -> grpc.aio.AioRpcError:
-    """What a stream is ended with on which the message came."""
+async def send_refused_message(message: bytes, address: str) -> grpc.aio.AioRpcError:
+    """Send a message and return the error that ends its stream."""
     async with grpc.aio.insecure_channel(address.removeprefix("grpc://")) as channel:
         stream = channel.stream_stream("/ludus.env.v1.EnvService/Connect")()
         await stream.write(message)
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await stream.read() is not grpc.aio.EOF:
                 pass
-    return told.value
+    return caught.value
 
 
-@pytest.mark.parametrize("place", ["server", "gateway"])
+@pytest.mark.parametrize("server_kind", ["server", "gateway"])
 async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(
-    place: str,
+    server_kind: str,
 ) -> None:
     async with run_gateway() as (gateway, (server,)):
-        address = (gateway if place == "gateway" else server).grpc_address
+        address = (gateway if server_kind == "gateway" else server).grpc_address
         async with RawStream(address) as other:
-            mine = await other.open()
+            own_id = await other.open()
             for message in SWELLING.values():
-                refused = await refusal_of(message, address)
+                refused = await send_refused_message(message, address)
                 assert "at most 65536 fields in one message" in (refused.details() or "")
                 assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await other.call.write(states(mine, 1))
-            assert await answers(other, 1) == 1
+            await other.call.write(states(own_id, 1))
+            assert await count_results(other, 1) == 1
 
 
 @pytest.mark.parametrize("name", SWELLING)

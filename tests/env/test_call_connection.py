@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio
 
 
 @asynccontextmanager
-async def connected(answer):
+async def open_connection(answer):
     """A connection to a server that says something first if it wants to, and answers."""
     async with serve(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
@@ -23,7 +23,7 @@ async def connected(answer):
             yield socket
 
 
-async def asked(socket: CallConnection, message: bytes) -> str | None:
+async def receive_reply(socket: CallConnection, message: bytes) -> str | None:
     reply = asyncio.get_running_loop().create_future()
     assert socket.send_request(message, reply.set_result)
     return await asyncio.wait_for(reply, 5)
@@ -34,8 +34,8 @@ async def test_each_reply_goes_to_the_call_that_asked_for_it() -> None:
         async for text in socket:
             await socket.send(text)
 
-    async with connected(echo) as socket:
-        assert [await asked(socket, text) for text in (b"one", "zwölf".encode())] == [
+    async with open_connection(echo) as socket:
+        assert [await receive_reply(socket, text) for text in (b"one", "zwölf".encode())] == [
             "one",
             "zwölf",
         ]
@@ -47,8 +47,8 @@ async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply) -> None:
         async for _ in socket:
             await socket.send(reply)
 
-    async with connected(answer) as socket:
-        assert await asked(socket, b"x") is None
+    async with open_connection(answer) as socket:
+        assert await receive_reply(socket, b"x") is None
         assert await socket.recv() == ("in fragments" if isinstance(reply, list) else reply)
 
 
@@ -57,7 +57,7 @@ async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply() -> None:
         await socket.send("full")
         await socket.recv()
 
-    async with connected(refuse) as socket:
+    async with open_connection(refuse) as socket:
         async with asyncio.timeout(5):
             while not socket._has_unread:
                 await asyncio.sleep(0.001)
@@ -71,8 +71,8 @@ async def test_text_that_is_none_ends_the_connection() -> None:
         await socket.send(b"\xff", text=True)
         await socket.wait_closed()
 
-    async with connected(mumble) as socket:
-        assert await asked(socket, b"x") is None
+    async with open_connection(mumble) as socket:
+        assert await receive_reply(socket, b"x") is None
         with pytest.raises(ConnectionClosed, match="1007"):
             await socket.recv()
 
@@ -82,8 +82,8 @@ async def test_a_connection_that_breaks_tells_who_waits_and_takes_no_more() -> N
         await socket.recv()
         socket.transport.abort()
 
-    async with connected(leave) as socket:
-        assert await asked(socket, b"x") is None
+    async with open_connection(leave) as socket:
+        assert await receive_reply(socket, b"x") is None
         assert not socket.send_request(b"y", pytest.fail)
         with pytest.raises(ConnectionClosed):
             await socket.recv()

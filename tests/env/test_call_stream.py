@@ -1,4 +1,4 @@
-"""What a call stream puts into one message, and what it refuses."""
+"""The batches of a call stream, and the calls that it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_call(num_chars: int):
     return fill
 
 
-async def written_of(fills, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
+async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
     written, refused = Written(), []
     stream = CallStream(written, "a server", timeout_s=600.0, **options)
     for fill in fills:
@@ -54,7 +54,7 @@ async def written_of(fills, **options) -> tuple[list[pb.CallBatch], list[Excepti
 
 
 async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large() -> None:
-    batches, _ = await written_of([text_call(MAX_BATCH_BYTES // 3)] * 7)
+    batches, _ = await write_calls([text_call(MAX_BATCH_BYTES // 3)] * 7)
     assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
     assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
     assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
@@ -62,14 +62,14 @@ async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large() -> 
 
 async def test_a_large_call_travels_alone() -> None:
     small, large = text_call(1), text_call(2 * MAX_BATCH_BYTES)
-    batches, _ = await written_of([small, large, small])
+    batches, _ = await write_calls([small, large, small])
     assert [len(batch.calls) for batch in batches] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("more", [0, 1])
-async def test_a_message_holds_so_many_calls_at_most(more: int) -> None:
-    batches, _ = await written_of([text_call(1)] * (MAX_CALLS_PER_MESSAGE + more))
-    assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * more]
+@pytest.mark.parametrize("later", [0, 1])
+async def test_a_message_holds_so_many_calls_at_most(later: int) -> None:
+    batches, _ = await write_calls([text_call(1)] * (MAX_CALLS_PER_MESSAGE + later))
+    assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * later]
 
 
 async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch() -> None:
@@ -78,7 +78,7 @@ async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batc
         raise ValueError("no action")
 
     fills = [text_call(1), text_call(200), fail, text_call(2)]
-    batches, refused = await written_of(fills, max_call_bytes=100)
+    batches, refused = await write_calls(fills, max_call_bytes=100)
     assert [call.step.action_text for batch in batches for call in batch.calls] == ["x", "xx"]
     assert [type(error) for error in refused] == [InvalidCallError, ValueError]
     assert "a call to a server must have at most 100 bytes, got" in str(refused[0])

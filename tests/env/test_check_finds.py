@@ -100,8 +100,8 @@ class BadEnv(CountingEnv):
         self._do("close", None)
 
 
-def found(timeout_s: float = LIMIT_S, **deeds):
-    """What is broken, and what was found."""
+def find_broken(timeout_s: float = LIMIT_S, **deeds):
+    """Check an environment with the faults, and return the details of broken rules by name."""
     report = check_environment(
         partial(BadEnv, **deeds), seeds=range(2), num_steps=5, timeout_s=timeout_s
     )
@@ -109,7 +109,7 @@ def found(timeout_s: float = LIMIT_S, **deeds):
 
 
 def test_an_environment_that_behaves_passes() -> None:
-    assert found() == {}
+    assert find_broken() == {}
 
 
 def with_reward(reward):
@@ -153,7 +153,7 @@ def with_metadata(num_bytes: int):
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule: str, said) -> None:
-    broken = found(**deeds)
+    broken = find_broken(**deeds)
     assert said in broken[rule]
 
 
@@ -181,13 +181,13 @@ def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule: str, said) ->
     ],
 )
 def test_whatever_it_raises_is_found_by_name(part: str, rule: str, error) -> None:
-    broken = found(**{part: lambda good: throw(error)})
+    broken = find_broken(**{part: lambda good: throw(error)})
     assert f"expected no error, got {type(error).__name__}" in broken[rule]
     assert "".join(broken.values()).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("part", "rule", "place"),
+    ("part", "rule", "method"),
     [
         ("init", MAKING, "__init__"),
         ("close", MAKING, "close"),
@@ -201,9 +201,9 @@ def test_whatever_it_raises_is_found_by_name(part: str, rule: str, error) -> Non
         ("call", "tools_return_json_objects", "call_tool"),
     ],
 )
-def test_what_never_returns_is_found_with_the_call(part: str, rule: str, place: str) -> None:
-    broken = found(**{part: lambda good: hang()})
-    assert f"the rule did not end within {LIMIT_S:g} s: {place} (" in broken[rule]
+def test_what_never_returns_is_found_with_the_call(part: str, rule: str, method: str) -> None:
+    broken = find_broken(**{part: lambda good: hang()})
+    assert f"the rule did not end within {LIMIT_S:g} s: {method} (" in broken[rule]
     assert f"{__file__}, line " in broken[rule]
     assert len(broken) <= MAX_ENDLESS_RULES
 
@@ -226,7 +226,7 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
 )
 def test_the_end_of_its_process_is_one_broken_rule(deed, said) -> None:
     # A busy machine may take seconds to end a process of this size.
-    broken = found(timeout_s=60.0, call=lambda good: deed())
+    broken = find_broken(timeout_s=60.0, call=lambda good: deed())
     assert list(broken) == ["tools_return_json_objects"]
     assert said in broken["tools_return_json_objects"]
 
@@ -259,7 +259,7 @@ def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd: pytest.CaptureFixt
             sys.stdout.write("flood" * 200)
         return good
 
-    broken = found(call=flood)
+    broken = find_broken(call=flood)
     assert list(broken) == ["tools_return_json_objects"]
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in broken["tools_return_json_objects"]
     assert "'floodflood" in broken["tools_return_json_objects"]
@@ -271,7 +271,7 @@ def test_an_endless_flood_is_ended() -> None:
         while True:
             os.write(1, b"flood" * 1000)
 
-    assert "bytes of output" in found(init=flood)[MAKING]
+    assert "bytes of output" in find_broken(init=flood)[MAKING]
 
 
 PLAYED_BEFORE = """

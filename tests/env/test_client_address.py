@@ -113,11 +113,11 @@ async def test_grpc_over_tls(authority, ca_file) -> None:
 
 async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() -> None:
     class Restarting(QuietEdge):
-        num_asked = 0
+        num_requests = 0
 
         async def Describe(self, request, context):
-            self.num_asked += 1
-            if self.num_asked == 1:
+            self.num_requests += 1
+            if self.num_requests == 1:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "it restarts")
             return await super().Describe(request, context)
 
@@ -126,7 +126,7 @@ async def test_a_server_that_goes_away_before_it_is_described_is_waited_for() ->
         Restarting(server.address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
-        assert (edge.num_asked, (await client.describe()).name) == (2, "counting")
+        assert (edge.num_requests, (await client.describe()).name) == (2, "counting")
 
 
 async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
@@ -145,15 +145,15 @@ async def test_http_and_websocket_over_tls(authority, ca_file) -> None:
 
 
 async def test_an_unusable_authority_is_a_configuration_error(tmp_path) -> None:
-    nothing = tmp_path / "nothing.pem"
+    missing_file = tmp_path / "nothing.pem"
     for scheme in ("https", "grpcs"):
         with pytest.raises(ConfigError, match=r"nothing\.pem"):
             await AsyncEnvClient.connect(
-                f"{scheme}://localhost:1", ConnectOptions(ca_file=str(nothing))
+                f"{scheme}://localhost:1", ConnectOptions(ca_file=str(missing_file))
             )
-    nothing.write_text("not a certificate")
+    missing_file.write_text("not a certificate")
     with pytest.raises(ConfigError, match="PEM"):
-        client_ssl_context(str(nothing))
+        client_ssl_context(str(missing_file))
 
 
 async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:

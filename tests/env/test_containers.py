@@ -159,12 +159,12 @@ class FakeEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the container that was started is still there."""
+        """True while the started container exists."""
         return (self.folder / "running").exists()
 
     @property
     def commands(self) -> list[str]:
-        """What it was asked for, a line each."""
+        """The arguments of each call of the engine."""
         return (self.folder / "commands").read_text().splitlines()
 
     def say(self, name: str, text: str = "") -> None:
@@ -182,7 +182,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     tools.mkdir()
     for name in ("cat", "dirname", "env", "grep", "rm", "touch"):
         (tools / name).symlink_to(shutil.which(name) or name)
-    # Nothing else: there may be a docker on this machine.
+    # PATH contains nothing else, because this machine may have docker.
     monkeypatch.setenv("PATH", f"{tmp_path}:{tools}")
     return fake
 

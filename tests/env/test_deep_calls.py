@@ -59,9 +59,9 @@ async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str
         httpx.AsyncClient(base_url=server.http_address, timeout=60, headers=head) as http,
     ):
         call = b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"note","arguments":'
-        said = (await http.post("/mcp", content=call + DEEP + b"}}")).json()
-        assert said["result"]["isError"]
-        assert "VALIDATION_ERROR" in said["result"]["content"][0]["text"]
+        messages = (await http.post("/mcp", content=call + DEEP + b"}}")).json()
+        assert messages["result"]["isError"]
+        assert "VALIDATION_ERROR" in messages["result"]["content"][0]["text"]
         step = b'{"action":{"type":"call_tool","tool_name":"note","arguments":' + DEEP + b"}}"
-        said = (await http.post("/step", content=step)).json()
-        assert said["observation"]["error"]["error_type"] == "invalid_args"
+        messages = (await http.post("/step", content=step)).json()
+        assert messages["observation"]["error"]["error_type"] == "invalid_args"

@@ -31,7 +31,7 @@ TIMEOUT_S = 0.1
 
 
 class Player:
-    """Plays episode after episode and checks that each answer is that of its own call."""
+    """Plays episodes and checks that each response belongs to its call."""
 
     def __init__(
         self, client: AsyncEnvClient, seed: int, on_answer: Callable[[], None] = lambda: None
@@ -152,7 +152,7 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut(
 
 
 @pytest.mark.slow
-async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_not_told_of(
+async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
@@ -267,7 +267,7 @@ async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun
 def now_and_then_cut(proxy: FlakyProxy) -> Callable[[], float]:
     """A delay of none for each chunk, a little after some of which the connection is cut.
 
-    A clock in its place would leave a slow machine no time to get anything through.
+    A fake clock would leave a slow machine no time to finish anything.
     """
     generator = random.Random(1)
     loop = asyncio.get_running_loop()

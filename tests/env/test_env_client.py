@@ -30,7 +30,7 @@ def factory(request: pytest.FixtureRequest):
     return request.param
 
 
-async def connected(server, wire: str, **options) -> AsyncEnvClient:
+async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
     return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
@@ -43,7 +43,7 @@ async def play(client: AsyncEnvClient, seed: int) -> list:
 
 
 async def test_an_episode_over_the_wire_has_everything(wire: str, factory) -> None:
-    async with running(factory) as server, await connected(server, wire) as client:
+    async with running(factory) as server, await connect_client(server, wire) as client:
         session, first = await client.open(seed=3, options={"start": 10, "note": "hi"})
         assert first.observation["total"] == 10
         assert first.observation["metadata"] == {"note": "hi"}
@@ -66,7 +66,7 @@ async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory
     async with running(factory) as server:
         episodes = []
         for wire in WIRES:
-            async with await connected(server, wire) as client:
+            async with await connect_client(server, wire) as client:
                 episodes.append(await asyncio.gather(*(play(client, seed) for seed in range(20))))
         assert episodes[0] == episodes[1]
         assert episodes[0][0] != episodes[0][1]
@@ -79,7 +79,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
         ({"add": 0}, IllegalActionError),
         ({"add": 13}, ExecutionError),
     ]
-    async with running(factory) as server, await connected(server, wire) as client:
+    async with running(factory) as server, await connect_client(server, wire) as client:
         session = await client.open_session()
         with pytest.raises(EpisodeStateError):
             await session.step({"add": 1})
@@ -97,7 +97,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
 async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) -> None:
     async with (
         running(max_sessions=2) as server,
-        await connected(server, wire) as client,
+        await connect_client(server, wire) as client,
     ):
         first, _ = await client.open()
         await client.open()
@@ -116,7 +116,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire: str) 
 async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None:
     async with (
         running(max_sessions=1) as server,
-        await connected(server, wire) as client,
+        await connect_client(server, wire) as client,
     ):
         for seed in range(3):
             await play(client, seed)
@@ -126,7 +126,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire: str) -> None
 @pytest.mark.slow
 async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> None:
     async with running(factory) as server:
-        async with await connected(server, wire) as client:
+        async with await connect_client(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
             assert server.core.load.num_sessions == 10
         await wait_for_sessions(server.core, 0)
@@ -134,21 +134,21 @@ async def test_a_client_that_leaves_leaves_no_session(wire: str, factory) -> Non
 
 @pytest.mark.slow
 async def test_256_sessions_at_once(wire: str, factory) -> None:
-    async with running(factory) as server, await connected(server, wire) as client:
+    async with running(factory) as server, await connect_client(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
         assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 async def test_a_seed_that_no_wire_can_carry_is_refused(wire: str, seed) -> None:
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         with pytest.raises(InvalidCallError, match=f"got {seed}"):
             await client.open(seed=seed)
         await client.open(seed=2**64 - 1)
 
 
 async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
-    async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
+    async with running(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         outcomes = await asyncio.gather(
             session.step({"add": 1}), session.step({"add": 2}), return_exceptions=True
@@ -158,7 +158,7 @@ async def test_two_calls_at_once_in_one_session_are_refused(wire: str) -> None:
 
 
 async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) -> None:
-    async with running(gate.factory) as server, await connected(server, wire) as client:
+    async with running(gate.factory) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         other, _ = await client.open()
         late = asyncio.create_task(session.step({"add": 98}))
@@ -174,7 +174,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(wire: str, gate) ->
 
 
 async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
-    async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
+    async with running(ThreadedCountingEnv) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.step({"add": 99}), 0.05)
@@ -186,7 +186,7 @@ async def test_a_cancelled_call_drops_its_session(wire: str) -> None:
 async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> None:
     async with (
         running(idle_timeout_s=60) as server,
-        await connected(server, wire) as client,
+        await connect_client(server, wire) as client,
     ):
         session, _ = await client.open()
         core_clock.move_on(60)
@@ -197,7 +197,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> Non
 
 
 async def test_the_description_says_what_the_environment_is(wire: str) -> None:
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         description = await client.describe()
         assert description == server.core.description
         assert description.options == {"num_steps": 5}
@@ -209,8 +209,8 @@ async def test_the_description_says_what_the_environment_is(wire: str) -> None:
 async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
     async with running(token="secret") as server:
         with pytest.raises(AuthenticationError, match="token"):
-            await connected(server, wire, token=token)
-        async with await connected(server, wire, token="secret") as client:
+            await connect_client(server, wire, token=token)
+        async with await connect_client(server, wire, token="secret") as client:
             assert (await client.describe()).name == "counting"
             assert len(await play(client, 1)) == 6
 
@@ -244,6 +244,6 @@ async def test_the_synchronous_client_plays_the_same_episode(wire: str) -> None:
                 other.step({"add": 0})
             return results
 
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         results = await asyncio.to_thread(play_synchronously, server_address(server, wire))
         assert results == await play(client, 5)

@@ -1,4 +1,4 @@
-"""What `docs/environments.md` shows works as it stands there."""
+"""The examples in `docs/environments.md` work without changes."""
 
 import re
 import shlex
@@ -57,8 +57,8 @@ def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
         for address in (addresses.http, addresses.grpc):
             for client in clients:
                 exec(client.replace("http://127.0.0.1:8000", address), {})
-            tool_said, stepped, mean = capsys.readouterr().out.splitlines()
-            assert tool_said.startswith("{'divides': ")
+            tool_result, stepped, mean = capsys.readouterr().out.splitlines()
+            assert tool_result.startswith("{'divides': ")
             assert "'word': " in stepped
             assert float(mean) == 1.0, "every game ends with the right number"
     finally:

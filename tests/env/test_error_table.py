@@ -11,8 +11,8 @@ ROW = re.compile(r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (y
 
 
 def rows() -> dict[str, tuple[str, ...]]:
-    found = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return {match[1]: match.groups()[1:] for match in found if match}
+    table = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return {match[1]: match.groups()[1:] for match in table if match}
 
 
 def test_the_page_has_every_code_once() -> None:

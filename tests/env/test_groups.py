@@ -32,13 +32,13 @@ class MoodyEnv(CountingEnv):
         return super().reset(seed=next(self.moods), start=start, note=note)
 
 
-async def connected(server, wire: str, **options) -> AsyncEnvClient:
+async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
     return await AsyncEnvClient.connect(server_address(server, wire), ConnectOptions(**options))
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_a_group_begins_alike_and_its_sessions_are_independent(wire: str, factory) -> None:
-    async with running(factory) as server, await connected(server, wire) as client:
+    async with running(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
         alone, first = await client.open(seed=5, options={"start": 3})
         assert all(member == first for _, member in group)
@@ -50,7 +50,7 @@ async def test_a_group_begins_alike_and_its_sessions_are_independent(wire: str, 
 
 
 async def test_a_group_without_a_seed_still_begins_alike(wire: str) -> None:
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         lucks = [
             {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
         ]
@@ -59,14 +59,14 @@ async def test_a_group_without_a_seed_still_begins_alike(wire: str) -> None:
 
 
 async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire: str) -> None:
-    async with running(MoodyEnv) as server, await connected(server, wire) as client:
+    async with running(MoodyEnv) as server, await connect_client(server, wire) as client:
         with pytest.raises(GroupMismatchError, match="seed 7"):
             await client.open_group(3, seed=7)
         await wait_for_sessions(server.core, 0)
 
 
 async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
-    async with running(max_sessions=4) as server, await connected(server, wire) as client:
+    async with running(max_sessions=4) as server, await connect_client(server, wire) as client:
         await client.open()
         await client.open()
         with pytest.raises(CapacityError, match="4") as caught:
@@ -79,7 +79,7 @@ async def test_a_group_that_does_not_fit_leaves_nothing(wire: str) -> None:
 
 
 async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         group = await client.open_group(3, close_when_done=True)
         for session, _ in group:
             await session.step({"add": 7})
@@ -89,7 +89,7 @@ async def test_a_group_frees_itself_when_its_episodes_end(wire: str) -> None:
 
 
 async def test_text_views_can_be_left_out(wire: str) -> None:
-    async with running() as server, await connected(server, wire) as client:
+    async with running() as server, await connect_client(server, wire) as client:
         session, first = await client.open(with_text=False)
         assert (first.text, (await session.step({"add": 1})).text) == (None, None)
         assert (await session.step(text="ADD 2")).observation["total"] == 3
@@ -99,7 +99,7 @@ async def test_text_views_can_be_left_out(wire: str) -> None:
 
 @pytest.mark.slow
 async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire: str) -> None:
-    async with running(max_sessions=1) as server, await connected(server, wire) as client:
+    async with running(max_sessions=1) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         began_s = time.monotonic()
         with pytest.raises(CapacityError):
@@ -121,7 +121,7 @@ async def test_a_draining_server_is_waited_for_too() -> None:
         assert time.monotonic() - began_s > 0.15
 
 
-async def test_a_refusal_is_taken_up_again_when_the_server_said() -> None:
+async def test_a_refused_open_is_retried_after_the_requested_pause() -> None:
     loop, attempts_s = asyncio.get_running_loop(), []
 
     async def attempt() -> str:
@@ -131,7 +131,9 @@ async def test_a_refusal_is_taken_up_again_when_the_server_said() -> None:
         return "opened"
 
     assert await retry_refused(attempt, 60) == "opened"
-    assert all(later - one >= 0.1 for one, later in itertools.pairwise(attempts_s))
+    assert all(
+        later - first_session >= 0.1 for first_session, later in itertools.pairwise(attempts_s)
+    )
 
 
 async def test_the_synchronous_client_opens_groups(wire: str) -> None:

@@ -1,4 +1,4 @@
-"""What is particular to gRPC: batches, the stream's life, errors, ownership."""
+"""Properties of the gRPC wire: batches, the life of streams, errors and ownership."""
 
 import asyncio
 

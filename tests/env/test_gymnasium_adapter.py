@@ -66,7 +66,7 @@ class MirrorEnv(gymnasium.Env):
 
 
 class CameraEnv(gymnasium.Env):
-    """Shows a picture beside a number."""
+    """An environment whose observation has a picture and a number."""
 
     action_space = spaces.Discrete(2)
     observation_space = spaces.Dict(
@@ -207,15 +207,15 @@ def test_legal_actions_follow_the_mask_and_end_with_the_episode() -> None:
 def test_flags_stay_apart_and_a_step_after_the_end_is_refused() -> None:
     environment = make("FrozenLake-v1", max_episode_steps=2)()
     environment.reset(seed=1)
-    left = environment.action_type(action=0)
-    environment.step(left)
-    last = environment.step(left)
+    remaining = environment.action_type(action=0)
+    environment.step(remaining)
+    last = environment.step(remaining)
     assert (last.terminated, last.truncated) == (False, True)
     with pytest.raises(EpisodeStateError):
-        environment.step(left)
+        environment.step(remaining)
 
 
-def ending_of(env_id: str, actions: list, **options) -> Transition:
+def make_final_step(env_id: str, actions: list, **options) -> Transition:
     """The end of an episode in which the actions are taken over and over."""
     environment = make(env_id, **options)()
     environment.reset(seed=3)
@@ -240,32 +240,32 @@ LEFT, DOWN, RIGHT, UP = range(4)
     ],
 )
 def test_who_reaches_the_goal_succeeds_whatever_it_pays(actions, options, success) -> None:
-    ended = ending_of("FrozenLake-v1", actions, is_slippery=False, **options)
+    ended = make_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
     assert ended.success is success
 
 
 def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs() -> None:
     up, right, down = 0, 1, 2
-    ended = ending_of("CliffWalking-v1", [up, *[right] * 11, down])
+    ended = make_final_step("CliffWalking-v1", [up, *[right] * 11, down])
     assert (ended.terminated, ended.success) == (True, True)
-    assert ending_of("CliffWalking-v1", [up], max_episode_steps=5).success is False
+    assert make_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
 
 
 def test_a_taxi_that_runs_out_of_time_has_not_succeeded() -> None:
-    assert ending_of("Taxi-v4", [0], max_episode_steps=5).success is False
+    assert make_final_step("Taxi-v4", [0], max_episode_steps=5).success is False
 
 
 def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved() -> None:
-    assert ending_of("CartPole-v1", [0, 1]).success is False
-    assert ending_of("CartPole-v1", [0, 1], max_episode_steps=9).success is False
-    still = ending_of("ludus-tests/Still-v0", [0])
+    assert make_final_step("CartPole-v1", [0, 1]).success is False
+    assert make_final_step("CartPole-v1", [0, 1], max_episode_steps=9).success is False
+    still = make_final_step("ludus-tests/Still-v0", [0])
     assert (still.reward, still.success) == (0.1, True)
-    assert ending_of("ludus-tests/Still-v0", [1]).success is False
+    assert make_final_step("ludus-tests/Still-v0", [1]).success is False
 
 
 @pytest.mark.parametrize("action", [0, 1])
 def test_what_the_environment_says_itself_comes_first(action) -> None:
-    assert ending_of("ludus-tests/Robotic-v0", [action]).success is bool(action)
+    assert make_final_step("ludus-tests/Robotic-v0", [action]).success is bool(action)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_what_the_environment_says_itself_comes_first(action) -> None:
     ],
 )
 def test_where_nothing_says_what_success_is_none_is_made_up(env_id: str, action, options) -> None:
-    assert ending_of(env_id, [action], **options).success is None
+    assert make_final_step(env_id, [action], **options).success is None
 
 
 def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one() -> None:
@@ -289,7 +289,7 @@ def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one() -> None:
 
 
 NO_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5000, "[" * 100_000)
-"""What a policy may say that looks like a number to some of Python's functions."""
+"""Texts of a policy that some of Python's functions accept as numbers."""
 
 
 @pytest.mark.parametrize(
@@ -369,23 +369,25 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire: str)
 
 @pytest.mark.slow
 def test_a_server_of_it_keeps_the_rules_of_the_wire() -> None:
-    async def found() -> list[str]:
+    async def result() -> list[str]:
         async with open_client(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
             report = await check_server(client, num_steps=8, seeds=range(3))
-            return [f"{one.name}: {one.detail}" for one in report.checks if not one.ok]
+            return [
+                f"{session.name}: {session.detail}" for session in report.checks if not session.ok
+            ]
 
-    assert asyncio.run(found()) == []
+    assert asyncio.run(result()) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "parsed"),
     [
         ({"is_slipery": False}, "unexpected keyword argument"),
         ({"desc": {1, 2}}, "options must be JSON"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, said) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_cannot_work_are_named(options, parsed) -> None:
+    with pytest.raises(ConfigError, match=parsed):
         make("FrozenLake-v1", **options)()
 
 

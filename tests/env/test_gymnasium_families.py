@@ -1,4 +1,4 @@
-"""What players are shown of Gymnasium: pictures, named numbers, missions, many actions."""
+"""The text for Gymnasium's pictures, named numbers, missions and large action spaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PICTURE = np.arange(32 * 40 * 3, dtype=np.uint8).reshape(32, 40, 3)
 
 
 class Mission(spaces.Space):
-    """Text of a kind of its own, as MiniGrid has it."""
+    """A custom space of text, like the space of MiniGrid."""
 
     def sample(self, mask=None, probability=None):
         return "go to the red ball"
@@ -124,7 +124,7 @@ def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "num_columns", "said"),
+    ("target", "num_columns", "content"),
     [
         ("ludus-families/PictureEnv-v0", 41, "must be 1 to 40, the picture's width, got 41"),
         (
@@ -135,8 +135,8 @@ def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
         ("CartPole-v1", 8, "pictures of height x width"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(target: str, num_columns: int, said) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_drawn_is_refused(target: str, num_columns: int, content) -> None:
+    with pytest.raises(ConfigError, match=content):
         make(target, picture_columns=num_columns)()
 
 
@@ -181,17 +181,17 @@ IDS = {
     "Swimmer-v5": (8, (2,)),
     "Walker2d-v5": (17, (6,)),
 }
-"""How many numbers an observation has, and an action, by Gymnasium's documentation."""
+"""Numbers of values in an observation and in an action, from Gymnasium's documentation."""
 
 
 @pytest.mark.parametrize("env_id", IDS)
 def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
     num_numbers, action_shape = IDS[env_id]
-    known = GUIDES[env_id.rpartition("-")[0]]
-    assert known.instructions
-    assert len(known.number_names(num_numbers)) == min(num_numbers, len(known.numbers)) > 0
-    assert len(set(known.numbers)) == len(known.numbers)
-    assert len(known.controls) == (action_shape[0] if action_shape else 0)
+    guide = GUIDES[env_id.rpartition("-")[0]]
+    assert guide.instructions
+    assert len(guide.number_names(num_numbers)) == min(num_numbers, len(guide.numbers)) > 0
+    assert len(set(guide.numbers)) == len(guide.numbers)
+    assert len(guide.controls) == (action_shape[0] if action_shape else 0)
 
 
 @pytest.mark.parametrize("env_id", IDS)

@@ -35,7 +35,7 @@ OF_WORKERS = {
 }
 
 
-def core_of(factory=CountingEnv, **options) -> SessionCore:
+def get_core(factory=CountingEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
@@ -43,22 +43,22 @@ def in_process(app) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
-async def series_of(client, headers=None) -> dict[tuple[str, str], float]:
-    """Values by name and by the one label beside the environment's."""
+async def read_series(client, headers=None) -> dict[tuple[str, str], float]:
+    """Return the values by name and by the label next to the environment's label."""
     reply = await client.get("/metrics", headers=headers)
     assert reply.status_code == 200
-    found = {}
+    values_by_series = {}
     for family in text_string_to_metric_families(reply.text):
         for sample in family.samples:
             labels = {**sample.labels}
             assert labels.pop("env") == "counting"
-            found[sample.name, next(iter(labels.values()), "")] = sample.value
-    return found
+            values_by_series[sample.name, next(iter(labels.values()), "")] = sample.value
+    return values_by_series
 
 
 async def test_every_series_is_there_before_anything_has_happened() -> None:
-    async with in_process(build_app(core_of(max_sessions=7))) as client:
-        series = await series_of(client)
+    async with in_process(build_app(get_core(max_sessions=7))) as client:
+        series = await read_series(client)
         for code in ErrorCode:
             assert series["env_server_errors_total", code] == 0
         for end in SessionEnd:
@@ -72,7 +72,7 @@ async def test_every_series_is_there_before_anything_has_happened() -> None:
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_what_happens_is_counted(factory) -> None:
-    core = core_of(factory)
+    core = get_core(factory)
     connection = Connection()
     session_id = (await core.open(OpenArgs(ResetArgs(1)), connection)).session_id
     await core.open_group(OpenArgs(), 2)
@@ -82,7 +82,7 @@ async def test_what_happens_is_counted(factory) -> None:
     await core.reset(session_id, ResetArgs())
     core.release(connection)
     async with in_process(build_app(core)) as client:
-        series = await series_of(client)
+        series = await read_series(client)
     assert series["env_server_opens_total", ""] == 3
     assert series["env_server_resets_total", ""] == 4
     assert series["env_server_steps_total", ""] == 2
@@ -96,11 +96,11 @@ async def test_what_happens_is_counted(factory) -> None:
 
 
 async def test_buckets_are_cumulative_and_hold_each_step_once() -> None:
-    core = core_of()
+    core = get_core()
     for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
         core.counts.count_step(duration_s)
     async with in_process(build_app(core)) as client:
-        series = await series_of(client)
+        series = await read_series(client)
     bucket = "env_server_step_duration_seconds_bucket"
     assert [series[bucket, bound] for bound in ("5e-05", "0.0001", "0.5", "60.0", "+Inf")] == [
         1,
@@ -119,7 +119,7 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> Non
     ):
 
         async def workers() -> tuple[float, float]:
-            series = await series_of(client)
+            series = await read_series(client)
             return series[WORKERS, ""], series[WORKER_ENDS, ""]
 
         async with asyncio.timeout(60):
@@ -130,12 +130,12 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any() -> Non
                 await asyncio.sleep(0.02)
 
 
-async def test_two_applications_keep_their_metrics_apart() -> None:
-    first, second = core_of(), core_of()
+async def test_two_applications_have_separate_metrics() -> None:
+    first, second = get_core(), get_core()
     await first.open(OpenArgs())
-    async with in_process(build_app(first)) as one, in_process(build_app(second)) as other:
-        assert (await series_of(one))["env_server_opens_total", ""] == 1
-        assert (await series_of(other))["env_server_opens_total", ""] == 0
+    async with in_process(build_app(first)) as first_app, in_process(build_app(second)) as other:
+        assert (await read_series(first_app))["env_server_opens_total", ""] == 1
+        assert (await read_series(other))["env_server_opens_total", ""] == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_two_applications_keep_their_metrics_apart() -> None:
 )
 async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
     for method in ("GET", "POST", "PUT", "HEAD"):
-        core = core_of()
+        core = get_core()
         async with in_process(build(core)) as client:
             status = (await client.request(method, "/drain")).status_code
         drains = method in methods or (method == "HEAD" and "GET" in methods)
@@ -151,13 +151,13 @@ async def test_only_the_admin_port_drains_on_a_get(build, methods) -> None:
 
 
 async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left() -> None:
-    core = core_of()
+    core = get_core()
     session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
     async with in_process(build_app(core)) as client:
-        left = (await client.post("/drain")).json()
-        assert left == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
+        remaining = (await client.post("/drain")).json()
+        assert remaining == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
         assert (await client.get("/readyz")).status_code == 200
-        assert (await series_of(client))["env_server_draining", ""] == 1
+        assert (await read_series(client))["env_server_draining", ""] == 1
         reply = await client.post("/reset")
         assert (reply.status_code, reply.json()["detail"]["code"]) == (503, "DRAINING")
         reply = await client.post("/step", json={"add": 1}, headers={"x-session-id": session_id})
@@ -165,12 +165,12 @@ async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left
 
 
 async def test_drain_waits_for_the_last_session_but_not_for_ever() -> None:
-    core = core_of()
+    core = get_core()
     session_id = (await core.open(OpenArgs())).session_id
     async with in_process(build_app(core)) as client:
         begun_s = time.monotonic()
-        left = (await client.post("/drain?wait=0.2")).json()
-        assert (left["num_sessions"], time.monotonic() - begun_s > 0.2) == (1, True)
+        remaining = (await client.post("/drain?wait=0.2")).json()
+        assert (remaining["num_sessions"], time.monotonic() - begun_s > 0.2) == (1, True)
         draining = asyncio.create_task(client.post("/drain?wait=60"))
         await asyncio.sleep(0.05)
         await core.close(session_id)
@@ -190,7 +190,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 reply = await client.get(path)
                 assert reply.status_code == 200
                 assert not re.search("counting|session|ludus", reply.text)
-            await series_of(client, {"authorization": "Bearer hush"})
+            await read_series(client, {"authorization": "Bearer hush"})
         async with in_process(build_admin_app(server.core)) as client:
             for path in ("/healthz", "/readyz", "/metrics", "/drain"):
                 assert (await client.get(path)).status_code == 200
@@ -200,7 +200,7 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() 
     async with running(token="hush", admin_port=0) as server:
         assert running().addresses.admin == ""
         async with httpx.AsyncClient(base_url=server.addresses.admin, timeout=60) as client:
-            await series_of(client)
+            await read_series(client)
             for path in ("/reset", "/metadata", "/ws", "/mcp", "/session"):
                 assert (await client.post(path)).status_code == 404
             for path in ("/healthz", "/readyz"):
@@ -211,7 +211,7 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes() 
 
 
 async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
-    core = core_of(ThreadedCountingEnv)
+    core = get_core(ThreadedCountingEnv)
     closed = await core.open(OpenArgs())
     await core.close(closed.session_id)
     connection = Connection()

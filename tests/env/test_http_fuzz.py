@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from ludus.env.http.app import build_app
 from tests.env.counting_env import CountingEnv
-from tests.env.served_app import core_of
+from tests.env.served_app import get_core
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ class PatientEnv(CountingEnv):
         return super().step(action.model_copy(update={"add": action.add % 7 + 1}))
 
 
-app = build_app(core_of(PatientEnv, max_sessions=4))
+app = build_app(get_core(PatientEnv, max_sessions=4))
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
@@ -67,7 +67,7 @@ headers = st.dictionaries(
 
 @pytest.fixture(scope="module")
 def client():
-    core = core_of(ToolEnv, max_sessions=3)
+    core = get_core(ToolEnv, max_sessions=3)
     with TestClient(build_app(core), raise_server_exceptions=True) as client:
         yield client, core
 

@@ -30,7 +30,7 @@ def in_process(app) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
-def core_of(factory=CountingEnv, **options) -> SessionCore:
+def get_core(factory=CountingEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
@@ -56,12 +56,12 @@ async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory) -> 
 
 
 async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         reply = await client.post("/reset")
         cookie = reply.headers["set-cookie"]
         assert cookie.startswith(f"ludus_session={reply.headers['x-session-id']}; ")
         assert cookie.endswith("; HttpOnly; SameSite=Lax; Path=/")
-    mounted = Starlette(routes=[Mount("/envs/count", build_app(core_of()))])
+    mounted = Starlette(routes=[Mount("/envs/count", build_app(get_core()))])
     async with in_process(mounted) as client:
         reply = await client.post("/envs/count/reset")
         assert reply.headers["set-cookie"].endswith("; Path=/envs/count")
@@ -70,7 +70,7 @@ async def test_the_cookie_is_for_this_server_and_for_no_script() -> None:
 
 
 async def test_the_header_names_a_session_as_well() -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         named = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
         client.cookies.clear()
         assert await total_after(client, 1, headers=named) == 1
@@ -81,7 +81,7 @@ async def test_the_header_names_a_session_as_well() -> None:
 
 
 async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset() -> None:
-    core = core_of()
+    core = get_core()
     async with in_process(build_app(core)) as client:
         session_id = (await client.post("/reset")).headers["x-session-id"]
         await total_after(client, 1)
@@ -96,7 +96,7 @@ async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset() 
 
 @pytest.mark.parametrize("path", ["/close", "/session"])
 async def test_a_client_can_end_its_session(path: str) -> None:
-    core = core_of()
+    core = get_core()
     async with in_process(build_app(core)) as client:
         await client.post("/reset")
         assert core.load.num_sessions == 1
@@ -108,7 +108,7 @@ async def test_a_client_can_end_its_session(path: str) -> None:
 
 
 async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(core_clock) -> None:
-    core = core_of()
+    core = get_core()
     sweeping = asyncio.create_task(core.close_idle_forever())
     app = build_app(core, unused_timeout_s=60)
     async with in_process(app) as client:
@@ -155,7 +155,7 @@ async def test_a_full_server_gives_up_unused_http_sessions_first() -> None:
 
 
 async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         await client.post("/reset", json={})
         assert (await client.post("/step", json={"add": 2})).json()["observation"]["total"] == 2
         body = {"action": {"add": 2}, "timeout_s": 15, "request_id": "r"}
@@ -165,7 +165,7 @@ async def test_bare_actions_of_the_first_openenv_are_taken() -> None:
 
 
 async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error() -> None:
-    async with in_process(build_app(core_of(ThreadedCountingEnv))) as client:
+    async with in_process(build_app(get_core(ThreadedCountingEnv))) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": {"add": 99}, "timeout_s": 0.05})
         assert (reply.status_code, reply.json()["detail"]["code"]) == (504, "TIMEOUT")
@@ -180,7 +180,7 @@ async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error(
     ],
 )
 async def test_errors_are_typed_and_the_session_lives_on(action, status: int, code: str) -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         await client.post("/reset", json={})
         reply = await client.post("/step", json={"action": action})
         assert (reply.status_code, reply.json()["detail"]["code"]) == (status, code)
@@ -188,7 +188,7 @@ async def test_errors_are_typed_and_the_session_lives_on(action, status: int, co
 
 
 async def test_a_step_after_the_end_is_a_conflict() -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         await client.post("/reset", json={})
         await total_after(client, 7)
         reply = await client.post("/step", json={"add": 1})
@@ -199,7 +199,7 @@ async def test_legacy_mode_gives_clients_without_cookies_one_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENENV_LEGACY_HTTP", "1")
-    core = core_of()
+    core = get_core()
     async with in_process(build_app(core)) as curl, in_process(build_app(core)) as other:
 
         async def call(path: str, **json):
@@ -243,7 +243,7 @@ async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(
     ],
 )
 async def test_odd_json_is_refused_and_nothing_breaks(body) -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         await client.post("/reset")
         reply = await client.post(
             "/step", content=body, headers={"content-type": "application/json"}
@@ -262,7 +262,7 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
         for _ in range(18):
             yield b" " * 1024 * 1024
 
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         headers = {"content-type": "application/json"}
         reply = await client.post("/step", content=chunks(), headers=headers)
         assert reply.status_code == 413
@@ -277,13 +277,13 @@ async def test_pages_from_elsewhere_are_kept_off_a_local_server() -> None:
 
 
 async def test_an_overlong_session_id_is_no_session() -> None:
-    async with in_process(build_app(core_of())) as client:
+    async with in_process(build_app(get_core())) as client:
         reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
         assert (reply.status_code, len(reply.text) < 500) == (410, True)
 
 
 async def test_opens_on_other_wires_make_room_too() -> None:
-    core = core_of(max_sessions=2)
+    core = get_core(max_sessions=2)
     async with in_process(build_app(core)) as client:
         for _ in range(2):
             await client.post("/reset")

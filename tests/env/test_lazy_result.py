@@ -1,4 +1,4 @@
-"""Results whose JSON is parsed when somebody looks are StepResults in every respect."""
+"""Results whose JSON is parsed on first access behave like StepResults."""
 
 import copy
 import dataclasses

@@ -23,18 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
 
 @pytest.fixture
-def served():
+def legacy():
     with legacy_server() as running:
         yield running
 
 
 @pytest.fixture
-async def client(served):
-    async with await AsyncEnvClient.connect(served[0]) as connected:
+async def client(legacy):
+    async with await AsyncEnvClient.connect(legacy[0]) as connected:
         yield connected
 
 
-async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, served) -> None:
+async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, legacy) -> None:
     assert isinstance(client._transport, LegacyHttpTransport)
     assert (await client.describe()).max_sessions == 1
     session, first = await client.open()
@@ -47,7 +47,7 @@ async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, 
     assert (await session.step({"add": 7})).terminated
     again = await session.reset()
     assert (again.observation["total"], again.step_index) == (0, 0)
-    assert served[1].bodies[:2] == [{}, {"action": {"add": 3}}]
+    assert legacy[1].bodies[:2] == [{}, {"action": {"add": 3}}]
 
 
 async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) -> None:
@@ -65,7 +65,7 @@ async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) 
         await client.open_group(2)
 
 
-async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClient, served) -> None:
+async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClient, legacy) -> None:
     with pytest.raises(ConfigError, match=r"got 7: OpenEnv 0\.1 servers ignore seeds"):
         await client.open(seed=7)
     with pytest.raises(ConfigError, match="got game"):
@@ -77,14 +77,14 @@ async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClie
     session, _ = await client.open()
     with pytest.raises(InvalidCallError, match="does not accept text"):
         await session.step(text="ADD 1")
-    assert served[1].bodies == [{}]
+    assert legacy[1].bodies == [{}]
 
 
-async def test_an_ignored_seed_can_be_allowed(served) -> None:
-    connecting = AsyncEnvClient.connect(served[0], ConnectOptions(allow_ignored_seed=True))
+async def test_an_ignored_seed_can_be_allowed(legacy) -> None:
+    connecting = AsyncEnvClient.connect(legacy[0], ConnectOptions(allow_ignored_seed=True))
     async with await connecting as client:
         await client.open(seed=7)
-    assert served[1].bodies == [{"seed": 7}]
+    assert legacy[1].bodies == [{"seed": 7}]
 
 
 async def test_a_fault_is_an_execution_error_and_the_session_continues(
@@ -96,8 +96,8 @@ async def test_a_fault_is_an_execution_error_and_the_session_continues(
     assert (await session.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_late_answer_is_never_taken_for_the_next_one(served) -> None:
-    address, counter = served
+async def test_a_late_answer_is_never_taken_for_the_next_one(legacy) -> None:
+    address, counter = legacy
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open()
         late = asyncio.create_task(session.step({"add": 98}))
@@ -113,11 +113,11 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(served) -> None:
         assert (await again.step({"add": 1})).observation["total"] == 1
 
 
-async def test_credentials_in_the_address_travel_and_are_never_shown(served) -> None:
-    address = served[0].replace("http://", "http://ann:hunter2@")
+async def test_credentials_in_the_address_travel_and_are_never_shown(legacy) -> None:
+    address = legacy[0].replace("http://", "http://ann:hunter2@")
     async with await AsyncEnvClient.connect(address) as client:
         await client.open()
-        assert served[1].headers[0]["authorization"] == "Basic YW5uOmh1bnRlcjI="
+        assert legacy[1].headers[0]["authorization"] == "Basic YW5uOmh1bnRlcjI="
         with pytest.raises(CapacityError) as caught:
             await client.open()
     assert "hunter2" not in str(caught.value)

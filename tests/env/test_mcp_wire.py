@@ -19,7 +19,7 @@ from tests.env.served import running
 from tests.env.tool_env import ToolEnv
 
 
-def core_of(factory=ToolEnv, **options) -> SessionCore:
+def get_core(factory=ToolEnv, **options) -> SessionCore:
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
@@ -39,7 +39,7 @@ async def post(client, method: str, params=None, **headers):
     return reply.json()
 
 
-async def begun(client) -> dict[str, str]:
+async def initialized(client) -> dict[str, str]:
     """The header of a session that a client began itself."""
     call = request("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
     reply = await client.post("/mcp", json=call)
@@ -62,9 +62,9 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
     ):
         hello = await session.initialize()
         assert hello.server_info.name == factory.name
-        own = ["note", "fail", "wrong"] if factory is ToolEnv else []
+        environment_tools = ["note", "fail", "wrong"] if factory is ToolEnv else []
         listed = (await session.list_tools()).tools
-        assert [tool.name for tool in listed] == own + PLAY_TOOLS
+        assert [tool.name for tool in listed] == environment_tools + PLAY_TOOLS
         assert "add" in listed[-2].input_schema["properties"]
         first = await session.call_tool("start_episode", {"seed": 5})
         assert first.content[0].text == "Count to the end. Total 0."
@@ -83,10 +83,10 @@ async def test_the_standard_client_plays_an_episode(factory) -> None:
     assert server.core.load.num_sessions == 0, "leaving ends the session"
 
 
-async def test_two_standard_clients_play_apart() -> None:
+async def test_two_standard_clients_have_separate_sessions() -> None:
     async with running() as server:
 
-        async def total_of(*adds: int) -> int:
+        async def read_total(*adds: int) -> int:
             async with (
                 streamable_http_client(server.http_address + "/mcp") as streams,
                 ClientSession(streams[0], streams[1]) as session,
@@ -97,21 +97,21 @@ async def test_two_standard_clients_play_apart() -> None:
                     result = await session.call_tool("take_action", {"add": add})
                 return result.structured_content["observation"]["total"]
 
-        assert await asyncio.gather(total_of(1, 1), total_of(2, 2, 3)) == [2, 7]
+        assert await asyncio.gather(read_total(1, 1), read_total(2, 2, 3)) == [2, 7]
 
 
 async def test_the_handshake_is_that_of_streamable_http() -> None:
-    core = core_of()
+    core = get_core()
     async with in_process(core) as client:
-        for asked, given in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
+        for requested, negotiated in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
             reply = await client.post(
-                "/mcp", json=request("initialize", {"protocolVersion": asked})
+                "/mcp", json=request("initialize", {"protocolVersion": requested})
             )
-            assert reply.json()["result"]["protocolVersion"] == given
+            assert reply.json()["result"]["protocolVersion"] == negotiated
             assert reply.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}
         ticket = {"mcp-session-id": reply.headers["mcp-session-id"]}
-        told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        reply = await client.post("/mcp", json=told, headers=ticket)
+        log_message = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        reply = await client.post("/mcp", json=log_message, headers=ticket)
         assert (reply.status_code, reply.content) == (202, b"")
         assert (await post(client, "ping", **ticket))["result"] == {}
         assert (await client.get("/mcp")).status_code == 405
@@ -123,7 +123,7 @@ async def test_the_handshake_is_that_of_streamable_http() -> None:
 
 
 async def test_a_forged_ticket_is_no_session() -> None:
-    async with in_process(core_of()) as client:
+    async with in_process(get_core()) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
         for forged in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
             headers = {"mcp-session-id": forged}
@@ -151,7 +151,7 @@ async def test_a_forged_ticket_is_no_session() -> None:
     ],
 )
 async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code: str) -> None:
-    async with in_process(core_of()) as client:
+    async with in_process(get_core()) as client:
         reply = await client.post("/mcp", content=body)
         assert reply.status_code == 200
         answer = reply.json()
@@ -160,7 +160,7 @@ async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code:
 
 
 async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() -> None:
-    core = core_of()
+    core = get_core()
     async with in_process(core) as client:
         session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
         assert names(await post(client, "tools/list")) == ["note", "fail", "wrong"]
@@ -184,7 +184,7 @@ async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() 
 
 
 async def test_a_call_without_a_session_has_an_environment_of_its_own() -> None:
-    core = core_of()
+    core = get_core()
     async with in_process(core) as client:
         for _ in range(2):
             result = (await post(client, "tools/call", {"name": "note"}))["result"]
@@ -193,7 +193,7 @@ async def test_a_call_without_a_session_has_an_environment_of_its_own() -> None:
 
 
 async def test_a_full_server_says_how_full() -> None:
-    async with in_process(core_of(max_sessions=1)) as client:
+    async with in_process(get_core(max_sessions=1)) as client:
         await post(client, "openenv/session/create")
         for method in ("openenv/session/create", "initialize"):
             error = (await post(client, method))["error"]
@@ -202,17 +202,17 @@ async def test_a_full_server_says_how_full() -> None:
 
 
 async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> None:
-    async with in_process(core_of(CountingEnv)) as client:
+    async with in_process(get_core(CountingEnv)) as client:
         for method in ("tools/list", "tools/call"):
             error = (await post(client, method, {"name": "x"}))["error"]
             assert error["code"] == -32603
             assert error["message"] == "Environment does not support MCP"
-        assert names(await post(client, "tools/list", **await begun(client))) == PLAY_TOOLS
+        assert names(await post(client, "tools/list", **await initialized(client))) == PLAY_TOOLS
 
 
 async def test_what_a_player_does_wrong_is_a_result() -> None:
-    async with in_process(core_of(CountingEnv)) as client:
-        ticket = await begun(client)
+    async with in_process(get_core(CountingEnv)) as client:
+        ticket = await initialized(client)
         for name, arguments, code in (
             ("take_action", {"add": 1}, "NOT_RESET"),
             ("start_episode", {"seed": -1}, "VALIDATION_ERROR"),
@@ -280,8 +280,8 @@ async def test_frames_on_the_environments_socket_share_its_session() -> None:
         await ask(socket, {"type": "mcp", "data": request("initialize")})
         listed = await ask(socket, {"type": "mcp", "data": request("tools/list")})
         assert names(listed["data"]) == ["note", "fail", "wrong"]
-        told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        assert (await ask(socket, {"type": "mcp", "data": told}))["type"] == "mcp"
+        log_message = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        assert (await ask(socket, {"type": "mcp", "data": log_message}))["type"] == "mcp"
         assert server.core.load.num_sessions == 1
 
 
@@ -314,7 +314,7 @@ async def test_tool_actions_of_openenv_go_through_step() -> None:
             assert (failed["result"], failed["error"]["error_type"]) == (None, kind)
         await ask(socket, {"type": "reset"})
         assert (await step({"add": 1}))["observation"]["total"] == 1
-    async with in_process(core_of()) as client:
+    async with in_process(get_core()) as client:
         body = {"action": call("note", {"text": "b"})}
         reply = (await client.post("/step", json=body)).json()
         assert reply["observation"]["result"]["data"] == {"notes": ["b"]}

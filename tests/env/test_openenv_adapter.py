@@ -1,4 +1,4 @@
-"""Environments that were written for OpenEnv run unchanged, beside its own published packages.
+"""Unmodified environments of OpenEnv run next to OpenEnv's published packages.
 
 `make test` has its newest version, `make conformance` the older ones too.
 """
@@ -20,7 +20,7 @@ SUM = "openenv:upstream_dataclass_environment:SumEnvironment"
 SUM_APP = "openenv:upstream_dataclass_environment:app"
 
 
-def told_by(version: str, *targets: str) -> dict:
+def describe_environment(version: str, *targets: str) -> dict:
     ended = run_beside_upstream(version, "upstream_adapter_program.py", *targets)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
@@ -30,19 +30,19 @@ OLDER = [pytest.param(version, marks=pytest.mark.conformance) for version in ("0
 
 
 @pytest.fixture(scope="module", params=[*OLDER, "0.10.0"])
-def told(request: pytest.FixtureRequest) -> dict:
-    return told_by(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
+def output(request: pytest.FixtureRequest) -> dict:
+    return describe_environment(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, ONE_THREAD, APP])
-def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(told, target: str) -> None:
-    assert told[target]["broken"] == {}
-    assert told[target]["broken_on_wire"] == {}
+def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(output, target: str) -> None:
+    assert output[target]["broken"] == {}
+    assert output[target]["broken_on_wire"] == {}
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
-def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target: str) -> None:
-    first, *steps = told[target]["played"]
+def test_a_truncated_episode_is_told_apart_from_a_terminated_one(output, target: str) -> None:
+    first, *steps = output[target]["played"]
     assert first[1] is None
     assert first[4] == {"reset_reward": 0.0}
     assert first[0]["hint"] == "guess"
@@ -51,46 +51,46 @@ def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target: s
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
-def test_the_end_succeeds_where_its_metadata_say_so(told, target: str) -> None:
-    first, *steps = told[target]["played"]
+def test_the_end_succeeds_where_its_metadata_say_so(output, target: str) -> None:
+    first, *steps = output[target]["played"]
     assert [step[5] for step in (first, *steps)] == [None] * 5 + [False]
 
 
-def test_schema_state_and_models_are_those_of_the_foreign_types(told) -> None:
-    schema = told[GUESS]["action_schema"]
+def test_schema_state_and_models_are_those_of_the_foreign_types(output) -> None:
+    schema = output[GUESS]["action_schema"]
     assert schema["properties"]["number"]["maximum"] == 9
     assert schema["required"] == ["number"]
-    assert set(told[GUESS]["observation_schema"]["properties"]) == {"metadata", "hint", "thread"}
-    assert told[GUESS]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
+    assert set(output[GUESS]["observation_schema"]["properties"]) == {"metadata", "hint", "thread"}
+    assert output[GUESS]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
 
 
-def test_a_class_that_allows_one_session_gets_one_in_a_process(told) -> None:
-    assert told[ASYNC_GUESS]["second"] == "CAPACITY_REACHED"
-    assert told[GUESS]["second"] is None
+def test_a_class_that_allows_one_session_gets_one_in_a_process(output) -> None:
+    assert output[ASYNC_GUESS]["second"] == "CAPACITY_REACHED"
+    assert output[GUESS]["second"] is None
 
 
-def test_each_environment_has_its_thread_or_all_share_one(told) -> None:
+def test_each_environment_has_its_thread_or_all_share_one(output) -> None:
     for target in (GUESS, ONE_THREAD):
-        threads = {step[0]["thread"] for step in told[target]["played"][1:]}
+        threads = {step[0]["thread"] for step in output[target]["played"][1:]}
         assert threads == {f"openenv {target}"}
 
 
-def test_tools_are_offered_called_and_refused(told) -> None:
-    assert told[TOOLS]["tools"] == ["echo"]
-    assert told[TOOLS]["echo"] == {"result": "hi"}
-    assert told[TOOLS]["no_tool"] == "TOOL_ERROR"
-    assert told[TOOLS]["listed"][0]["name"] == "echo"
-    assert told[TOOLS]["played"][1][0]["result"]["data"] == "hi"
-    assert told[TOOLS]["broken_on_wire"] == {}
+def test_tools_are_offered_called_and_refused(output) -> None:
+    assert output[TOOLS]["tools"] == ["echo"]
+    assert output[TOOLS]["echo"] == {"result": "hi"}
+    assert output[TOOLS]["no_tool"] == "TOOL_ERROR"
+    assert output[TOOLS]["listed"][0]["name"] == "echo"
+    assert output[TOOLS]["played"][1][0]["result"]["data"] == "hi"
+    assert output[TOOLS]["broken_on_wire"] == {}
 
 
 @pytest.mark.conformance
 def test_dataclasses_of_the_first_generation_work_too() -> None:
-    told = told_by("0.1.1", SUM, SUM_APP)
+    output = describe_environment("0.1.1", SUM, SUM_APP)
     for target in (SUM, SUM_APP):
-        assert told[target]["broken"] == {}
-        assert told[target]["broken_on_wire"] == {}
-        totals = [step[0]["total"] for step in told[target]["played"]]
+        assert output[target]["broken"] == {}
+        assert output[target]["broken_on_wire"] == {}
+        totals = [step[0]["total"] for step in output[target]["played"]]
         assert totals == [0, 4, 8, 12]
-        assert told[target]["played"][-1][2]
-        assert told[target]["state"]["total"] == 0
+        assert output[target]["played"][-1][2]
+        assert output[target]["state"]["total"] == 0

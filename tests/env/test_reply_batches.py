@@ -1,4 +1,4 @@
-"""How calls and replies share messages on a stream."""
+"""Calls and replies share messages on a stream."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NUM_SESSIONS = 32
 
 async def open_sessions(call, num_sessions: int) -> list[str]:
     opens = [pb.Call(call_id=n + 1, open=pb.OpenRequest()) for n in range(num_sessions)]
-    for one in opens:
-        one.open.reset.seed = 1
+    for single in opens:
+        single.open.reset.seed = 1
     await call.write(pb.CallBatch(calls=opens))
     replies: list[pb.Reply] = []
     while len(replies) < num_sessions:
@@ -34,19 +34,19 @@ def step(call_id: int, session_id: str) -> pb.CallBatch:
 
 
 async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_order() -> None:
-    async with grpc_served() as served, grpc.aio.insecure_channel(target_of(served)) as channel:
+    async with grpc_served() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
         call = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(call, NUM_SESSIONS)
         nums_of_batches = []
         for step_index in range(1, NUM_STEPS + 1):  # a busy server may get calls one by one
-            wanted = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
-            for call_id, session_id in zip(wanted, session_ids, strict=True):
+            expected = list(range(step_index * 100, step_index * 100 + NUM_SESSIONS))
+            for call_id, session_id in zip(expected, session_ids, strict=True):
                 await call.write(step(call_id, session_id))
             batches = []
             while sum(len(batch.replies) for batch in batches) < NUM_SESSIONS:
                 batches.append(await call.read())
             replies = [reply for batch in batches for reply in batch.replies]
-            assert [reply.call_id for reply in replies] == wanted
+            assert [reply.call_id for reply in replies] == expected
             assert all(reply.result.step_index == step_index for reply in replies)
             nums_of_batches.append(len(batches))
         assert min(nums_of_batches) < NUM_SESSIONS
@@ -54,7 +54,7 @@ async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_o
 
 
 async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_sending() -> None:
-    async with grpc_served() as served, grpc.aio.insecure_channel(target_of(served)) as channel:
+    async with grpc_served() as served, grpc.aio.insecure_channel(read_target(served)) as channel:
         call = env_pb2_grpc.EnvServiceStub(channel).Connect()
         session_ids = await open_sessions(call, 3)
         await call.write(pb.CallBatch())  # an empty batch is no end
@@ -83,5 +83,5 @@ async def test_a_client_can_send_one_call_per_message() -> None:
         assert [result.step_index for result in results] == [1] * len(opened)
 
 
-def target_of(served) -> str:
+def read_target(served) -> str:
     return served.address.removeprefix("grpc://")

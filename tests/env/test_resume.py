@@ -51,7 +51,7 @@ async def behind_a_proxy(factory=CountingEnv, **options):
 
 
 async def end_all(server: GrpcServed) -> None:
-    """What an idle sweep, a killed worker or a crash does to sessions."""
+    """End all sessions, like an idle sweep, a killed worker or a crash."""
     for session_id in list(server.core.open_sessions):
         await server.core.close(session_id)
 
@@ -194,7 +194,7 @@ async def test_resume_over_websocket() -> None:
 
 
 class MoodyToolEnv(ToolEnv):
-    """Its tools answer differently each time."""
+    """An environment whose tools return a different result each time."""
 
     calls = itertools.count()
 

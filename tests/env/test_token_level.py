@@ -14,7 +14,7 @@ from ludus.proto.errors import ConfigError, EpisodeStateError, IllegalActionErro
 from tests.env.token_env import END, NUM_TOKENS, TOKENS, CountingTokens
 
 
-def begun(**options):
+def start_episode(**options):
     environment = TokenLevelEnvironment(TOKENS, **options)
     first = environment.reset(seed=3)
     return environment, first.observation.token_ids
@@ -38,7 +38,7 @@ def test_a_token_level_environment_keeps_the_contract() -> None:
 
 
 def test_every_token_of_an_answer_has_its_reward() -> None:
-    environment, (_, last) = begun()
+    environment, (_, last) = start_episode()
     result = environment.step(TokenAnswer(token_ids=[last + 1, last + 2, 40]))
     assert result.observation.rewards == [1.0, 1.0, 0.0]
     assert result.observation.token_ids == [0, last, last + 1, last + 2, 40]
@@ -46,7 +46,7 @@ def test_every_token_of_an_answer_has_its_reward() -> None:
 
 
 def test_tokens_after_the_end_are_not_taken() -> None:
-    environment, _ = begun()
+    environment, _ = start_episode()
     result = environment.step(TokenAnswer(token_ids=[8, END, 10, 11]))
     assert result.observation.rewards == [0.0, 1.0]
     assert result.terminated and result.info == {"last": END}
@@ -55,21 +55,21 @@ def test_tokens_after_the_end_are_not_taken() -> None:
 
 
 def test_an_answer_stops_where_the_environment_puts_in_a_token_of_its_own() -> None:
-    environment, (_, last) = begun()
+    environment, (_, last) = start_episode()
     result = environment.step(TokenAnswer(token_ids=[5, 6, 7]))
     assert result.observation.rewards == [0.0]
     assert result.observation.token_ids == [0, last, 5, 50]
 
 
 def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
-    environment, _ = begun(max_episode_steps=2)
+    environment, _ = start_episode(max_episode_steps=2)
     result = environment.step(TokenAnswer(token_ids=[1, 1, 1]))
     assert len(result.observation.rewards) == 2
     assert result.truncated and not result.terminated
 
 
 def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
-    environment, first = begun()
+    environment, first = start_episode()
     with pytest.raises(IllegalActionError, match="50256, got 50257"):
         environment.step(TokenAnswer(token_ids=[1, NUM_TOKENS]))
     assert environment.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
@@ -93,12 +93,12 @@ def test_the_module_of_an_entry_point_may_lie_in_a_folder_that_is_named(tmp_path
 
 
 def test_an_environment_serves_one_session_after_the_other() -> None:
-    environment, _ = begun(first=3)
-    before = CountingTokens.num_made
+    environment, _ = start_episode(first=3)
+    previous = CountingTokens.num_made
     environment.close()
-    again, first = begun(first=3)
-    other, _ = begun(first=3)
-    assert CountingTokens.num_made == before + 1
+    again, first = start_episode(first=3)
+    other, _ = start_episode(first=3)
+    assert CountingTokens.num_made == previous + 1
     again.step(TokenAnswer(token_ids=[1]))
     assert other.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
 

@@ -1,4 +1,4 @@
-"""What a caller gives and no wire has room for: refused alike on all, and the session plays on."""
+"""Calls that cannot be encoded are refused equally on all wires, and the session continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = "\ud800"
 
 
 async def refusals(address: str) -> list[str]:
-    """What is said of calls that cannot be written; a step beside each of them is answered."""
+    """Return the messages for calls that cannot be encoded."""
     async with await AsyncEnvClient.connect(address) as client:
         session, _ = await client.open(seed=1)
         calls = {
@@ -33,15 +33,15 @@ async def refusals(address: str) -> list[str]:
             "an argument": lambda: session.call_tool("note", {"text": LONG}),
             "a seed": lambda: session.reset(seed=1.5),
         }
-        said = []
+        messages = []
         for name, call in calls.items():
             with pytest.raises(InvalidCallError) as caught:
                 await call()
-            said.append(f"{name}: {caught.value.message}")
+            messages.append(f"{name}: {caught.value.message}")
         with pytest.raises(InvalidCallError, match="a call must be plain JSON"):
             await session.call_tool(HALF, {})
         assert (await session.step({"add": 2})).step_index == 1
-        return said
+        return messages
 
 
 async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each() -> None:

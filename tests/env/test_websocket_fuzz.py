@@ -19,7 +19,7 @@ from ludus.proto.errors import ErrorCode
 from tests.env.counting_env import CountingEnv
 from tests.env.polling import eventually, wait_for_sessions
 from tests.env.served import running
-from tests.env.served_app import core_of, serving
+from tests.env.served_app import get_core, serving
 from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ def caplog_at_error(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
 async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
-    core = core_of(CountingEnv)
+    core = get_core(CountingEnv)
     async with (
         serving(build_app(core)) as authority,
         connect(f"ws://{authority}/ws") as neighbour,
@@ -198,7 +198,7 @@ async def test_an_odd_frame_ends_at_most_its_own_connection(frame) -> None:
 
 
 async def test_a_message_beyond_the_bound_closes_its_connection_only() -> None:
-    core = core_of(CountingEnv)
+    core = get_core(CountingEnv)
     async with (
         serving(build_app(core)) as authority,
         connect(f"ws://{authority}/ws", compression=None) as socket,
@@ -220,12 +220,12 @@ RESET_FRAME = b'\x81\x90\x00\x00\x00\x00{"type":"reset"}'
 async def drop_a_socket(host: str, port: int, generator: random.Random) -> None:
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(HANDSHAKE % generator.choice((b"/ws", b"/ws?ludus=1", b"/mcp")))
-    how_far = generator.randrange(4)
-    if how_far >= 1:
+    progress = generator.randrange(4)
+    if progress >= 1:
         await reader.readuntil(b"\r\n\r\n")
-    if how_far >= 2:
-        writer.write(RESET_FRAME[: 22 if how_far == 3 else 9])
-    if how_far == 3:
+    if progress >= 2:
+        writer.write(RESET_FRAME[: 22 if progress == 3 else 9])
+    if progress == 3:
         await reader.read(1)
     writer.transport.abort()
 

@@ -1,4 +1,4 @@
-"""How a session on `/ws` begins, is attached to, and ends."""
+"""The start, the reuse and the end of a session on `/ws`."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from ludus.proto.errors import CapacityError
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
 from tests.env.polling import eventually, limit_steps, move_loop_clock, turns_of_the_loop
 from tests.env.served import running
-from tests.env.served_app import core_of, serving
+from tests.env.served_app import get_core, serving
 
 
 def socket_to(authority: str, query: str = ""):
@@ -29,7 +29,7 @@ async def ask(socket, message):
     return json.loads(await asyncio.wait_for(socket.recv(), 60))
 
 
-async def closed(socket) -> tuple[int, str]:
+async def wait_for_close(socket) -> tuple[int, str]:
     """Close code and reason, once nothing else came before."""
     with pytest.raises(ConnectionClosed):
         await asyncio.wait_for(socket.recv(), 60)
@@ -42,7 +42,7 @@ def factory(request: pytest.FixtureRequest):
 
 
 async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) -> None:
-    core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
+    core = get_core(factory, max_sessions=1, wait_for_slot_s=60)
     async with serving(build_app(core)) as authority:
         first = await socket_to(authority)
         await ask(first, {"type": "reset"})
@@ -54,7 +54,7 @@ async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory) ->
 
 
 async def test_a_client_that_leaves_stops_waiting(factory) -> None:
-    core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
+    core = get_core(factory, max_sessions=1, wait_for_slot_s=60)
     async with serving(build_app(core)) as authority, socket_to(authority) as first:
         await ask(first, {"type": "reset"})
         second = await socket_to(authority)
@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_stops_waiting(factory) -> None:
 
 
 async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
-    core = core_of(max_sessions=1, wait_for_slot_s=0.1)
+    core = get_core(max_sessions=1, wait_for_slot_s=0.1)
     async with (
         serving(build_app(core)) as authority,
         socket_to(authority) as first,
@@ -75,45 +75,45 @@ async def test_a_wait_in_vain_ends_with_a_refusal() -> None:
         await ask(first, {"type": "state"})
         reply = await ask(second, {"type": "reset"})
         assert reply["data"]["code"] == "CAPACITY_REACHED"
-        assert (await closed(second))[0] == 1000
+        assert (await wait_for_close(second))[0] == 1000
 
 
 @pytest.mark.slow
 async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock) -> None:
-    core = core_of(factory, idle_timeout_s=60)
+    core = get_core(factory, idle_timeout_s=60)
     sweeping = asyncio.create_task(core.close_idle_forever())
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         core_clock.move_on(60)
-        assert await closed(socket) == (1001, "it was idle for 60 s")
+        assert await wait_for_close(socket) == (1001, "it was idle for 60 s")
         assert core.load.num_sessions == 0
     sweeping.cancel()
 
 
 async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes() -> None:
-    core = core_of(ThreadedCountingEnv)
+    core = get_core(ThreadedCountingEnv)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         limit_steps(core, 0.25)
         reply = await ask(socket, {"type": "step", "data": {"add": 99}})
         assert reply["data"]["code"] == "TIMEOUT"
-        assert await closed(socket) == (1011, "a step took longer than 0.25 s")
+        assert await wait_for_close(socket) == (1011, "a step took longer than 0.25 s")
 
 
 async def test_a_server_that_shuts_down_says_so(factory) -> None:
-    core = core_of(factory)
+    core = get_core(factory)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
         await core.shut_down()
-        assert await closed(socket) == (1001, "the server is shutting down")
+        assert await wait_for_close(socket) == (1001, "the server is shutting down")
     async with running(factory) as server:
         socket = await socket_to(server.http_address.removeprefix("http://"))
         await ask(socket, {"type": "reset"})
-    assert await closed(socket) == (1001, "the server is shutting down")
+    assert await wait_for_close(socket) == (1001, "the server is shutting down")
 
 
 async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> None:
-    core = core_of(factory)
+    core = get_core(factory)
     app = build_app(core)
     async with (
         serving(app) as authority,
@@ -132,7 +132,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
                 refused = json.loads(await second.recv())["data"]
                 assert refused["code"] == "SESSION_ERROR"
                 assert refused["message"].endswith("already has an attached WebSocket")
-                assert (await closed(second))[0] == 1000
+                assert (await wait_for_close(second))[0] == 1000
             assert core.load.num_sessions == 1
         async with socket_to(authority, f"?session_id={session_id}") as socket:
             state = (await ask(socket, {"type": "state"}))["data"]
@@ -147,11 +147,11 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
                 "message": f"Unknown session_id: {session_id}",
                 "code": "SESSION_ERROR",
             }
-            assert (await closed(socket))[0] == 1000
+            assert (await wait_for_close(socket))[0] == 1000
 
 
 async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_without_end() -> None:
-    core = core_of()
+    core = get_core()
     async with serving(build_app(core)) as authority, socket_to(authority) as reading:
         host, _, port = authority.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
@@ -174,7 +174,7 @@ async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_witho
 
 
 async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
-    core = core_of()
+    core = get_core()
     app = build_app(core)
     async with serving(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
         socket = await socket_to(authority)
@@ -188,7 +188,7 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
 
 
 async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> None:
-    core = core_of(factory)
+    core = get_core(factory)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         messages = [{"type": "reset"}]
         messages += [{"type": "step", "data": {"add": 1}}, {"type": "state"}, {"type": "nope"}] * 4
@@ -202,7 +202,7 @@ async def test_replies_keep_their_order_when_a_client_does_not_wait(factory) -> 
 
 
 class StuckEnv(ThreadedCountingEnv):
-    """Its steps wait for the test."""
+    """An environment whose steps wait for the test."""
 
     entered = threading.Event()
     may_leave = threading.Event()
@@ -214,7 +214,7 @@ class StuckEnv(ThreadedCountingEnv):
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once() -> None:
-    core = core_of(StuckEnv, max_sessions=1)
+    core = get_core(StuckEnv, max_sessions=1)
     async with serving(build_app(core)) as authority:
         socket = await socket_to(authority)
         await ask(socket, {"type": "reset"})
@@ -236,7 +236,7 @@ async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so
             reply = await ask(unruly, {"type": "step", "data": {"add": Deed.EXIT}})
             assert reply["data"]["code"] == "SESSION_LOST"
             for socket in (unruly, neighbour):
-                code, reason = await closed(socket)
+                code, reason = await wait_for_close(socket)
                 assert (code, "worker" in reason) == (1011, True), reason
         async with socket_to(authority) as socket:
             assert (await ask(socket, {"type": "reset"}))["type"] == "observation"
@@ -252,7 +252,7 @@ class RequestedEnv(CountingEnv):
 async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
     headers = {"x-request-id": "r-7"}
     async with (
-        serving(build_app(core_of(RequestedEnv))) as authority,
+        serving(build_app(get_core(RequestedEnv))) as authority,
         connect(f"ws://{authority}/ws", additional_headers=headers) as socket,
         httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):

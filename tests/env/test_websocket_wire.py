@@ -65,7 +65,7 @@ async def test_close_gets_no_reply_and_the_socket_closes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "code", "said"),
+    ("message", "code", "text"),
     [
         ("{", "INVALID_JSON", "Invalid JSON: "),
         ({"type": "bogus"}, "UNKNOWN_TYPE", "Unknown message type: bogus"),
@@ -83,13 +83,13 @@ async def test_close_gets_no_reply_and_the_socket_closes() -> None:
         ({"type": "step", "data": {"add": 0}}, "ILLEGAL_ACTION", "expected to add something"),
     ],
 )
-async def test_a_bad_message_is_answered_and_the_session_stays(message, code: str, said) -> None:
+async def test_a_bad_message_is_answered_and_the_session_stays(message, code: str, text) -> None:
     async with running() as server, socket_to(server) as socket:
         await ask(socket, {"type": "reset"})
         reply = json.loads(await ask(socket, message))
         assert reply["type"] == "error"
         assert reply["data"]["code"] == code
-        assert reply["data"]["message"].startswith(said)
+        assert reply["data"]["message"].startswith(text)
         assert '"total":1' in await ask(socket, {"type": "step", "data": {"add": 1}})
 
 

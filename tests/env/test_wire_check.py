@@ -15,7 +15,7 @@ from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from tests.env.served import WIRES, running, server_address
 
 
-async def report_of(
+async def check_wire(
     factory=CountingEnv, wire: str = "grpc", max_sessions=6, **options
 ) -> CheckReport:
     async with (
@@ -25,7 +25,7 @@ async def report_of(
         return await check_server(client, num_steps=8, seeds=range(4), **options)
 
 
-def broken(report: CheckReport) -> dict[str, str]:
+def broken_rules(report: CheckReport) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
@@ -33,7 +33,7 @@ def broken(report: CheckReport) -> dict[str, str]:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
-    report = await report_of(factory, wire)
+    report = await check_wire(factory, wire)
     report.raise_if_failed()
     assert len(report.checks) == 18
     assert [check.verdict for check in report.checks] == ["ok"] * 18
@@ -42,18 +42,18 @@ async def test_a_sound_server_keeps_every_rule(factory, wire: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire: str) -> None:
-    report = await report_of(wire=wire, max_sessions=1)
+    report = await check_wire(wire=wire, max_sessions=1)
     not_offered = [check.name for check in report.checks if check.verdict == "not offered"]
     assert not_offered == [
         "parallel_sessions_are_independent",
         "a_group_starts_with_equal_observations",
     ]
-    assert broken(report) == {}
+    assert broken_rules(report) == {}
 
 
 @pytest.mark.slow
 async def test_a_large_server_is_not_filled() -> None:
-    report = await report_of(max_sessions=200)
+    report = await check_wire(max_sessions=200)
     assert report.ok
     assert report.checks[0].verdict == "not offered"
 
@@ -84,8 +84,8 @@ async def test_only_who_says_so_over_the_wire_may_take_any_text(
     wire: str, renderer, verdict
 ) -> None:
     kind = type("Counting", (CountingEnv,), {"text_renderer": renderer})
-    found = broken(await report_of(kind, wire))
-    assert {name.partition("_")[0] for name in found} == verdict
+    detail_by_rule = broken_rules(await check_wire(kind, wire))
+    assert {name.partition("_")[0] for name in detail_by_rule} == verdict
 
 
 class IgnoresItsSeed(CountingEnv):
@@ -140,9 +140,9 @@ class ScoresAReset(CountingEnv):
     ],
 )
 async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule: str) -> None:
-    found = broken(await report_of(factory))
-    assert rule in found
-    assert found[rule].startswith("expected ")
+    detail_by_rule = broken_rules(await check_wire(factory))
+    assert rule in detail_by_rule
+    assert detail_by_rule[rule].startswith("expected ")
 
 
 def forget_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +200,8 @@ async def test_a_server_that_breaks_a_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, sabotage, rules
 ) -> None:
     sabotage(monkeypatch)
-    found = broken(await report_of(max_sessions=12, timeout_s=10))
-    assert rules <= set(found)
+    detail_by_rule = broken_rules(await check_wire(max_sessions=12, timeout_s=10))
+    assert rules <= set(detail_by_rule)
 
 
 @pytest.mark.slow
@@ -210,8 +210,8 @@ async def test_a_rule_without_an_end_is_broken_and_the_others_go_on() -> None:
         def step(self, action: CountAction):
             return super().step(CountAction(add=99))
 
-    report = await report_of(Hangs, timeout_s=0.3)
-    assert "did not end within 0.3 s" in broken(report)["seeds_are_not_ignored"]
+    report = await check_wire(Hangs, timeout_s=0.3)
+    assert "did not end within 0.3 s" in broken_rules(report)["seeds_are_not_ignored"]
     assert len(report.checks) == 18
 
 

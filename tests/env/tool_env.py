@@ -1,4 +1,4 @@
-"""A counting environment with tools of its own."""
+"""A counting environment with tools."""
 
 from typing import Any
 

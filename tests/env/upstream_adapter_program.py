@@ -1,4 +1,4 @@
-"""Drives foreign environments through our SDK, in a virtual environment beside OpenEnv's.
+"""A program that uses foreign environments through our SDK in a virtual environment with OpenEnv.
 
 Arguments: targets. Prints a JSON object: for each target what the checks found, and an episode.
 """
@@ -41,7 +41,7 @@ def story(target: str) -> dict[str, Any]:
     told["state"] = environment.state.model_dump(mode="json")
     environment.close()
     if not description.tools:
-        told["broken"] = broken(check_environment(factory, num_steps=8))
+        told["broken"] = faults(check_environment(factory, num_steps=8))
     told["broken_on_wire"], told["not_offered"], told["played"] = asyncio.run(on_wire(factory))
     return told
 
@@ -63,10 +63,10 @@ async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
         played = [
             [r.observation, r.reward, r.terminated, r.truncated, r.info, r.success] for r in results
         ]
-        return broken(report), offered, played
+        return faults(report), offered, played
 
 
-def broken(report: CheckReport) -> dict[str, str]:
+def faults(report: CheckReport) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 

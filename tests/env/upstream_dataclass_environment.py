@@ -1,4 +1,4 @@
-"""An environment as users of OpenEnv 0.1 write them; imported beside that package only."""
+"""An environment in the style of OpenEnv 0.1; it needs that package."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Environments as users of OpenEnv 0.2 to 0.10 write them; imported beside that package only."""
+"""Environments in the style of OpenEnv 0.2 to 0.10; they need that package."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class GuessEnvironment(Environment):
     def step(self, action: GuessAction, timeout_s=None, **kwargs) -> GuessObservation:  # type: ignore[override]
         self._database.execute("select 1")
         self._state.step_count += 1
-        found = action.number == self._state.secret
+        result = action.number == self._state.secret
         out_of_tries = self._state.step_count >= 5
-        hint = "yes" if found else "higher" if action.number < self._state.secret else "lower"
+        hint = "yes" if result else "higher" if action.number < self._state.secret else "lower"
         return GuessObservation(
             hint=hint,
             thread=threading.current_thread().name.rpartition("_")[0],
-            done=found or out_of_tries,
-            reward=1.0 if found else 0.0,
-            metadata={"truncated": out_of_tries and not found, "success": found},
+            done=result or out_of_tries,
+            reward=1.0 if result else 0.0,
+            metadata={"truncated": out_of_tries and not result, "success": result},
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Virtual environments that hold OpenEnv's own package beside what our SDK requires.
+"""Virtual environments that contain OpenEnv's package and the requirements of our SDK.
 
 Ours is found through PYTHONPATH, as in an editable installation.
 """
@@ -24,7 +24,7 @@ REQUIREMENT_OF = {
 
 
 def upstream_python(version: str) -> Path:
-    """The interpreter beside an OpenEnv of that version; its folder is made once, then kept."""
+    """Return the interpreter of the environment with an OpenEnv version, which is created once."""
     requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
     return python_in(f"upstream-sdk-openenv-{version}", requirements)
 
@@ -44,11 +44,11 @@ def run_beside_upstream(version: str, script: str, *arguments: str) -> subproces
 
 
 def _sdk_requirements() -> list[str]:
-    found = []
+    interpreter = []
     for folder in (ROOT / "proto", ROOT / "envs" / "sdk"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        found += [name for name in project["dependencies"] if not name.startswith("ludus-")]
-    return found
+        interpreter += [name for name in project["dependencies"] if not name.startswith("ludus-")]
+    return interpreter
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An environment of tools, as users of OpenEnv write them; imported beside that package only."""
+"""An environment with tools in the style of OpenEnv; it needs that package."""
 
 from fastmcp import FastMCP
 from openenv.core.env_server.mcp_environment import MCPEnvironment

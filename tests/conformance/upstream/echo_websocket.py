@@ -15,7 +15,9 @@ except ImportError:  # before 0.3
 
 
 def synchronous(client):
-    return client.sync() if hasattr(client, "sync") else client  # 0.2.1 is synchronous by itself
+    return (
+        client.sync() if hasattr(client, "sync") else client
+    )  # the client of 0.2.1 is synchronous
 
 
 def echo(address: str) -> dict:

@@ -30,7 +30,7 @@ def model(**fields: Any) -> ChatOpenAI:
 
 
 def shown(message: Any) -> dict[str, Any]:
-    """What a message holds."""
+    """Return the content of a message."""
     calls = [[call["name"], call["args"], call["id"]] for call in message.tool_calls]
     usage = message.usage_metadata
     return {
@@ -55,13 +55,13 @@ def several() -> list[str]:
 
 
 def logprobs() -> list[float]:
-    """Of an answer's tokens."""
+    """Return the log-probs of a response's tokens."""
     told = model(logprobs=True).invoke(QUESTION).response_metadata["logprobs"]["content"]
     return [one["logprob"] for one in told]
 
 
 def refused(method: str) -> str:
-    """How an answer is refused that has to fit a schema."""
+    """Return the refusal of a response that must fit a schema."""
     try:
         model().with_structured_output(Look, method=method).invoke(QUESTION)
     except BadRequestError as error:

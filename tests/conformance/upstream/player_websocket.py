@@ -25,7 +25,7 @@ def play(client, seed: int) -> dict:
 
 def main(address: str, first_seed: int, num_games: int) -> None:
     client = GenericEnvClient(base_url=address)
-    if hasattr(client, "sync"):  # 0.2.1 is synchronous by itself
+    if hasattr(client, "sync"):  # the client of 0.2.1 is synchronous
         client = client.sync()
     with client:
         games = [play(client, seed) for seed in range(first_seed, first_seed + num_games)]

@@ -1,4 +1,4 @@
-"""How every player plays: legal moves drawn from what is seen, so all play the same game."""
+"""The policy of all players: legal actions drawn from the observation, so episodes are equal."""
 
 import json
 import zlib
@@ -17,5 +17,5 @@ def shown(observation: dict) -> dict:
 
 
 def state_shown(state: dict) -> dict:
-    """How far the episode got; its id is made up where nobody named one."""
+    """Return the part of the state that is not random, without the episode id."""
     return {"step_count": state["step_count"]}

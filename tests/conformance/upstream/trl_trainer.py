@@ -58,7 +58,7 @@ class Blackjack:
         return "over" if result.done else "go on"
 
     def get_reward(self):
-        """What the game paid."""
+        """Return the reward of the episode."""
         return sum(reward or 0.0 for reward in self.game["rewards"])
 
 
