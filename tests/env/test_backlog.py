@@ -64,7 +64,7 @@ async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway() 
 async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_server_module, "_TURN_S", 0.0)
+    monkeypatch.setattr(call_server_module, "TURN_S", 0.0)
     num_turns, call_turns = 0, []
 
     class RecordingEnv(CountingEnv):

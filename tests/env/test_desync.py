@@ -86,12 +86,13 @@ async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire: str,
 
 
 async def hasty_client(address: str) -> AsyncEnvClient:
-    """A client whose calls may take so long, once it has connected."""
+    """Connect without haste, and return a client with a short time limit for calls."""
     client = await AsyncEnvClient.connect(address)
-    transport = client._transport
-    transport._options = dataclasses.replace(transport._options, timeout_s=TIMEOUT_S)
+    transport = client.transport
+    options = dataclasses.replace(transport.server.options, timeout_s=TIMEOUT_S)
+    transport.server = dataclasses.replace(transport.server, options=options)
     if isinstance(transport, grpc_transport.GrpcTransport):
-        await transport._stream.close()  # the next one takes the new limit
+        await transport.stream.close()  # the next stream has the new limit
     return client
 
 
@@ -130,7 +131,7 @@ async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
 async def test_sessions_that_nobody_calls_outlive_cut_after_cut(
     monkeypatch: pytest.MonkeyPatch, core_clock
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.01)
+    monkeypatch.setattr(grpc_transport, "KEEP_AFTER", 0.01)
     async with (
         running() as server,
         FlakyProxy(server.grpc_address) as proxy,
@@ -155,7 +156,7 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut(
 async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
+    monkeypatch.setattr(grpc_transport, "KEEP_AFTER", 0.05)
     async with (
         running() as server,
         QuietEdge(server.grpc_address) as edge,

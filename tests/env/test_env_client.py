@@ -90,7 +90,7 @@ async def test_errors_arrive_as_the_exceptions_they_were(wire: str, factory) -> 
         with pytest.raises(ActionParseError, match="'HIT'"):
             await session.step(text="HIT")
         assert (await session.step({"add": 1})).step_index == 1
-        with pytest.raises(InvalidCallError, match="got colour"):
+        with pytest.raises(InvalidCallError, match="options colour"):
             await session.reset(options={"colour": "red"})
 
 

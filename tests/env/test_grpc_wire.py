@@ -24,7 +24,7 @@ def factory(request: pytest.FixtureRequest):
 
 
 def num_batches(client: AsyncEnvClient) -> int:
-    return client._transport._stream.num_batches_sent
+    return client.transport.stream.num_batches_sent
 
 
 async def test_calls_of_one_tick_travel_in_one_message(factory) -> None:

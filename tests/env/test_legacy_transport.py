@@ -35,7 +35,7 @@ async def client(legacy):
 
 
 async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, legacy) -> None:
-    assert isinstance(client._transport, LegacyHttpTransport)
+    assert isinstance(client.transport, LegacyHttpTransport)
     assert (await client.describe()).max_sessions == 1
     session, first = await client.open()
     assert (first.observation, first.reward, first.step_index) == ({"total": 0}, None, 0)
@@ -91,7 +91,7 @@ async def test_a_fault_is_an_execution_error_and_the_session_continues(
     client: AsyncEnvClient,
 ) -> None:
     session, _ = await client.open()
-    with pytest.raises(ExecutionError, match="does not say which"):
+    with pytest.raises(ExecutionError, match="does not report which"):
         await session.step({"subtract": 1})
     assert (await session.step({"add": 2})).observation["total"] == 2
 

@@ -76,7 +76,7 @@ async def test_a_client_can_send_one_call_per_message() -> None:
         ) as client,
     ):
         opened = [await client.open(seed=n) for n in range(8)]
-        stream = client._transport._stream
+        stream = client.transport.stream
         num_before = stream.num_batches_sent
         results = await asyncio.gather(*(s.step(CountAction(add=2)) for s, _ in opened))
         assert stream.num_batches_sent - num_before == len(opened)

@@ -123,7 +123,7 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
         connect_client(gateway) as client,
     ):
         session, _ = await client.open(seed=1)
-        stream = client._transport._stream
+        stream = client.transport.stream
         await eventually(lambda: stream.broken is not None)
         assert (await session.step({"add": 2})).step_index == 1
         assert num_sessions(servers) == 1

@@ -43,7 +43,7 @@ class AsyncEnvClient:
     """A connection to an environment server or a gateway, with any number of sessions."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self.transport = transport
 
     @classmethod
     async def connect(cls, address: str, options: ConnectOptions | None = None) -> AsyncEnvClient:
@@ -72,7 +72,7 @@ class AsyncEnvClient:
 
     async def describe(self) -> EnvironmentDescription:
         """Return the server's description of its environment."""
-        return await self._transport.describe()
+        return await self.transport.describe()
 
     async def open(
         self,
@@ -114,7 +114,7 @@ class AsyncEnvClient:
         )
         if resume:
             args = await self._require_replayable(args)
-        opened = await retry_refused(lambda: self._transport.open(args), wait_s)
+        opened = await retry_refused(lambda: self.transport.open(args), wait_s)
         return self._make_session(opened, args, resume)
 
     async def open_group(
@@ -147,17 +147,17 @@ class AsyncEnvClient:
         )
         if resume:
             args = await self._require_replayable(args)
-        group = await retry_refused(lambda: self._transport.open_group(args, size), wait_s)
+        group = await retry_refused(lambda: self.transport.open_group(args, size), wait_s)
         return [self._make_session(opened, args, resume) for opened in group]
 
     async def open_session(self) -> AsyncSession:
         """Open a session that must be reset before its first step."""
-        wire, _ = await self._transport.open(OpenArgs())
+        wire, _ = await self.transport.open(OpenArgs())
         return AsyncSession(wire, False)
 
     async def close(self) -> None:
         """Close the connection and all its sessions."""
-        await self._transport.close()
+        await self.transport.close()
 
     async def __aenter__(self) -> AsyncEnvClient:
         return self
@@ -166,7 +166,7 @@ class AsyncEnvClient:
         await self.close()
 
     async def _require_replayable(self, args: OpenArgs) -> OpenArgs:
-        check_replayable(await self._transport.describe())
+        check_replayable(await self.transport.describe())
         return dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
     def _make_session(
@@ -176,7 +176,7 @@ class AsyncEnvClient:
         assert first is not None, "a reset was requested"
         if resume:
             limits = resume if isinstance(resume, ResumeLimits) else ResumeLimits()
-            wire = ReplayingSession(self._transport.open, args, opened, limits)
+            wire = ReplayingSession(self.transport.open, args, opened, limits)
         return AsyncSession(wire, args.close_when_done), first
 
 

@@ -38,7 +38,7 @@ MAX_GROUP_SIZE = 4096
 _ENOUGH_REPLIES = 32
 """Number of replies that are sent without waiting for more replies, so that the client can take
 its next steps while the server answers the other calls."""
-_TURN_S = 0.005
+TURN_S = 0.005
 """Maximum time for which the calls of one stream may occupy the event loop."""
 
 
@@ -250,7 +250,7 @@ class _Turn:
     """A limited stretch of work, after which the event loop can run other tasks."""
 
     def __init__(self) -> None:
-        self._ends_s = time.monotonic() + _TURN_S
+        self._ends_s = time.monotonic() + TURN_S
 
     def is_over(self) -> bool:
         """Return True after the time limit."""
@@ -259,7 +259,7 @@ class _Turn:
     async def next(self) -> None:
         """Let other tasks run, and start the next turn."""
         await asyncio.sleep(0)
-        self._ends_s = time.monotonic() + _TURN_S
+        self._ends_s = time.monotonic() + TURN_S
 
 
 def fill_failure(reply: pb.Reply, error: Exception, session_id: str) -> None:

@@ -46,7 +46,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
 _CLOSE_TIMEOUT_S = 2.0
-_KEEP_AFTER = 1 / 3
+KEEP_AFTER = 1 / 3
 """Fraction of the sessions' linger time after which their stream is probed or replaced."""
 
 Fill = Callable[[pb.Call], None]
@@ -58,18 +58,19 @@ class GrpcTransport:
 
     def __init__(self, server: RemoteServer) -> None:
         self.reconnect_timeout_s = server.options.reconnect_timeout_s
-        self._server = server
+        self.server = server
         self._port = ServerPort(
             _open_channel(server),
             str(server.address),
             _make_metadata(server),
             server.options.timeout_s,
         )
-        self._stream: CallStream | None = None
+        self.stream: CallStream | None = None
+        """The current stream; None before the first connection."""
         self._is_closed = False
         self._connecting = asyncio.Lock()
         self._granted_linger_s: float | None = None
-        self._surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        self.surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
         """Sessions that outlive their stream."""
         self._stranded: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
         """Surviving sessions that were not called since their stream broke."""
@@ -113,12 +114,12 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """Close the stream and all sessions, including those that would outlive the stream."""
-        if self._surviving:
+        if self.surviving:
             # Sessions that cannot be closed end on the server after their linger time.
             with contextlib.suppress(EnvError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._close_surviving()
-        stream, self._is_closed = self._stream, True
+        stream, self._is_closed = self.stream, True
         if self._keeping is not None:
             self._keeping.cancel()
         if stream is not None:
@@ -128,7 +129,7 @@ class GrpcTransport:
     async def _close_surviving(self) -> None:
         while True:
             stream = await self.live_stream(_CLOSE_TIMEOUT_S)
-            closing = [stream.send_close(session.session_id) for session in self._surviving]
+            closing = [stream.send_close(session.session_id) for session in self.surviving]
             await asyncio.wait(closing)
             if stream.broken is None:
                 return
@@ -157,12 +158,12 @@ class GrpcTransport:
         async with self._connecting:
             if self._is_closed:
                 raise SessionLostError("session lost: the client was closed")
-            if self._stream is None or self._stream.broken is not None:
+            if self.stream is None or self.stream.broken is not None:
                 deadline_s = asyncio.get_running_loop().time() + timeout_s
-                self._stream = await retry_unavailable(
+                self.stream = await retry_unavailable(
                     lambda: self._new_stream(deadline_s), timeout_s
                 )
-            return self._stream
+            return self.stream
 
     def _add_session(
         self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs
@@ -170,7 +171,7 @@ class GrpcTransport:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
         session = GrpcSession(self, stream, message, linger_s)
         if session.survives_disconnect:
-            self._surviving.add(session)
+            self.surviving.add(session)
             self._start_keeping()
         return session, read_result(message.first) if message.HasField("first") else None
 
@@ -178,9 +179,9 @@ class GrpcTransport:
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         return CallStream(
             await self._port.connect(remaining_s),
-            str(self._server.address),
-            timeout_s=self._server.options.timeout_s,
-            max_calls_per_batch=self._server.options.max_calls_per_message,
+            str(self.server.address),
+            timeout_s=self.server.options.timeout_s,
+            max_calls_per_batch=self.server.options.max_calls_per_message,
             on_broken=self._strand,
         )
 
@@ -189,9 +190,9 @@ class GrpcTransport:
         self._stranded.discard(session)
 
     def _strand(self, reason: str) -> None:
-        if self._is_closed or not self._surviving:
+        if self._is_closed or not self.surviving:
             return
-        self._stranded.update(self._surviving)
+        self._stranded.update(self.surviving)
         self._start_keeping()
 
     def _start_keeping(self) -> None:
@@ -201,9 +202,9 @@ class GrpcTransport:
     async def _keep_surviving(self) -> None:
         """Move sessions without calls to a new stream before the server closes them."""
         with contextlib.suppress(EnvError):  # the next call of a session raises the error again
-            while self._surviving:
-                linger_s = min((session.linger_s for session in self._surviving), default=0.0)
-                await asyncio.sleep(linger_s * _KEEP_AFTER)
+            while self.surviving:
+                linger_s = min((session.linger_s for session in self.surviving), default=0.0)
+                await asyncio.sleep(linger_s * KEEP_AFTER)
                 stream = await self.live_stream(self.reconnect_timeout_s)
                 pending = [session.move_to(stream) for session in tuple(self._stranded)]
                 if not pending:

@@ -156,6 +156,9 @@ OpenedWire = tuple[WireSession, StepResult | None]
 class Transport(Protocol):
     """A connection to a server, shared by any number of sessions."""
 
+    server: RemoteServer
+    """The server and the options of new connections and sessions."""
+
     async def connect(self, timeout_s: float) -> None:
         """Wait for the server to respond.
 

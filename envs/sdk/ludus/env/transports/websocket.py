@@ -51,7 +51,7 @@ class WebSocketTransport:
     """A server's address and description; each session has its own connection."""
 
     def __init__(self, server: RemoteServer, discovered: DiscoveredServer | None = None) -> None:
-        self._server = server
+        self.server = server
         self._headers = {"authorization": server.authorization} if server.authorization else {}
         self._tls: dict[str, Any] = {}
         if server.address.is_secure:
@@ -65,7 +65,7 @@ class WebSocketTransport:
     async def connect(self, timeout_s: float) -> None:
         """Request the server's description."""
         if self._discovered is None:
-            self._discovered = await retry_unavailable(HttpClient(self._server).discover, timeout_s)
+            self._discovered = await retry_unavailable(HttpClient(self.server).discover, timeout_s)
 
     async def describe(self) -> EnvironmentDescription:
         """Return the server's description; upstream servers provide only a part of it."""
@@ -99,14 +99,14 @@ class WebSocketTransport:
         """
         if args.linger_s > 0:
             raise ConfigError(
-                f"linger_s must be 0 for {self._server.address}, got {args.linger_s:g}: over"
+                f"linger_s must be 0 for {self.server.address}, got {args.linger_s:g}: over"
                 " WebSocket a session ends with its connection; use the server's grpc:// address,"
                 " or resume=True"
             )
         socket = await retry_unavailable(
-            lambda: self._open_socket(args.with_text), self._server.options.reconnect_timeout_s
+            lambda: self._open_socket(args.with_text), self.server.options.reconnect_timeout_s
         )
-        session = WebSocketSession(socket, self, self._server, args)
+        session = WebSocketSession(socket, self, self.server, args)
         self._sessions.add(session)
         try:
             if args.reset is not None:
@@ -177,11 +177,11 @@ class WebSocketTransport:
             query = "?ludus=1" if with_text else "?ludus=1&text=0"
         try:
             socket = await connect(
-                f"{self._server.address.ws_base}/ws{query}",
+                f"{self.server.address.ws_base}/ws{query}",
                 additional_headers={**self._headers, **trace_headers()},
                 compression=None,
                 max_size=MAX_REPLY_BYTES,
-                open_timeout=self._server.options.timeout_s,
+                open_timeout=self.server.options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
                 proxy=None,
                 create_connection=CallConnection,
@@ -190,9 +190,9 @@ class WebSocketTransport:
         except InvalidStatus as error:
             response = error.response
             wait, body = response.headers.get("retry-after"), bytes(response.body or b"")
-            raise refusal(self._server.address, response.status_code, wait, body) from None
+            raise refusal(self.server.address, response.status_code, wait, body) from None
         except (OSError, InvalidHandshake) as error:
-            raise unreachable(self._server.address, error) from error
+            raise unreachable(self.server.address, error) from error
         assert isinstance(socket, CallConnection), "create_connection made it"
         return socket
 
