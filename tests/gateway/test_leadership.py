@@ -332,11 +332,11 @@ async def _play(moves: list[tuple[str, object]]) -> None:
                 await contenders[action].release()
             else:
                 cluster.fail(0 if move.startswith("lose") else 500, verb=action)
-            assert sum(contender.is_leader for contender in contenders) <= 1
+            assert sum(candidate.is_leader for candidate in contenders) <= 1
         cluster.heal()
         clock.now_s += 16.0
-        for contender in contenders:
-            await contender.compete()
+        for candidate in contenders:
+            await candidate.compete()
         clock.now_s += 15.0
-        won = [await contender.compete() for contender in contenders]
+        won = [await candidate.compete() for candidate in contenders]
         assert won.count(True) == 1, "one contender leads after the failures"

@@ -56,7 +56,7 @@ class Fault:
         is_then = (
             self.begun_s - SLACK_S <= session.failed_s and session.alive_s - SLACK_S <= self.ended_s
         )
-        return is_then and any(place.holds(session.place) for place in self.hits)
+        return is_then and any(location.holds(session.location) for location in self.hits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LostSession:
     """A session that ended too early, as its client saw it."""
 
     player: str
-    place: Place
+    location: Place
     alive_s: float
     """Time of the last successful call."""
     failed_s: float

@@ -205,8 +205,8 @@ class Soak:
             for fault in await self.fleet.stop():
                 self._find(fault)
             await asyncio.sleep(0.5)
-            if left := self.census.left_processes():
-                self._find(f"processes are left at the end: {left}")
+            if remaining := self.census.left_processes():
+                self._find(f"processes are left at the end: {remaining}")
             if files := [path.name for path in self.fleet.temporary.iterdir()]:
                 self._find(f"files are left at the end: {files}")
         finally:
@@ -250,8 +250,8 @@ class Soak:
             self._opening[client.name] = int(event["opening"])  # type: ignore[call-overload]
             self._counts[client.name, pid] = Counter(event["counts"])  # type: ignore[arg-type]
         elif kind == "lost":
-            place = Place(**event.pop("place"))  # type: ignore[arg-type]
-            lost = LostSession(place=place, **event)  # type: ignore[arg-type]
+            location = Place(**event.pop("place"))  # type: ignore[arg-type]
+            lost = LostSession(location=location, **event)  # type: ignore[arg-type]
             self.book.lost.append(lost)
         elif kind == "violation":
             self._find(str(event["what"]))
