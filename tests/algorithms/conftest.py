@@ -1,4 +1,4 @@
-"""The shared ragged batch of the reference numbers: four sequences of 4, 2, 3 and 1 tokens."""
+"""The shared batch of the reference numbers: four sequences of 4, 2, 3 and 1 tokens."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class RaggedBatch:
 
 
 @pytest.fixture
-def ragged() -> RaggedBatch:
+def ragged_batch() -> RaggedBatch:
+    """Return the batch of the reference numbers."""
     return RaggedBatch(
         rewards=torch.tensor([1, 0, 0, 0.5], dtype=torch.float64),
         mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]),
-        logprobs=_padded([-0.3, -1.4, -0.2, -1.5], [-0.9, -0.2], [-1, -0.3, -0.9], [-0.1]),
-        old_logprobs=_padded([-0.5, -1, -0.2, -2], [-0.7, -0.3], [-1.2, -0.1, -0.9], [-0.4]),
-        ref_logprobs=_padded([-0.6, -1.1, -0.3, -1.8], [-0.5, -0.4], [-1.1, -0.2, -0.7], [-0.5]),
-        rollout_logprobs=_padded(
+        logprobs=_pad([-0.3, -1.4, -0.2, -1.5], [-0.9, -0.2], [-1, -0.3, -0.9], [-0.1]),
+        old_logprobs=_pad([-0.5, -1, -0.2, -2], [-0.7, -0.3], [-1.2, -0.1, -0.9], [-0.4]),
+        ref_logprobs=_pad([-0.6, -1.1, -0.3, -1.8], [-0.5, -0.4], [-1.1, -0.2, -0.7], [-0.5]),
+        rollout_logprobs=_pad(
             [-0.55, -0.95, -0.25, -1.9], [-0.7, -0.35], [-1.1, -0.1, -1], [-0.45]
         ),
     )
 
 
-def _padded(*rows: list[float]) -> Tensor:
+def _pad(*rows: list[float]) -> Tensor:
     # NaN after the end of a row makes any use of the padding visible.
     return torch.tensor(
         [[*row, *[torch.nan] * (4 - len(row))] for row in rows], dtype=torch.float64

@@ -1,4 +1,4 @@
-"""Every algorithm learns a game of two guesses from groups of episodes, and none from noise."""
+"""Every algorithm learns a game of two guesses, and no algorithm learns from random rewards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 NUM_QUESTIONS = 4
 NUM_TURNS = 2
 VOCABULARY = 16
-"""Tokens 0..3 ask in the first turn and 4..7 in the second; 8..11 answer."""
+"""Tokens 0..3 are questions of the first turn, 4..7 of the second; 8..11 are answers."""
 GROUP_SIZE = 8
 NUM_GROUPS = 8
 NUM_STEPS = 20
@@ -54,48 +54,52 @@ IN_REWARD = {"kl_placement": "reward", "kl_coef": 0.01, "kl_estimator": "k1"}
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small are computed faster by one thread than handed to several."""
-    before = torch.get_num_threads()
+    """Use one thread, which is faster for tensors this small."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 class Tables(torch.nn.Module):
-    """A policy that looks at the last token only, and a critic that does."""
+    """A policy and a critic that depend only on the last token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.zeros(VOCABULARY, VOCABULARY))
         self.values = torch.nn.Parameter(torch.zeros(VOCABULARY))
-        never = torch.full((VOCABULARY,), -1e9)
-        never[8:12] = 0.0
-        self.register_buffer("answers_only", never)
+        mask = torch.full((VOCABULARY,), -1e9)
+        mask[8:12] = 0.0
+        self.register_buffer("answers_only", mask)
 
-    def say(self, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and values [N, T] of each token, as seen from the one before it."""
-        seen = torch.cat([token_ids[:, :1], token_ids[:, :-1]], dim=1)
-        logits = self.logits[seen] + self.answers_only
-        return token_logprobs(logits, token_ids), entropy(logits.log_softmax(-1)), self.values[seen]
+    def evaluate(self, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs, entropies and values [N, T] of each token, given the previous token."""
+        previous = torch.cat([token_ids[:, :1], token_ids[:, :-1]], dim=1)
+        logits = self.logits[previous] + self.answers_only
+        return (
+            token_logprobs(logits, token_ids),
+            entropy(logits.log_softmax(-1)),
+            self.values[previous],
+        )
 
 
 @torch.no_grad()
 def play_groups(policy: Tables, generator: torch.Generator) -> list[RolloutGroup]:
-    """Groups in which the same question is asked in both turns; a right answer pays 1."""
+    """Play groups with the same question in both turns; a right answer has reward 1."""
     shape = (NUM_GROUPS, 1, NUM_TURNS)
-    asked = torch.randint(NUM_QUESTIONS, shape, generator=generator).expand(-1, GROUP_SIZE, -1)
-    prompts = asked + torch.tensor([0, 4])
+    questions = torch.randint(NUM_QUESTIONS, shape, generator=generator).expand(-1, GROUP_SIZE, -1)
+    prompts = questions + torch.tensor([0, 4])
     logprobs = (policy.logits[prompts] + policy.answers_only).log_softmax(-1)
     flat = logprobs.exp().view(-1, VOCABULARY)
     answers = torch.multinomial(flat, 1, generator=generator).view(prompts.shape)
     chosen = logprobs.gather(-1, answers[..., None])[..., 0]
-    paid = (answers == asked + 8).float()
+    rewards = (answers == questions + 8).float()
     return [
         RolloutGroup(
             index,
             "guess",
             tuple(
-                _rollout(prompts[index, i], answers[index, i], chosen[index, i], paid[index, i])
+                _rollout(prompts[index, i], answers[index, i], chosen[index, i], rewards[index, i])
                 for i in range(GROUP_SIZE)
             ),
         )
@@ -103,23 +107,23 @@ def play_groups(policy: Tables, generator: torch.Generator) -> list[RolloutGroup
     ]
 
 
-def _rollout(prompts: Tensor, answers: Tensor, logprobs: Tensor, paid: Tensor) -> Rollout:
+def _rollout(prompts: Tensor, answers: Tensor, logprobs: Tensor, rewards: Tensor) -> Rollout:
     turns = [
         Turn([prompt], SampledCompletion([answer], [logprob], 0, has_end_token=True), reward)
         for prompt, answer, logprob, reward in zip(
-            prompts.tolist(), answers.tolist(), logprobs.tolist(), paid.tolist(), strict=True
+            prompts.tolist(), answers.tolist(), logprobs.tolist(), rewards.tolist(), strict=True
         )
     ]
-    total = float(paid.sum())
+    total = float(rewards.sum())
     return Rollout("guess", 0, (join_turns(turns),), total, total, (), RolloutStatus.TERMINATED, 0)
 
 
 def rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Token ids, mask, rollout log-probs, advantages and rewards, [N, T] each."""
-    of_sample = batch.sequence_of_sample.tolist()
+    """Return token ids, mask, rollout log-probs, advantages and rewards, [N, T] each."""
+    sequence_ids = batch.sequence_of_sample.tolist()
     lists = (
-        [batch.sequences[i] for i in of_sample],
-        [batch.loss_masks[i] for i in of_sample],
+        [batch.sequences[i] for i in sequence_ids],
+        [batch.loss_masks[i] for i in sequence_ids],
         batch.rollout_logprobs,
         batch.advantages,
         batch.rewards,
@@ -133,10 +137,10 @@ def rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def train_step(
     policy: Tables, optimizer: torch.optim.Optimizer, batch: Batch, config: AlgorithmConfig
 ) -> None:
-    """Two updates on the same rows: the second meets a policy that has moved."""
+    """Take two updates on the same rows, so that the policy has changed before the second."""
     ids, mask, rollout, advantages, rewards = rows(batch)
     with torch.no_grad():
-        old, _, old_values = policy.say(ids)
+        old, _, old_values = policy.evaluate(ids)
         ref = torch.full_like(old, 1 / 4).log()
         if config.kl_placement == "reward":
             penalty = kl_penalty(old, ref, mask, config.kl_coef)
@@ -144,14 +148,14 @@ def train_step(
             advantages = advantages + discounted_returns(penalty, mask, 1.0)
         targets = torch.zeros_like(old)
         if isinstance(config, PpoConfig):
-            ended, nothing = torch.from_numpy(batch.terminated), torch.zeros(len(ids))
-            advantages = gae(rewards, old_values, mask, ended, nothing, config.gamma, config.lam)
+            terminated, zeros = torch.from_numpy(batch.terminated), torch.zeros(len(ids))
+            advantages = gae(rewards, old_values, mask, terminated, zeros, config.gamma, config.lam)
             targets = returns(advantages, old_values, mask)
         if isinstance(config, PpoConfig) or config.kl_placement == "reward":
             advantages = whiten(advantages, mask, moments(advantages, mask))
     denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=4)
     for _ in range(2):
-        new, entropies, values = policy.say(ids)
+        new, entropies, values = policy.evaluate(ids)
         loss = policy_gradient_loss(
             LossInputs(
                 logprobs=new,
@@ -178,7 +182,7 @@ def train_step(
 
 
 def share_right(policy: Tables) -> float:
-    """Probability of a right answer, mean over both turns and all questions."""
+    """Return the mean probability of a right answer."""
     with torch.no_grad():
         probabilities = (policy.logits + policy.answers_only).softmax(-1)
     right = [probabilities[4 * turn + q, 8 + q] for turn in range(2) for q in range(4)]
@@ -186,7 +190,7 @@ def share_right(policy: Tables) -> float:
 
 
 def learn(config: AlgorithmConfig, *, shuffled: bool = False) -> float:
-    """The share of right answers after a short training, from 1/4."""
+    """Return the probability of right answers after a short training, from 1/4."""
     generator = torch.Generator().manual_seed(0)
     policy = Tables()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
@@ -227,5 +231,5 @@ def test_every_algorithm_learns_to_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "turn_credit", "reinforce", "ppo"])
-def test_no_algorithm_learns_from_rewards_that_were_dealt_out_at_random(name: str) -> None:
+def test_no_algorithm_learns_from_shuffled_rewards(name: str) -> None:
     assert learn(ALGORITHMS[name], shuffled=True) < 0.45

@@ -71,7 +71,7 @@ def test_a_truncated_episode_bootstraps_and_a_terminated_one_does_not() -> None:
     assert advantages.tolist() == [[1 - 2], [1 + 0.5 * 10 - 2]]
 
 
-def test_padding_behind_the_last_action_changes_nothing() -> None:
+def test_padding_has_no_effect() -> None:
     rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]])
     mask = torch.tensor([[True, True]])
     padding = torch.zeros(1, 3)
@@ -122,7 +122,7 @@ def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergenc
     torch.testing.assert_close(to_go, torch.tensor([[0.0, -0.025, 0.025]]))
 
 
-def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence() -> None:
+def test_divergence_in_the_reward_has_its_gradient() -> None:
     """Over all answers of two tokens, weighted by their probability: nothing is sampled."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -145,6 +145,6 @@ def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence() -> None
     torch.testing.assert_close(torch.autograd.grad(surrogate, [first, second]), expected)
 
 
-def test_a_return_does_not_know_what_was_paid_before_it() -> None:
+def test_return_ignores_earlier_rewards() -> None:
     rewards, mask = torch.tensor([[5.0, 0.0, 1.0]]), torch.ones(1, 3).bool()
     assert discounted_returns(rewards, mask, 1.0).tolist() == [[6, 1, 1]]

@@ -44,15 +44,13 @@ def test_permuting_a_group_permutes_its_advantages(
 
 
 @given(reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
-def test_groups_do_not_see_each_other(rewards: Tensor, baseline: str, scale: str) -> None:
+def test_groups_are_independent(rewards: Tensor, baseline: str, scale: str) -> None:
     one_by_one = [group_advantages(group[None], baseline, scale) for group in rewards]
     torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(one_by_one))
 
 
 @given(reward_groups(), BASELINES, SCALES)
-def test_unscored_episodes_get_zero_and_change_nothing(
-    rewards: Tensor, baseline: str, scale: str
-) -> None:
+def test_unscored_episodes_do_not_count(rewards: Tensor, baseline: str, scale: str) -> None:
     unscored = torch.full((len(rewards), 2), torch.nan, dtype=torch.float64)
     advantages = group_advantages(torch.cat([unscored, rewards], dim=1), baseline, scale)
     assert (advantages[:, :2] == 0).all()
@@ -85,7 +83,7 @@ def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
     torch.testing.assert_close(group_advantages(rewards, scale="batch"), expected)
 
 
-def test_equal_rewards_are_dead_although_their_std_is_not_zero() -> None:
+def test_equal_rewards_with_a_rounding_error_have_zero_variance() -> None:
     rewards = torch.full((1, 10), 0.1)
     noise = rewards - rewards.mean()
     assert noise.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
@@ -93,13 +91,13 @@ def test_equal_rewards_are_dead_although_their_std_is_not_zero() -> None:
     assert not group_advantages(rewards, "mean", "group").any()
 
 
-def test_rewards_one_float_apart_are_not_dead() -> None:
-    one = torch.tensor(1.0)
-    rewards = torch.stack([one, one, torch.nextafter(one, torch.tensor(2.0))])
+def test_rewards_one_float_apart_do_not_have_zero_variance() -> None:
+    reward = torch.tensor(1.0)
+    rewards = torch.stack([reward, reward, torch.nextafter(reward, torch.tensor(2.0))])
     assert is_zero_variance_group(rewards[None]).tolist() == [False]
 
 
-def test_a_group_with_fewer_than_two_scored_rewards_is_dead() -> None:
+def test_group_with_fewer_than_two_scored_rewards_has_zero_variance() -> None:
     nan = torch.nan
     rewards = torch.tensor([[1, nan, nan], [nan, nan, nan], [1, nan, 1], [1, nan, 0]])
     assert is_zero_variance_group(rewards).tolist() == [True, True, True, False]
@@ -110,8 +108,8 @@ def test_without_a_baseline_the_advantage_is_the_reward() -> None:
     assert group_advantages(rewards, "none").tolist() == [[1, 0, 0], [2, 2, 2]]
 
 
-def test_the_winner_of_a_group_is_not_blown_up_by_a_small_deviation() -> None:
-    # With the others' mean and the others' deviation this winner would get 2.887.
+def test_group_deviation_includes_the_episode_itself() -> None:
+    # Without the episode itself, mean and deviation would give it an advantage of 2.887.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
     assert abs(group_advantages(rewards, "mean", "group")[0, 0] - 1.3053097) < 1e-6
     assert abs(group_advantages(rewards, "leave_one_out", "none")[0, 0] - 0.8333333) < 1e-6

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from conftest import RaggedBatch
 
 
-def test_no_weight_carries_a_gradient(ragged: RaggedBatch) -> None:
-    old = ragged.old_logprobs.clone().requires_grad_()
-    rollout = ragged.rollout_logprobs.clone().requires_grad_()
+def test_no_weight_carries_a_gradient(ragged_batch: RaggedBatch) -> None:
+    old = ragged_batch.old_logprobs.clone().requires_grad_()
+    rollout = ragged_batch.rollout_logprobs.clone().requires_grad_()
     weights = [
         token_tis(old, rollout, 2.0),
-        sequence_tis(old, rollout, ragged.mask, 2.0),
-        sequence_mask(old, rollout, ragged.mask, 2.0),
-        geometric_mask(old, rollout, ragged.mask, 0.5, 2.0),
+        sequence_tis(old, rollout, ragged_batch.mask, 2.0),
+        sequence_mask(old, rollout, ragged_batch.mask, 2.0),
+        geometric_mask(old, rollout, ragged_batch.mask, 0.5, 2.0),
         icepop(old, rollout, 0.5, 5.0),
     ]
     assert not any(weight.requires_grad for weight in weights)
@@ -39,13 +39,13 @@ def test_truncated_weights_are_finite_and_at_most_the_cap(diffs: list[float], ca
         assert (weight >= 0).all() and (weight <= torch.tensor(cap)).all()
 
 
-def test_weights_are_one_where_sampler_and_learner_agree(ragged: RaggedBatch) -> None:
-    same = ragged.old_logprobs
+def test_weights_are_one_where_sampler_and_learner_agree(ragged_batch: RaggedBatch) -> None:
+    same = ragged_batch.old_logprobs
     ones = torch.ones(4, dtype=torch.float64)
-    assert (token_tis(same, same, 2.0)[ragged.mask] == 1).all()
-    assert sequence_tis(same, same, ragged.mask, 2.0).equal(ones)
-    assert sequence_mask(same, same, ragged.mask, 2.0).equal(ones)
-    assert geometric_mask(same, same, ragged.mask, 0.99, 1.01).all()
+    assert (token_tis(same, same, 2.0)[ragged_batch.mask] == 1).all()
+    assert sequence_tis(same, same, ragged_batch.mask, 2.0).equal(ones)
+    assert sequence_mask(same, same, ragged_batch.mask, 2.0).equal(ones)
+    assert geometric_mask(same, same, ragged_batch.mask, 0.99, 1.01).all()
 
 
 def test_the_geometric_mask_does_not_depend_on_length_and_the_sequence_mask_does() -> None:

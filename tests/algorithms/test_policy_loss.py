@@ -62,7 +62,7 @@ def run(
     logprobs: Tensor | None = None,
     scale: str = "none",
 ) -> LossTerms:
-    """The loss of some rows of the batch, as a part of the whole."""
+    """Return the loss of some rows of the batch, with the denominator of all rows."""
     rows = rows if rows is not None else [0, 1, 2, 3]
     new = batch.logprobs if logprobs is None else logprobs
     return policy_gradient_loss(
@@ -83,19 +83,19 @@ def run(
 
 
 def gradient(batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]) -> Tensor:
-    """The gradient that accumulates over the parts."""
+    """Return the gradient accumulated over the parts."""
     logprobs = batch.logprobs.clone().requires_grad_()
     for rows in parts:
         run(batch, config, rows, logprobs).loss.backward()
     return logprobs.grad
 
 
-def test_the_parts_of_the_loss_add_up_to_the_reference_numbers(ragged: RaggedBatch) -> None:
+def test_loss_terms_equal_the_reference_numbers(ragged_batch: RaggedBatch) -> None:
     with_kl = PLAIN.model_copy(update={"kl_coef": 0.5})
     with_tis = PLAIN.model_copy(update={"correction": TokenTis(cap=2.0)})
-    assert run(ragged, PLAIN).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
-    assert run(ragged, with_tis).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
-    assert run(ragged, with_kl).loss.item() == pytest.approx(
+    assert run(ragged_batch, PLAIN).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
+    assert run(ragged_batch, with_tis).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
+    assert run(ragged_batch, with_kl).loss.item() == pytest.approx(
         -0.0832437 + 0.5 * 0.0348619, abs=1.1e-7
     )
 
@@ -116,99 +116,100 @@ def test_the_parts_of_the_loss_add_up_to_the_reference_numbers(ragged: RaggedBat
         ),
     ],
 )
-def test_the_loss_of_the_shared_batch_is_the_one_of_the_table(
-    ragged: RaggedBatch, config: AlgorithmConfig, scale: str, expected: float
+def test_loss_of_the_shared_batch_equals_the_table(
+    ragged_batch: RaggedBatch, config: AlgorithmConfig, scale: str, expected: float
 ) -> None:
-    assert run(ragged, config, scale=scale).loss.item() == pytest.approx(expected, abs=5.1e-8)
+    assert run(ragged_batch, config, scale=scale).loss.item() == pytest.approx(expected, abs=5.1e-8)
 
 
-def test_metrics_are_sums_over_the_sampled_tokens(ragged: RaggedBatch) -> None:
-    terms = run(ragged, PLAIN)
-    mask = ragged.mask
-    mismatch = (ragged.old_logprobs - ragged.rollout_logprobs)[mask]
+def test_metrics_are_sums_over_the_sampled_tokens(ragged_batch: RaggedBatch) -> None:
+    terms = run(ragged_batch, PLAIN)
+    mask = ragged_batch.mask
+    mismatch = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs)[mask]
     assert terms.num_tokens == 10
     # Ratios beyond 1.2 on good rows: tokens 1 and 4 of row 1 and the token of row 4;
     # below 0.8 on bad rows: token 2 of row 3 is at exp(-.2) = .819, token 1 of row 2 as well.
     assert terms.num_clipped_tokens == 3
     assert terms.num_masked_sequences == 0 and terms.num_masked_tokens == 0
     assert terms.ref_kl_sum.item() == pytest.approx(10 * 0.0348619, abs=1e-6)
-    torch.testing.assert_close(terms.entropy_sum, -ragged.logprobs[mask].sum())
+    torch.testing.assert_close(terms.entropy_sum, -ragged_batch.logprobs[mask].sum())
     torch.testing.assert_close(terms.mismatch_kl_sum, (mismatch.expm1() - mismatch).sum())
     assert terms.loss.dim() == 0
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_masked_tokens_have_exactly_zero_gradient_and_may_hold_nan(
-    ragged: RaggedBatch, config: AlgorithmConfig
+def test_masked_tokens_may_be_nan_and_have_zero_gradient(
+    ragged_batch: RaggedBatch, config: AlgorithmConfig
 ) -> None:
-    assert ragged.logprobs[~ragged.mask].isnan().all()
-    result = gradient(ragged, config, [[0, 1, 2, 3]])
-    assert (result[~ragged.mask] == 0).all()
-    assert result.isfinite().all() and result[ragged.mask].any()
+    assert ragged_batch.logprobs[~ragged_batch.mask].isnan().all()
+    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    assert (result[~ragged_batch.mask] == 0).all()
+    assert result.isfinite().all() and result[ragged_batch.mask].any()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[3, 0], [2, 1]], [[1, 2, 3], [0]]])
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
-    ragged: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
+    ragged_batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
 ) -> None:
-    whole = run(ragged, config)
-    split = [run(ragged, config, rows) for rows in parts]
+    expected = run(ragged_batch, config)
+    split = [run(ragged_batch, config, rows) for rows in parts]
     for name in LossTerms.__dataclass_fields__:
         total = torch.stack([getattr(terms, name) for terms in split]).sum()
-        torch.testing.assert_close(total, getattr(whole, name), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(total, getattr(expected, name), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
-        gradient(ragged, config, parts),
-        gradient(ragged, config, [[0, 1, 2, 3]]),
+        gradient(ragged_batch, config, parts),
+        gradient(ragged_batch, config, [[0, 1, 2, 3]]),
         atol=1e-12,
         rtol=0,
     )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_padding_a_batch_wider_changes_nothing(
-    ragged: RaggedBatch, config: AlgorithmConfig
-) -> None:
-    filler = {f.name: torch.zeros(4, 5).to(getattr(ragged, f.name).dtype) for f in fields(ragged)}
+def test_padding_has_no_effect(ragged_batch: RaggedBatch, config: AlgorithmConfig) -> None:
+    filler = {
+        f.name: torch.zeros(4, 5).to(getattr(ragged_batch, f.name).dtype)
+        for f in fields(ragged_batch)
+    }
     wider = {
-        name: torch.cat([getattr(ragged, name), filler[name]], dim=1)
+        name: torch.cat([getattr(ragged_batch, name), filler[name]], dim=1)
         for name in filler
         if name != "rewards"
     }
     torch.testing.assert_close(
-        astuple(run(replace(ragged, **wider), config)), astuple(run(ragged, config))
+        astuple(run(replace(ragged_batch, **wider), config)), astuple(run(ragged_batch, config))
     )
 
 
-def test_a_masked_sequence_gives_no_gradient_and_does_not_enlarge_the_step(
-    ragged: RaggedBatch,
+def test_masked_sequence_has_no_gradient_and_does_not_enlarge_the_step(
+    ragged_batch: RaggedBatch,
 ) -> None:
-    rollout = ragged.rollout_logprobs.clone()
+    rollout = ragged_batch.rollout_logprobs.clone()
     rollout[1] -= 1.0  # mean log-ratio of row 2 becomes 1.025: e^1.025 > 2
-    batch = replace(ragged, rollout_logprobs=rollout)
+    batch = replace(ragged_batch, rollout_logprobs=rollout)
     masked = EVERYTHING.model_copy(update={"correction": NoCorrection()})
     unmasked = masked.model_copy(update={"geometric_mask": None})
-    everyone = [[0, 1, 2, 3]]
+    one_part = [[0, 1, 2, 3]]
 
     assert run(batch, masked).num_masked_sequences == 1
     assert run(batch, masked).num_masked_tokens == 2
     assert run(batch, masked).num_tokens == 10
-    expected = gradient(batch, unmasked, everyone)
+    expected = gradient(batch, unmasked, one_part)
     expected[1] = 0.0
-    assert torch.equal(gradient(batch, masked, everyone), expected)
+    assert torch.equal(gradient(batch, masked, one_part), expected)
 
 
-def test_correction_weights_scale_the_gradient_and_get_none(ragged: RaggedBatch) -> None:
+def test_correction_weights_scale_the_gradient_but_have_none(ragged_batch: RaggedBatch) -> None:
     cap = 1.04
     weighted = PLAIN.model_copy(update={"correction": TokenTis(cap=cap)})
-    rollout = ragged.rollout_logprobs.clone().requires_grad_()
-    old = ragged.old_logprobs.clone().requires_grad_()
-    batch = replace(ragged, rollout_logprobs=rollout, old_logprobs=old)
+    rollout = ragged_batch.rollout_logprobs.clone().requires_grad_()
+    old = ragged_batch.old_logprobs.clone().requires_grad_()
+    batch = replace(ragged_batch, rollout_logprobs=rollout, old_logprobs=old)
     result = gradient(batch, weighted, [[0, 1, 2, 3]])
     assert rollout.grad is None and old.grad is None
-    weight = (ragged.old_logprobs - ragged.rollout_logprobs).exp().clamp(max=cap)
-    expected = gradient(ragged, PLAIN, [[0, 1, 2, 3]]) * weight
-    torch.testing.assert_close(result[ragged.mask], expected[ragged.mask])
+    weight = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp().clamp(max=cap)
+    expected = gradient(ragged_batch, PLAIN, [[0, 1, 2, 3]]) * weight
+    torch.testing.assert_close(result[ragged_batch.mask], expected[ragged_batch.mask])
 
 
 @settings(max_examples=30)
@@ -271,17 +272,17 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
     torch.testing.assert_close(logits.softmax(-1), torch.full((1, 1, 3), 1 / 3), atol=1e-3, rtol=0)
 
 
-def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged: RaggedBatch) -> None:
+def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged_batch: RaggedBatch) -> None:
     with pytest.raises(ValueError, match=r"ref_logprobs must be a tensor when kl_coef = 0\.1"):
         policy_gradient_loss(
             LossInputs(
-                logprobs=ragged.logprobs,
-                old_logprobs=ragged.logprobs.detach(),
-                rollout_logprobs=ragged.rollout_logprobs,
+                logprobs=ragged_batch.logprobs,
+                old_logprobs=ragged_batch.logprobs.detach(),
+                rollout_logprobs=ragged_batch.rollout_logprobs,
                 ref_logprobs=None,
-                entropies=ragged.logprobs,
-                advantages=ragged.rewards[:, None],
-                mask=ragged.mask,
+                entropies=ragged_batch.logprobs,
+                advantages=ragged_batch.rewards[:, None],
+                mask=ragged_batch.mask,
             ),
             EVERYTHING,
             denominator=10,
@@ -290,9 +291,9 @@ def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged: RaggedBa
         )
 
 
-def test_advantages_without_a_second_axis_are_refused(ragged: RaggedBatch) -> None:
-    # [4] would quietly be read as one value per position of a [4, 4] batch.
-    batch = replace(ragged)
+def test_advantages_without_a_second_axis_are_refused(ragged_batch: RaggedBatch) -> None:
+    # [4] would silently be broadcast as one value per position of a [4, 4] batch.
+    batch = replace(ragged_batch)
     with pytest.raises(
         ValueError, match=r"advantages must have shape \[4, 4\] or \[4, 1\], got \[4\]"
     ):
@@ -313,115 +314,114 @@ def test_advantages_without_a_second_axis_are_refused(ragged: RaggedBatch) -> No
         )
 
 
-def test_cispo_weighs_the_gradient_of_every_token_by_the_clipped_ratio(
-    ragged: RaggedBatch,
+def test_cispo_multiplies_each_gradient_by_the_clipped_ratio(
+    ragged_batch: RaggedBatch,
 ) -> None:
     config = PLAIN.model_copy(update={"loss": CispoLoss(clip_low=0.2, clip_high=0.1)})
-    result = gradient(ragged, config, [[0, 1, 2, 3]])
-    ratio = (ragged.logprobs - ragged.old_logprobs).exp()
-    advantages = group_advantages(ragged.rewards[None]).T
+    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
+    ratio = (ragged_batch.logprobs - ragged_batch.old_logprobs).exp()
+    advantages = group_advantages(ragged_batch.rewards[None]).T
     expected = -ratio.clamp(0.8, 1.1) * advantages / 10
-    torch.testing.assert_close(result[ragged.mask], expected[ragged.mask])
-    outside = ((ratio < 0.8) | (ratio > 1.1))[ragged.mask].sum()
-    assert run(ragged, config).num_clipped_tokens == outside > 0
+    torch.testing.assert_close(result[ragged_batch.mask], expected[ragged_batch.mask])
+    outside = ((ratio < 0.8) | (ratio > 1.1))[ragged_batch.mask].sum()
+    assert run(ragged_batch, config).num_clipped_tokens == outside > 0
 
 
-def test_the_dual_clip_bounds_what_a_bad_token_costs(ragged: RaggedBatch) -> None:
+def test_dual_clip_bounds_the_loss_of_a_bad_token(ragged_batch: RaggedBatch) -> None:
     bound = 1.05
     config = PLAIN.model_copy(
         update={"loss": ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=bound)}
     )
-    ratio = (ragged.logprobs - ragged.old_logprobs).exp()
-    advantages = group_advantages(ragged.rewards[None]).T.expand(4, 4)
+    ratio = (ragged_batch.logprobs - ragged_batch.old_logprobs).exp()
+    advantages = group_advantages(ragged_batch.rewards[None]).T.expand(4, 4)
     saved = (ratio - bound).clamp(min=0) * advantages.clamp(max=0)
-    assert saved[ragged.mask].any()
+    assert saved[ragged_batch.mask].any()
     torch.testing.assert_close(
-        run(ragged, config).loss, run(ragged, PLAIN).loss + saved[ragged.mask].sum() / 10
+        run(ragged_batch, config).loss,
+        run(ragged_batch, PLAIN).loss + saved[ragged_batch.mask].sum() / 10,
     )
 
 
 def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
-    ragged: RaggedBatch,
+    ragged_batch: RaggedBatch,
 ) -> None:
     # The weights of the rows are .951, 1.051, 1 and 1.051: the table's.
     config = PLAIN.model_copy(update={"correction": SequenceMask(cap=1.04)})
-    plain = gradient(ragged, PLAIN, [[0, 1, 2, 3]])
-    result = gradient(ragged, config, [[0, 1, 2, 3]])
+    plain = gradient(ragged_batch, PLAIN, [[0, 1, 2, 3]])
+    result = gradient(ragged_batch, config, [[0, 1, 2, 3]])
     weights = torch.tensor([[0.9512294], [0.0], [1.0], [0.0]], dtype=torch.float64)
-    expected = torch.where(ragged.mask, plain * weights, 0.0)
+    expected = torch.where(ragged_batch.mask, plain * weights, 0.0)
     torch.testing.assert_close(result, expected, atol=1e-8, rtol=0)
-    terms = run(ragged, config)
+    terms = run(ragged_batch, config)
     assert terms.num_masked_sequences == 2 and terms.num_masked_tokens == 3
     assert terms.num_tokens == 10, "masking must not enlarge the step"
 
 
-def test_icepop_leaves_out_single_tokens(ragged: RaggedBatch) -> None:
+def test_icepop_masks_single_tokens(ragged_batch: RaggedBatch) -> None:
     config = PLAIN.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
-    ratio = (ragged.old_logprobs - ragged.rollout_logprobs).exp()
-    left_out = ((ratio < 0.94) | (ratio > 1.06)) & ragged.mask
-    assert run(ragged, config).num_masked_tokens == left_out.sum() > 0
-    assert not gradient(ragged, config, [[0, 1, 2, 3]])[left_out].any()
+    ratio = (ragged_batch.old_logprobs - ragged_batch.rollout_logprobs).exp()
+    left_out = ((ratio < 0.94) | (ratio > 1.06)) & ragged_batch.mask
+    assert run(ragged_batch, config).num_masked_tokens == left_out.sum() > 0
+    assert not gradient(ragged_batch, config, [[0, 1, 2, 3]])[left_out].any()
 
 
-def test_a_divergence_in_the_reward_is_no_term_of_the_loss(ragged: RaggedBatch) -> None:
-    without = CRITIC.model_copy(update={"kl_coef": 0.0})
-    assert run(ragged, CRITIC).loss == run(ragged, without).loss
-    assert run(ragged, CRITIC).ref_kl_sum > 0, "it is measured all the same"
+def test_divergence_in_the_reward_is_not_in_the_loss(ragged_batch: RaggedBatch) -> None:
+    without_kl = CRITIC.model_copy(update={"kl_coef": 0.0})
+    assert run(ragged_batch, CRITIC).loss == run(ragged_batch, without_kl).loss
+    assert run(ragged_batch, CRITIC).ref_kl_sum > 0, "the divergence is still measured"
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_estimator_in_the_loss_is_the_one_configured(
-    ragged: RaggedBatch, estimator: str
-) -> None:
+def test_loss_uses_the_configured_estimator(ragged_batch: RaggedBatch, estimator: str) -> None:
     config = PLAIN.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
-    d = (ragged.ref_logprobs - ragged.logprobs)[ragged.mask]
+    d = (ragged_batch.ref_logprobs - ragged_batch.logprobs)[ragged_batch.mask]
     divergence = d.square() / 2 if estimator == "k2" else d.expm1() - d
-    added = run(ragged, config).loss - run(ragged, PLAIN).loss
+    added = run(ragged_batch, config).loss - run(ragged_batch, PLAIN).loss
     torch.testing.assert_close(added, 0.5 * divergence.mean())
 
 
 def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
-    ragged: RaggedBatch,
+    ragged_batch: RaggedBatch,
 ) -> None:
-    """Holds for what is decided per token; what is decided per sequence needs its own row."""
+    """This holds for terms per token; terms per sequence need separate rows."""
     config = EVERYTHING.model_copy(update={"geometric_mask": None})
-    apart, advantages = run(ragged, config), group_advantages(ragged.rewards[None]).T
-    mask = ragged.mask
+    separate, advantages = run(ragged_batch, config), group_advantages(ragged_batch.rewards[None]).T
+    mask = ragged_batch.mask
 
-    def packed(values: Tensor) -> Tensor:
+    def pack(values: Tensor) -> Tensor:
         return values[mask][None]
 
-    together = policy_gradient_loss(
+    packed_terms = policy_gradient_loss(
         LossInputs(
-            logprobs=packed(ragged.logprobs),
-            old_logprobs=packed(ragged.old_logprobs),
-            rollout_logprobs=packed(ragged.rollout_logprobs),
-            ref_logprobs=packed(ragged.ref_logprobs),
-            entropies=packed(-ragged.logprobs),
-            advantages=packed(advantages.expand(4, 4)),
-            mask=packed(mask),
+            logprobs=pack(ragged_batch.logprobs),
+            old_logprobs=pack(ragged_batch.old_logprobs),
+            rollout_logprobs=pack(ragged_batch.rollout_logprobs),
+            ref_logprobs=pack(ragged_batch.ref_logprobs),
+            entropies=pack(-ragged_batch.logprobs),
+            advantages=pack(advantages.expand(4, 4)),
+            mask=pack(mask),
         ),
         config,
         denominator=10,
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,
     )
-    torch.testing.assert_close(together.loss, apart.loss)
-    torch.testing.assert_close(together.mismatch_kl_sum, apart.mismatch_kl_sum)
+    torch.testing.assert_close(packed_terms.loss, separate.loss)
+    torch.testing.assert_close(packed_terms.mismatch_kl_sum, separate.mismatch_kl_sum)
 
 
-def test_advantages_carry_no_gradient_into_what_made_them(ragged: RaggedBatch) -> None:
+def test_advantages_have_no_gradient(ragged_batch: RaggedBatch) -> None:
     advantages = torch.ones(4, 1, dtype=torch.float64, requires_grad=True)
-    logprobs = ragged.logprobs.clone().requires_grad_()
+    logprobs = ragged_batch.logprobs.clone().requires_grad_()
     policy_gradient_loss(
         LossInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach(),
-            rollout_logprobs=ragged.rollout_logprobs,
+            rollout_logprobs=ragged_batch.rollout_logprobs,
             ref_logprobs=None,
             entropies=torch.zeros(4, 4),
             advantages=advantages,
-            mask=ragged.mask,
+            mask=ragged_batch.mask,
         ),
         PLAIN,
         denominator=10,

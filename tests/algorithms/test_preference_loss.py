@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 from ludus.trainer.algorithms.preference import bradley_terry_loss, listwise_loss
 
 
-def test_listwise_loss_of_two_answers_is_the_bradley_terry_loss() -> None:
+def test_listwise_loss_of_two_completions_is_the_bradley_terry_loss() -> None:
     scores = torch.tensor([[0.7, 0.1], [-2.0, 0.4]])
     listwise = listwise_loss(scores, torch.tensor([0, 0]))
     torch.testing.assert_close(listwise, bradley_terry_loss(scores[:, 0], scores[:, 1]))
@@ -21,7 +21,7 @@ def test_listwise_loss_is_the_score_of_the_best_minus_logsumexp() -> None:
     assert listwise_loss(scores, torch.tensor([1])).item() == pytest.approx(expected)
 
 
-def test_a_margin_asks_for_a_larger_difference() -> None:
+def test_margin_requires_a_larger_difference() -> None:
     chosen, rejected = torch.tensor([1.0, 0.5]), torch.tensor([0.2, 0.6])
     margin = torch.tensor([0.3, 0.1])
     torch.testing.assert_close(
@@ -29,7 +29,7 @@ def test_a_margin_asks_for_a_larger_difference() -> None:
     )
 
 
-def test_centering_penalises_the_sum_of_the_scores_and_only_it() -> None:
+def test_centering_penalizes_only_the_sum_of_the_scores() -> None:
     chosen, rejected = torch.tensor([3.0]), torch.tensor([1.0])
     expected = -logsigmoid(torch.tensor(2.0)) + 0.01 * 16
     torch.testing.assert_close(bradley_terry_loss(chosen, rejected, center_coef=0.01), expected)

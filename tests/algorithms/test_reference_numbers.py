@@ -1,4 +1,4 @@
-"""Every number is printed in a paper's code, or was worked out by hand, outside this project."""
+"""Reference numbers, printed by a paper's code or computed by hand outside this project."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PRINTED_4 = 5.1e-5
 PRINTED_7 = 5.1e-8
-"""Half a unit of the last printed digit."""
+"""Tolerance: half a unit of the last printed digit."""
 
 
 def f64(values: list[float] | list[list[float]]) -> Tensor:
@@ -96,7 +96,7 @@ def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> 
 
 
 def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
-    """The same numbers when observations stand between the tokens, whatever is said about them."""
+    """Observation tokens between the actions do not change the numbers, whatever their values."""
     values = f64([[7, 0.5, 9, 9, 1, 9, 1.5]])
     mask = torch.tensor([[False, True, False, False, True, False, True]])
     rewards = f64([[0, 1, 0, 0, 2, 0, 3]])
@@ -106,10 +106,10 @@ def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
         assert returns(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
 
 
-def test_anchor_gae_bootstraps_where_the_episode_was_cut_off() -> None:
+def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
     # delta = [1 + 1 - .5, 2 + 1.5 - 1, 3 + 10 - 1.5], summed from the end.
-    values, cut_off = f64([[0.5, 1, 1.5]]), torch.tensor([False])
-    advantages = gae(f64([[1, 2, 3]]), values, MASK, cut_off, f64([10]), 1, 1)
+    values, not_terminated = f64([[0.5, 1, 1.5]]), torch.tensor([False])
+    advantages = gae(f64([[1, 2, 3]]), values, MASK, not_terminated, f64([10]), 1, 1)
     assert advantages.tolist() == [pytest.approx([15.5, 14, 11.5])]
     assert returns(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
 
@@ -124,8 +124,8 @@ def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:
     assert geometric_mask(old, rollout, mask, 0.5, 2).item() is True
 
 
-def test_table_mean_and_std(ragged: RaggedBatch) -> None:
-    rewards = ragged.rewards
+def test_table_mean_and_std(ragged_batch: RaggedBatch) -> None:
+    rewards = ragged_batch.rewards
     assert rewards.mean().item() == 0.375
     assert rewards.std().item() == pytest.approx(0.4787136, abs=PRINTED_7)
     assert rewards.std(correction=0).item() == pytest.approx(0.4145781, abs=PRINTED_7)
@@ -141,14 +141,14 @@ def test_table_mean_and_std(ragged: RaggedBatch) -> None:
     ],
 )
 def test_table_advantages(
-    ragged: RaggedBatch, baseline: str, scale: str, expected: list[float]
+    ragged_batch: RaggedBatch, baseline: str, scale: str, expected: list[float]
 ) -> None:
-    advantages = group_advantages(ragged.rewards[None], baseline, scale)
+    advantages = group_advantages(ragged_batch.rewards[None], baseline, scale)
     assert advantages.tolist() == [pytest.approx(expected, abs=PRINTED_7)]
 
 
 @pytest.mark.parametrize(
-    ("scale", "how", "expected"),
+    ("scale", "aggregation", "expected"),
     [
         ("none", "token_mean", -0.0832437),
         ("none", "sequence_mean", -0.0113098),
@@ -158,38 +158,46 @@ def test_table_advantages(
         ("group", "constant", -0.0543294),
     ],
 )
-def test_table_clip_loss(ragged: RaggedBatch, scale: str, how: str, expected: float) -> None:
-    advantages = group_advantages(ragged.rewards[None], scale=scale).reshape(4, 1)
+def test_table_clip_loss(
+    ragged_batch: RaggedBatch, scale: str, aggregation: str, expected: float
+) -> None:
+    advantages = group_advantages(ragged_batch.rewards[None], scale=scale).reshape(4, 1)
     loss = clip_loss(
-        make_inputs(ragged.logprobs, ragged.old_logprobs, advantages), PLAIN_CLIP
+        make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
-    assert _mean(loss, ragged, how) == pytest.approx(expected, abs=PRINTED_7)
+    assert _mean(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=PRINTED_7)
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("token_mean", 0.0348619), ("sequence_mean", 0.0425378)]
+    ("aggregation", "expected"), [("token_mean", 0.0348619), ("sequence_mean", 0.0425378)]
 )
-def test_table_k3(ragged: RaggedBatch, how: str, expected: float) -> None:
-    estimate = kl(ragged.logprobs, ragged.ref_logprobs, "k3")
-    assert _mean(estimate, ragged, how) == pytest.approx(expected, abs=PRINTED_7)
+def test_table_k3(ragged_batch: RaggedBatch, aggregation: str, expected: float) -> None:
+    estimate = kl(ragged_batch.logprobs, ragged_batch.ref_logprobs, "k3")
+    assert _mean(estimate, ragged_batch, aggregation) == pytest.approx(expected, abs=PRINTED_7)
 
 
-def test_table_token_tis(ragged: RaggedBatch) -> None:
-    advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
+def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
+    advantages = group_advantages(ragged_batch.rewards[None]).reshape(4, 1)
     loss = clip_loss(
-        make_inputs(ragged.logprobs, ragged.old_logprobs, advantages), PLAIN_CLIP
+        make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
-    weight = token_tis(ragged.old_logprobs, ragged.rollout_logprobs, cap=2)
-    assert _mean(weight * loss, ragged, "token_mean") == pytest.approx(-0.0801720, abs=PRINTED_7)
+    weight = token_tis(ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, cap=2)
+    assert _mean(weight * loss, ragged_batch, "token_mean") == pytest.approx(
+        -0.0801720, abs=PRINTED_7
+    )
 
 
-def test_table_sequence_weights(ragged: RaggedBatch) -> None:
-    weight = sequence_tis(ragged.old_logprobs, ragged.rollout_logprobs, ragged.mask, cap=2)
+def test_table_sequence_weights(ragged_batch: RaggedBatch) -> None:
+    weight = sequence_tis(
+        ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, ragged_batch.mask, cap=2
+    )
     assert weight.tolist() == pytest.approx([0.9512294, 1.0512711, 1, 1.0512711], abs=PRINTED_7)
 
 
-def test_table_gspo_ratios(ragged: RaggedBatch) -> None:
-    log_ratio = sequence_log_ratio(ragged.logprobs, ragged.old_logprobs, ragged.mask)
+def test_table_gspo_ratios(ragged_batch: RaggedBatch) -> None:
+    log_ratio = sequence_log_ratio(
+        ragged_batch.logprobs, ragged_batch.old_logprobs, ragged_batch.mask
+    )
     first_token = log_ratio[:, 0].exp()
     assert first_token.tolist() == pytest.approx(
         [1.0778842, 0.9512294, 1, 1.3498588], abs=PRINTED_7
@@ -200,12 +208,14 @@ def test_table_gspo_ratios(ragged: RaggedBatch) -> None:
     ("clip_low", "clip_high", "expected"), [(3e-4, 4e-4, -0.0001031), (0.2, 0.2, -0.0229916)]
 )
 def test_table_gspo_loss(
-    ragged: RaggedBatch, clip_low: float, clip_high: float, expected: float
+    ragged_batch: RaggedBatch, clip_low: float, clip_high: float, expected: float
 ) -> None:
-    advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
-    inputs = make_inputs(ragged.logprobs, ragged.old_logprobs, advantages, ragged.mask)
+    advantages = group_advantages(ragged_batch.rewards[None]).reshape(4, 1)
+    inputs = make_inputs(
+        ragged_batch.logprobs, ragged_batch.old_logprobs, advantages, ragged_batch.mask
+    )
     loss = gspo_loss(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
-    assert _mean(loss, ragged, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
+    assert _mean(loss, ragged_batch, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +233,6 @@ def test_table_bradley_terry(differences: list[float], expected: float) -> None:
     assert loss.item() == pytest.approx(expected, abs=PRINTED_7)
 
 
-def _mean(per_token: Tensor, ragged: RaggedBatch, how: str) -> float:
-    denominator = loss_denominator(ragged.mask.sum(-1), how, max_tokens=8)
-    return aggregate(per_token, ragged.mask, how, denominator).item()
+def _mean(per_token: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:
+    denominator = loss_denominator(ragged_batch.mask.sum(-1), aggregation, max_tokens=8)
+    return aggregate(per_token, ragged_batch.mask, aggregation, denominator).item()

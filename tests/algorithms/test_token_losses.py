@@ -43,13 +43,13 @@ def loss_and_gradient(
     [
         (1.1, 2.0, -2.2, -2.2),  # inside: the gradient of -r A is -r A
         (1.25, 2.0, -2.5, -2.5),  # still inside: clip_high is wider than clip_low
-        (1.5, 2.0, -2.56, 0.0),  # good and already likelier: stops at 1 + clip_high
+        (1.5, 2.0, -2.56, 0.0),  # good and already more likely: stops at 1 + clip_high
         (0.5, 2.0, -1.0, -1.0),  # good but less likely: continues
         (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: stops at 1 - clip_low
-        (1.5, -2.0, 3.0, 3.0),  # bad but likelier: continues
+        (1.5, -2.0, 3.0, 3.0),  # bad but more likely: continues
     ],
 )
-def test_the_clip_stops_only_steps_that_went_far_enough(
+def test_clip_stops_only_steps_beyond_the_range(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     assert loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-12)
@@ -88,17 +88,17 @@ def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
         assert loss.isfinite().all() and new.grad.isfinite().all()
 
 
-def test_gspo_has_the_gradient_of_the_loss_written_per_sequence(ragged: RaggedBatch) -> None:
+def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
     advantages = torch.tensor([0.625, -0.375, -0.375, 0.125], dtype=torch.float64)
-    mask = ragged.mask
+    mask = ragged_batch.mask
 
-    per_token = ragged.logprobs.clone().requires_grad_()
-    inputs = make_inputs(per_token, ragged.old_logprobs, advantages[:, None], mask)
+    per_token = ragged_batch.logprobs.clone().requires_grad_()
+    inputs = make_inputs(per_token, ragged_batch.old_logprobs, advantages[:, None], mask)
     loss = gspo_loss(inputs, GspoLoss(clip_low=0.4, clip_high=0.4)).losses
     aggregate(loss, mask, "sequence_mean", 4).backward()
 
-    per_sequence = ragged.logprobs.clone().requires_grad_()
-    log_s = (per_sequence - ragged.old_logprobs).where(mask, 0.0).sum(-1) / mask.sum(-1)
+    per_sequence = ragged_batch.logprobs.clone().requires_grad_()
+    log_s = (per_sequence - ragged_batch.old_logprobs).where(mask, 0.0).sum(-1) / mask.sum(-1)
     s = log_s.exp()
     (-torch.minimum(s * advantages, s.clamp(0.6, 1.4) * advantages)).mean().backward()
     torch.testing.assert_close(per_token.grad[mask], per_sequence.grad[mask])
@@ -132,22 +132,20 @@ def test_the_mean_of_k1_and_k3_over_the_policy_is_the_divergence() -> None:
     ("difference", "gradient"),
     [(1.0, 1 - math.e), (-15.0, 1.0), (5.0, 1 - math.exp(5)), (21.0, 0.0), (-21.0, 1.0)],
 )
-def test_the_gradient_of_k3_ends_where_exp_would_overflow_and_nowhere_else(
-    difference: float, gradient: float
-) -> None:
+def test_gradient_of_k3_is_zero_only_above_the_clamp(difference: float, gradient: float) -> None:
     new = torch.tensor(-30.0, dtype=torch.float64, requires_grad=True)
     kl(new, new.detach() + difference, "k3").backward()
     assert new.grad.item() == pytest.approx(gradient, rel=1e-6)
 
 
-def test_padding_rows_count_for_nothing(ragged: RaggedBatch) -> None:
-    padded = torch.cat([ragged.mask, torch.zeros(3, 4).bool()])
-    for how, expected in (("token_mean", 10), ("sequence_mean", 4), ("constant", 32)):
-        assert loss_denominator(padded.sum(-1), how, max_tokens=8) == expected
+def test_padding_rows_do_not_count(ragged_batch: RaggedBatch) -> None:
+    padded = torch.cat([ragged_batch.mask, torch.zeros(3, 4).bool()])
+    for aggregation, expected in (("token_mean", 10), ("sequence_mean", 4), ("constant", 32)):
+        assert loss_denominator(padded.sum(-1), aggregation, max_tokens=8) == expected
     loss = torch.ones(7, 4)
     assert aggregate(loss, padded, "sequence_mean", 4).item() == 1.0
 
 
-def test_a_denominator_that_cannot_be_is_refused(ragged: RaggedBatch) -> None:
+def test_zero_denominator_is_refused(ragged_batch: RaggedBatch) -> None:
     with pytest.raises(ValueError, match="got 0; skip"):
-        aggregate(torch.ones(4, 4), ragged.mask, "token_mean", 0)
+        aggregate(torch.ones(4, 4), ragged_batch.mask, "token_mean", 0)

@@ -17,7 +17,7 @@ BASELINES = st.sampled_from(["mean", "leave_one_out", "none"])
 @st.composite
 def turn_rewards(draw: st.DrawFn) -> Tensor:
     """[num_groups, G, K] with episodes of different lengths, and some that are not scored."""
-    num_groups, size, longest = (draw(st.integers(1, most)) for most in (3, 5, 4))
+    num_groups, size, longest = (draw(st.integers(1, max_turns)) for max_turns in (3, 5, 4))
     table = torch.full((num_groups, size, longest), NAN, dtype=torch.float64)
     for episode in table.view(-1, longest):
         length = draw(st.integers(0, longest))
@@ -27,20 +27,20 @@ def turn_rewards(draw: st.DrawFn) -> Tensor:
     return table
 
 
-def test_a_turn_is_credited_with_what_came_from_it_on_against_the_others_that_reached_it() -> None:
+def test_turn_advantage_compares_the_remaining_rewards() -> None:
     rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 8.0, NAN], [3.0, NAN, NAN]]])
     advantages = turn_advantages(rewards)
     # Returns: 7 6 4, 8 8, 3. Means: 6, 7, and one alone.
     assert advantages.tolist() == [[[1, -1, 0], [2, 1, 0], [-3, 0, 0]]]
 
 
-def test_later_rewards_count_less_by_the_discount_per_turn() -> None:
+def test_rewards_are_discounted_per_turn() -> None:
     rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 0.0, 0.0]]])
     advantages = turn_advantages(rewards, gamma=0.5)
     assert advantages[0, 0].tolist() == [(1 + 1 + 1) / 2, (2 + 2) / 2, 4 / 2]
 
 
-def test_the_scale_of_a_group_is_that_of_the_returns_at_the_same_turn() -> None:
+def test_scale_uses_the_returns_at_the_same_turn() -> None:
     rewards = torch.tensor([[[0.0, 10.0], [0.0, 0.0], [5.0, 0.0]]], dtype=torch.float64)
     advantages = turn_advantages(rewards, scale="group")
     for turn, returns in enumerate(([10.0, 0.0, 5.0], [10.0, 0.0, 0.0])):
@@ -49,7 +49,7 @@ def test_the_scale_of_a_group_is_that_of_the_returns_at_the_same_turn() -> None:
 
 
 @given(turn_rewards(), BASELINES)
-def test_episodes_of_one_turn_get_what_whole_episodes_get(rewards: Tensor, baseline: str) -> None:
+def test_single_turn_episodes_equal_group_advantages(rewards: Tensor, baseline: str) -> None:
     one_turn = rewards[..., :1]
     torch.testing.assert_close(
         turn_advantages(one_turn, baseline)[..., 0], group_advantages(one_turn[..., 0], baseline)
@@ -78,7 +78,7 @@ def test_permuting_a_group_permutes_its_turn_advantages(
     )
 
 
-def test_a_turn_that_one_episode_alone_reached_gets_nothing() -> None:
+def test_turn_that_one_episode_reached_has_zero_advantage() -> None:
     # Three more turns that cost one each: against the mean of the first turn they would shine.
     rewards = torch.tensor([[[-1.0, -1.0, -1.0, -1.0], [-1.0, NAN, NAN, NAN]]])
     assert turn_advantages(rewards).tolist() == [[[-1.5, 0, 0, 0], [1.5, 0, 0, 0]]]

@@ -24,9 +24,9 @@ def loss_and_gradient(value: float, old: float, target: float) -> tuple[float, f
     ("value", "old", "target", "loss", "gradient"),
     [
         (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),  # moved by less than the clip: plain
-        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved towards the target by more: held at 1.2
+        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved towards the target by more: clipped at 1.2
         (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5),  # moved away: the larger error counts
-        (2.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # jumped past the target: held all the same
+        (2.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved past the target: also clipped
     ],
 )
 def test_the_larger_of_clipped_and_plain_error_counts(
@@ -35,23 +35,23 @@ def test_the_larger_of_clipped_and_plain_error_counts(
     assert loss_and_gradient(value, old, target) == pytest.approx((loss, gradient))
 
 
-def test_without_a_clip_it_is_half_the_mean_squared_error() -> None:
+def test_unclipped_loss_is_half_the_mean_squared_error() -> None:
     values, targets = row(1, 2, 4), row(0, 0, 0)
     mask = torch.ones(1, 3).bool()
     loss = value_loss(values, values, targets, mask, clip=None, denominator=3)
     assert loss.item() == 0.5 * (1 + 4 + 16) / 3
 
 
-def test_what_stands_outside_the_mask_may_be_nan_and_gets_no_gradient() -> None:
+def test_values_outside_the_mask_may_be_nan_and_have_no_gradient() -> None:
     values = row(1.0, torch.nan, 2.0).requires_grad_()
-    others = row(0.5, torch.nan, 0.5)
+    targets = row(0.5, torch.nan, 0.5)
     mask = torch.tensor([[True, False, True]])
-    value_loss(values, others, others, mask, clip=0.2, denominator=2).backward()
+    value_loss(values, targets, targets, mask, clip=0.2, denominator=2).backward()
     assert values.grad is not None
     assert values.grad[0, 1] == 0 and values.grad.isfinite().all()
 
 
-def test_the_parts_of_a_step_add_up() -> None:
+def test_losses_of_parts_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
     values, old, targets = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.6
@@ -60,12 +60,12 @@ def test_the_parts_of_a_step_add_up() -> None:
     def part(rows: slice) -> Tensor:
         return value_loss(values[rows], old[rows], targets[rows], mask[rows], 0.2, tokens)
 
-    whole = part(slice(None))
-    torch.testing.assert_close(part(slice(0, 1)) + part(slice(1, 6)), whole)
+    total = part(slice(None))
+    torch.testing.assert_close(part(slice(0, 1)) + part(slice(1, 6)), total)
     expected = torch.maximum(
         (values - targets) ** 2, (old + (values - old).clamp(-0.2, 0.2) - targets) ** 2
     )
-    torch.testing.assert_close(whole, 0.5 * expected[mask].mean())
+    torch.testing.assert_close(total, 0.5 * expected[mask].mean())
 
 
 def test_targets_and_old_values_get_no_gradient() -> None:

@@ -1,7 +1,6 @@
-"""A program that trains as `ludus train` does, and breaks its own rollout workers on the way.
+"""A program that trains like `ludus train` and breaks its rollout workers during the run.
 
-Nothing in the product knows of it: what breaks is put into the workers' processes by Ray's call of
-any function in an actor.
+The product has no code for this: Ray can call any function in an actor.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from typing import Any
 from ludus.trainer import Trainer
 from ludus.trainer.actors.workers import RolloutWorkers
 
-BREACH_AT, BREACHING = 12, 1
-"""The step after which this worker loads weights wrongly, once."""
-LOSS_AT, LOSING = 24, 0
-"""The step after which this worker's engine fails for good."""
+BREACH_STEP, BREACHING_WORKER = 12, 1
+"""The step after which this worker loads wrong weights, once."""
+LOSS_STEP, LOST_WORKER = 24, 0
+"""The step after which this worker's engine fails permanently."""
 
 
-def load_wrongly_once(worker: Any) -> None:
-    """Let the engine of a worker change the weights that it loads next."""
+def load_wrong_weights_once(worker: Any) -> None:
+    """Let the engine of a worker load different weights at the next load."""
     engine = worker.parts.engine.engine
     load = engine.load_weights
 
-    def load_wrongly(state: dict[str, Any]) -> None:
+    def load_wrong_weights(state: dict[str, Any]) -> None:
         engine.load_weights = load
         load({name: tensor * 1.1 for name, tensor in state.items()})
 
-    engine.load_weights = load_wrongly
+    engine.load_weights = load_wrong_weights
 
 
-def fail_for_good(worker: Any) -> None:
-    """Let the engine of a worker fail in every step from now on."""
+def fail_permanently(worker: Any) -> None:
+    """Let the engine of a worker fail in every step."""
 
     def step() -> None:
         raise MemoryError("no more memory")
@@ -42,22 +41,24 @@ def fail_for_good(worker: Any) -> None:
     worker.parts.engine.engine.step = step
 
 
-async def put_into(workers: RolloutWorkers, number: int, change: Callable[[Any], None]) -> None:
-    """Change the process of the worker of this number."""
+async def call_in_worker(
+    workers: RolloutWorkers, number: int, change: Callable[[Any], None]
+) -> None:
+    """Call a function in the process of a worker."""
     [worker] = [worker for worker in workers.ready_workers if worker.number == number]
     await worker.actor.__ray_call__.remote(change)
 
 
 async def train(config: Path, overrides: list[str]) -> None:
-    """Train the run to its end; after two of its steps a worker is broken."""
+    """Train to the end; break a worker after each of two steps."""
     async with Trainer(config, overrides=overrides) as trainer:
         workers = trainer._components.workers
         assert isinstance(workers, RolloutWorkers)
         async for step in trainer.steps():
-            if step.number == BREACH_AT:
-                await put_into(workers, BREACHING, load_wrongly_once)
-            if step.number == LOSS_AT:
-                await put_into(workers, LOSING, fail_for_good)
+            if step.number == BREACH_STEP:
+                await call_in_worker(workers, BREACHING_WORKER, load_wrong_weights_once)
+            if step.number == LOSS_STEP:
+                await call_in_worker(workers, LOST_WORKER, fail_permanently)
         await trainer.train()
 
 

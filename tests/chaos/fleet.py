@@ -1,4 +1,4 @@
-"""Rollout workers outside of a run: real Ray, server, engine, and a buffer that counts."""
+"""Rollout workers outside a run: real Ray, server, engine, and a buffer that counts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Fleet:
-    """What rollout workers need around them."""
+    """The environment server, model and weight store that rollout workers need."""
 
     run: LanguageModelRun
     environment: ConnectedEnvironment
@@ -56,45 +56,45 @@ class Fleet:
 
     @property
     def spec(self) -> RolloutWorkerSpec:
-        """What the workers are made from."""
+        """Settings of the workers."""
         addresses = {name: self.environment.address for name in self.run.environments}
         return RolloutWorkerSpec(self.run, self.model_path, addresses, self.run.weights)
 
     @property
     def learner_spec(self) -> LearnerSpec:
-        """What the learner's ranks are made from."""
+        """Settings of the learner's ranks."""
         return make_learner_spec(self.run, self.model_path)
 
     @property
     def placement(self) -> Placement:
-        """Where the actors go."""
+        """Placement of the actors."""
         return place_on_one_machine(self.run)
 
     def buffer(self) -> RemoteBuffer:
-        """A buffer of its own."""
+        """Start a separate buffer."""
         return RemoteBuffer(self.run, self.placement)
 
     def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
-        """The model's weights as version `version`; an error makes their canary fail."""
+        """Publish the model's weights as `version`; a log-prob error makes the canary fail."""
         model = load_language_model(self.model_path)
-        answers = [
-            [logprob + logprob_error for logprob in answer_of(model, prompt)]
+        logprobs = [
+            [logprob + logprob_error for logprob in score_completion(model, prompt)]
             for prompt in self.canary
         ]
         return self.store.publish(
-            make_manifest(version, self.state, self.canary, answers), self.state
+            make_manifest(version, self.state, self.canary, logprobs), self.state
         )
 
     def groups(self, *indices: int) -> list[GroupSpec]:
-        """Groups to be played."""
+        """Return groups to play."""
         [name] = self.run.environments
         size = self.run.rollout.group_size
         return [GroupSpec(i, name, group_seeds(0, i, size, shared=True)) for i in indices]
 
 
 @torch.no_grad()
-def answer_of(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
-    """The log-probs of the prompt's completion."""
+def score_completion(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
+    """Return the log-probs of the prompt's completion."""
     ids = torch.tensor([prompt.prompt_ids + prompt.completion_ids])
     start = len(prompt.prompt_ids)
     logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
@@ -102,8 +102,8 @@ def answer_of(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
-    """Ray, an environment server and a model, until the block ends."""
+async def run_fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
+    """Start Ray, an environment server and a model for the block."""
     run = load_run_config(EXAMPLE, [*SMALL, *overrides])
     with start_local_servers(run, folder) as servers:
         start_ray()

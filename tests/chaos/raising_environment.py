@@ -1,4 +1,4 @@
-"""Blackjack that raises in one of a hundred of training's episodes, which their seeds decide."""
+"""Blackjack that raises an error in one of a hundred training episodes, chosen by their seeds."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from openspiel_env.models import OpenSpielAction, OpenSpielObservation
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 ONE_IN = 100
-_FIRST_SEED_OF_NO_TRAINING = 2**30
+_FIRST_OTHER_SEED = 2**30
 
 
 class RaisingBlackjack(OpenSpielEnvironment):
-    """Raises in the first step of these; an evaluation has other seeds, and judges undisturbed."""
+    """Raises in the first step of the chosen episodes; evaluations use other seeds."""
 
     _raises = False
 
     def reset(  # type: ignore[override]  # as OpenSpielEnvironment's
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[OpenSpielObservation]:
-        is_trained_on = seed is not None and seed < _FIRST_SEED_OF_NO_TRAINING
-        self._raises = is_trained_on and seed % ONE_IN == 0
+        is_training = seed is not None and seed < _FIRST_OTHER_SEED
+        self._raises = is_training and seed % ONE_IN == 0
         return super().reset(seed=seed, episode_id=episode_id)
 
     def step(self, action: OpenSpielAction) -> Transition[OpenSpielObservation]:

@@ -20,7 +20,7 @@ from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
-from tests.chaos.fleet import Fleet, fleet
+from tests.chaos.fleet import Fleet, run_fleet
 from tests.env.polling import eventually, turns_of_the_loop
 
 pytestmark = [
@@ -29,103 +29,101 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 WITHIN_S = 600.0
-"""In which a process starts or ends, on a machine that does much else; guards against hangs."""
+"""Time limit for the start or end of a process on a busy machine."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def around(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     os.environ["LUDUS_TEST_RUN"] = str(folder)
     try:
-        async with fleet(folder, "learner.num_ranks=2") as made:
-            yield made
+        async with run_fleet(folder, "learner.num_ranks=2") as fleet:
+            yield fleet
     finally:
         del os.environ["LUDUS_TEST_RUN"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(around: Fleet) -> AsyncIterator[RolloutWorkers]:
-    workers = await RolloutWorkers.start(around.spec, around.buffer(), around.placement)
+async def module_workers(fleet: Fleet) -> AsyncIterator[RolloutWorkers]:
+    workers = await RolloutWorkers.start(fleet.spec, fleet.buffer(), fleet.placement)
     yield workers
     await workers.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def workers(started: RolloutWorkers) -> RolloutWorkers:
-    """One worker that is ready, which the tests share: each costs an import of torch."""
-    started.resize(1)
+async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
+    """Return one ready worker, which the tests share because each start imports torch."""
+    module_workers.resize(1)
     await eventually(
-        lambda: started.num_ready == len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S
+        lambda: module_workers.num_ready == len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S
     )
-    return started
+    return module_workers
 
 
-async def counts_of(workers: RolloutWorkers) -> RolloutCounts:
-    """What their buffer has counted so far."""
+async def read_counts(workers: RolloutWorkers) -> RolloutCounts:
+    """Return the counts of the workers' buffer."""
     state = await workers.buffer.state()
     return state.counts.get("blackjack", RolloutCounts())
 
 
 def running(kind: str) -> list[int]:
-    """The processes of one kind that this module has started."""
+    """Return the processes of one kind that this module has started."""
     return pids(os.environ["LUDUS_TEST_RUN"], kind)
 
 
-async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
-    around: Fleet, workers: RolloutWorkers
+async def test_dead_worker_is_replaced_with_the_newest_weights(
+    fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    published = around.publish(3)
-    [held] = await workers.load_weights(published, timeout_s=WITHIN_S)
-    assert held.version == 3
+    published = fleet.publish(3)
+    [weights] = await workers.load_weights(published, timeout_s=WITHIN_S)
+    assert weights.version == 3
     num_restarts, num_joined = workers.num_restarts, workers.num_joined
-    slot, before = await workers.acquire_slot(), await counts_of(workers)
-    groups = around.groups(*range(64))
+    slot, counts_before = await workers.acquire_slot(), await read_counts(workers)
+    groups = fleet.groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
     [pid] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
     playing = asyncio.create_task(workers.play(slot, groups))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    refused = await playing
-    assert sorted(refusal.index for refusal in refused) == list(range(64))
-    assert all(refusal.is_lost for refusal in refused), "all must be played again"
+    refusals = await playing
+    assert sorted(refusal.index for refusal in refusals) == list(range(64))
+    assert all(refusal.is_lost for refusal in refusals), "all must be played again"
     await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
     assert (workers.num_restarts, workers.num_joined) == (num_restarts + 1, num_joined + 1)
-    [held] = workers.held_weights.values()
-    assert (held.version, held.content_hash) == (3, published.manifest.content_hash)
-    counts = await counts_of(workers)
-    assert counts.num_episodes - before.num_episodes == 64 * 4, "every episode is counted"
-    assert counts.num_lost - before.num_lost == 64 * 4
+    [weights] = workers.held_weights.values()
+    assert (weights.version, weights.content_hash) == (3, published.manifest.content_hash)
+    counts = await read_counts(workers)
+    assert counts.num_episodes - counts_before.num_episodes == 64 * 4, "every episode is counted"
+    assert counts.num_lost - counts_before.num_lost == 64 * 4
 
 
-async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
-    around: Fleet, workers: RolloutWorkers
-) -> None:
-    num_restarts, before = workers.num_restarts, await counts_of(workers)
+async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
+    num_restarts, counts_before = workers.num_restarts, await read_counts(workers)
     workers.resize(2)
     await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
     slots = [await workers.acquire_slot() for _ in range(2)]
-    groups = [around.groups(*range(16)), around.groups(*range(16, 32))]
+    groups = [fleet.groups(*range(16)), fleet.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
     playing = [
-        asyncio.create_task(workers.play(slot, some))
-        for slot, some in zip(slots, groups, strict=True)
+        asyncio.create_task(workers.play(slot, specs))
+        for slot, specs in zip(slots, groups, strict=True)
     ]
     await asyncio.sleep(0)
     workers.resize(1)
     await asyncio.gather(*playing)
     await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
     assert (workers.num_ready, workers.num_restarts) == (1, num_restarts)
-    counts = await counts_of(workers)
-    assert counts.num_lost == before.num_lost
-    assert counts.num_groups - before.num_groups == 32
+    counts = await read_counts(workers)
+    assert counts.num_lost == counts_before.num_lost
+    assert counts.num_groups - counts_before.num_groups == 32
 
 
-async def test_slots_are_as_many_as_ready_workers_have(
-    around: Fleet, workers: RolloutWorkers
+async def test_slots_are_limited_by_the_ready_workers(
+    fleet: Fleet, workers: RolloutWorkers
 ) -> None:
     slots = [await workers.acquire_slot()]
-    while sum(slot.size for slot in slots) < around.run.rollout.num_groups_in_flight:
+    while sum(slot.size for slot in slots) < fleet.run.rollout.num_groups_in_flight:
         slots.append(await workers.acquire_slot())
     waiting = asyncio.create_task(workers.acquire_slot())
     await turns_of_the_loop()
@@ -137,47 +135,49 @@ async def test_slots_are_as_many_as_ready_workers_have(
         workers.release_slot(slot)
 
 
-async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
+async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
     await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
     [pid, _] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
-    judging = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
+    evaluating = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    outcomes = await judging
+    outcomes = await evaluating
     assert [outcome.seed for outcome in outcomes] == list(seeds)
     assert all(outcome.episode_return is not None for outcome in outcomes)
 
 
-async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played_again(
-    around: Fleet, workers: RolloutWorkers
+async def test_worker_with_a_failed_engine_is_replaced(
+    fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    await workers.load_weights(around.publish(5), timeout_s=WITHIN_S)
+    await workers.load_weights(fleet.publish(5), timeout_s=WITHIN_S)
     num_restarts, slot = workers.num_restarts, await workers.acquire_slot()
-    await slot.worker.actor.__ray_call__.remote(failing_engine)
+    await slot.worker.actor.__ray_call__.remote(break_engine)
     await workers.buffer.begin(range(500, 516), 5)
-    refused = await workers.play(slot, around.groups(*range(500, 516)))
-    assert sorted(one.index for one in refused) == list(range(500, 516))
+    refusals = await workers.play(slot, fleet.groups(*range(500, 516)))
+    assert sorted(refusal.index for refusal in refusals) == list(range(500, 516))
     await eventually(lambda: workers.num_restarts == num_restarts + 1, within_s=WITHIN_S)
     await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
     slot = await workers.acquire_slot()
-    refused = await workers.play(slot, around.groups(*range(500, 516)))
-    assert len(refused) < 16, "the other plays"
+    refusals = await workers.play(slot, fleet.groups(*range(500, 516)))
+    assert len(refusals) < 16, "the new worker plays"
 
 
-async def test_weights_from_which_no_worker_samples_end_the_run(
-    around: Fleet, workers: RolloutWorkers
+async def test_weights_that_no_worker_samples_from_end_the_run(
+    fleet: Fleet, workers: RolloutWorkers
 ) -> None:
-    """The last of those that share workers: nobody trusts these again."""
+    """The last test with the shared workers, because they are out of traffic afterwards."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
-        await workers.load_weights(around.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
-    assert (workers.num_ready, workers.num_breaches) == (0, 2), "it fetched once more"
+        await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
+    assert (workers.num_ready, workers.num_breaches) == (0, 2), (
+        "the worker fetched the weights twice"
+    )
 
 
-def failing_engine(worker: Any) -> None:
-    """Lets the engine of a worker run out of memory in its next step."""
+def break_engine(worker: Any) -> None:
+    """Let the engine of a worker run out of memory in its next step."""
 
     def step() -> None:
         raise MemoryError("no more memory")
@@ -185,52 +185,52 @@ def failing_engine(worker: Any) -> None:
     worker.parts.engine.engine.step = step
 
 
-async def test_a_worker_whose_model_is_not_there_ends_the_start_with_its_reason(
-    around: Fleet, tmp_path: Path
-) -> None:
-    before = set(running(ROLLOUT_WORKER))
-    spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
+async def test_missing_model_fails_the_start_of_workers(fleet: Fleet, tmp_path: Path) -> None:
+    pids_before = set(running(ROLLOUT_WORKER))
+    spec = replace(fleet.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(NotFoundError, match=r"no-model': the model cannot be loaded"):
-        await RolloutWorkers.start(spec, around.buffer(), around.placement)
-    await eventually(lambda: set(running(ROLLOUT_WORKER)) <= before, within_s=WITHIN_S)
+        await RolloutWorkers.start(spec, fleet.buffer(), fleet.placement)
+    await eventually(lambda: set(running(ROLLOUT_WORKER)) <= pids_before, within_s=WITHIN_S)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint(
-    around: Fleet, tmp_path: Path, how: signal.Signals
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_lost_rank_ends_its_group_which_restarts_from_the_checkpoint(
+    fleet: Fleet, tmp_path: Path, signal_number: signal.Signals
 ) -> None:
-    learners = LearnerGroup(around.run, around.placement)
-    await learners.start(around.learner_spec, around.spec.weights)
-    first = await learners.publish(0, around.canary)
+    learners = LearnerGroup(fleet.run, fleet.placement)
+    await learners.start(fleet.learner_spec, fleet.spec.weights)
+    first = await learners.publish(0, fleet.canary)
     await learners.save(tmp_path / "learner", tmp_path / "model")
-    before = running(LEARNER_RANK)
-    assert len(before) == 2
-    waited_s = [await rank.__ray_call__.remote(waiting_only(2.0)) for rank in learners.ranks]
-    assert waited_s == [around.run.learner.collective_timeout_s] * 2
-    os.kill(before[1], how)
+    pids_before = running(LEARNER_RANK)
+    assert len(pids_before) == 2
+    previous_timeouts_s = [
+        await rank.__ray_call__.remote(set_collective_timeout(2.0)) for rank in learners.ranks
+    ]
+    assert previous_timeouts_s == [fleet.run.learner.collective_timeout_s] * 2
+    os.kill(pids_before[1], signal_number)
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(LearnerLostError):
-            await learners.publish(1, around.canary)
+            await learners.publish(1, fleet.canary)
     await learners.restart(tmp_path / "learner")
-    again = await learners.publish(0, around.canary)
-    assert again.manifest.content_hash == first.manifest.content_hash
-    await eventually(lambda: not set(before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
+    second = await learners.publish(0, fleet.canary)
+    assert second.manifest.content_hash == first.manifest.content_hash
+    await eventually(lambda: not set(pids_before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
     learners.close()
     await eventually(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)
 
 
-def waiting_only(seconds: float) -> Callable[[object], float]:
-    """Lets a rank wait so long for others; tells how long it would have waited.
+def set_collective_timeout(seconds: float) -> Callable[[object], float]:
+    """Return a function that sets a rank's collective timeout and returns the previous one.
 
-    One call alone must run out of time here, and none that is only slow.
+    The timeout is set late, so that slow but correct calls before it do not time out.
     """
 
     def change(_: object) -> float:
         from torch.distributed import distributed_c10d
 
         group = distributed_c10d._get_default_group()
-        before = group._get_backend(torch.device("cpu")).options._timeout
+        previous = group._get_backend(torch.device("cpu")).options._timeout
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-        return before.total_seconds()
+        return previous.total_seconds()
 
     return change

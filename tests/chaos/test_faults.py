@@ -1,4 +1,4 @@
-"""Whole runs in which something dies: they go on by themselves, and lose count of nothing."""
+"""Whole runs in which a process dies: they continue automatically, and count everything."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.chaos.faults import (
     ENVIRONMENT_SERVER,
     LEARNER_RANK,
     ROLLOUT_WORKER,
-    account_of,
     freeze_and_kill,
     kill,
-    log_of,
+    make_account,
+    move_folder_away,
     pids,
-    state_of,
-    take_folder_away,
+    read_final_state,
+    read_log,
 )
 from tests.e2e.runs import Run, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STORE_AWAY_S = 3.0
+OUTAGE_S = 3.0
 NUM_STEPS = 10
 
 SETTINGS = (
@@ -40,66 +40,64 @@ SETTINGS = (
     "weights.keep_versions=2",
 )
 NO_END = "training.num_steps=100000"
-"""For runs that are stopped once they have seen enough, however late somebody looks at them."""
+"""Setting of runs that the test stops."""
 
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the environment of all processes of the test's runs holds."""
+    """Set and return an environment variable of all processes of the test's runs."""
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
     return str(tmp_path)
 
 
-def go_on(run: Run, num_steps: int = 2) -> None:
-    """Wait until the run has trained so many steps more."""
+def wait_for_steps(run: Run, num_steps: int = 2) -> None:
+    """Wait until the run has trained this number of further steps."""
     goal = run.last_step + num_steps
     run.wait_until(lambda: run.last_step >= goal)
 
 
-def steps_of(run: Run) -> list[int]:
-    """The steps that the metrics tell of."""
+def trained_steps(run: Run) -> list[int]:
+    """Return the steps in the metrics."""
     return [row.step for row in run.rows if row.kind == "train"]
 
 
-def test_workers_servers_and_stores_that_go_away_cost_only_what_they_held(
+def test_lost_workers_servers_and_stores_cost_only_their_episodes(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS, NO_END) as run:
         run.wait_until(lambda: run.last_step >= 2)
         freeze_and_kill(pids(marker, ROLLOUT_WORKER)[0])
-        go_on(run)
+        wait_for_steps(run)
         [server] = pids(marker, ENVIRONMENT_SERVER)
         freeze_and_kill(server)
-        go_on(run)
-        away = take_folder_away(run.folder / "weights", STORE_AWAY_S)
-        go_on(run)
-        away.join()
+        wait_for_steps(run)
+        restore = move_folder_away(run.folder / "weights", OUTAGE_S)
+        wait_for_steps(run)
+        restore.join()
         run.stop()
-    state = state_of(run)
-    assert steps_of(run) == list(range(1, state.step + 1))
+    state = read_final_state(run)
+    assert trained_steps(run) == list(range(1, state.step + 1))
     assert state.environment_restarts == 1
     assert (state.weight_syncs, state.canary_failures) == (state.step + 1, 0)
     assert state.max_staleness_seen <= 1
-    kept = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
-    assert kept == [f"v{state.step - 1:08d}", f"v{state.step:08d}"]
-    account = account_of(run)
+    versions = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
+    assert versions == [f"v{state.step - 1:08d}", f"v{state.step:08d}"]
+    account = make_account(run)
     assert account.is_balanced(), account
-    assert state.games_played == sum_of_played(run)
+    assert state.games_played == num_episodes(run)
     in_flight = 2 * 64 * 4
-    assert 0 < account.num_lost <= 2 * in_flight, "what the worker and the server held"
+    assert 0 < account.num_lost <= 2 * in_flight, "the episodes of the worker and of the server"
     assert state.games_trained <= state.games_played - state.episodes_lost
-    assert "starting another" in log_of(run)
+    assert "starting another" in read_log(run)
     wait_until_gone(marker)
 
 
-def sum_of_played(run: Run) -> int:
-    """The episodes that the metrics tell of."""
+def num_episodes(run: Run) -> int:
+    """Return the number of episodes in the metrics."""
     return int(sum(row.values["num_episodes"] for row in run.rows if row.kind == "train"))
 
 
-def test_a_bucket_that_is_away_for_a_while_only_delays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bucket_outage_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_s3_server(tmp_path / "s3") as server:
         for name, value in server.credentials.items():
             monkeypatch.setenv(name, value)
@@ -108,27 +106,27 @@ def test_a_bucket_that_is_away_for_a_while_only_delays(
         with start_run(tmp_path, *settings) as run:
             run.wait_until(lambda: run.last_step >= 3)
             server.kill()
-            time.sleep(STORE_AWAY_S)
+            time.sleep(OUTAGE_S)
             server.start()
             summary = run.finish()
-        assert server.credentials["AWS_SECRET_ACCESS_KEY"] not in log_of(run)
-    assert steps_of(run) == list(range(1, NUM_STEPS + 1))
+        assert server.credentials["AWS_SECRET_ACCESS_KEY"] not in read_log(run)
+    assert trained_steps(run) == list(range(1, NUM_STEPS + 1))
     assert (summary.episodes_lost, summary.canary_failures) == (0, 0)
-    account = account_of(run)
+    account = make_account(run)
     assert account.is_balanced(), account
 
 
-def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
+def test_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS, NO_END, "learner.num_ranks=2") as run:
         run.wait_until(lambda: run.last_step >= 5)
         kill(pids(marker, LEARNER_RANK)[1])
-        run.wait_until(lambda: "training continues from step" in log_of(run))
-        go_on(run, 4)
+        run.wait_until(lambda: "training continues from step" in read_log(run))
+        wait_for_steps(run, 4)
         run.stop()
-    state = state_of(run)
-    assert steps_of(run) == list(range(1, state.step + 1)), "each step is there once"
+    state = read_final_state(run)
+    assert trained_steps(run) == list(range(1, state.step + 1)), "each step occurs once"
     assert (state.learner_restarts, state.canary_failures) == (1, 0)
     games = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert games == sorted(set(games))
@@ -136,10 +134,10 @@ def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     wait_until_gone(marker)
 
 
-def test_a_killed_driver_leaves_no_process_and_its_run_continues_from_the_checkpoint(
+def test_killed_driver_leaves_no_process_and_its_run_can_resume(
     tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So long do agents of Ray's own try to tell a head node that is gone of its end; else 60 s.
+    # Time for which Ray's agents try to reach a lost head node; the default is 60 s.
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     with start_run(tmp_path, *SETTINGS) as run:
         run.wait_until(lambda: run.last_step >= 5)
@@ -149,7 +147,7 @@ def test_a_killed_driver_leaves_no_process_and_its_run_continues_from_the_checkp
     with start_run(tmp_path, *SETTINGS, flags=("--resume",)) as run:
         summary = run.finish()
     assert summary.finished
-    assert steps_of(run) == list(range(1, NUM_STEPS + 1)), "each step is there once"
+    assert trained_steps(run) == list(range(1, NUM_STEPS + 1)), "each step occurs once"
     assert summary.canary_failures == 0
-    account = account_of(run)
+    account = make_account(run)
     assert account.is_balanced(), account

@@ -1,8 +1,8 @@
-"""One blackjack run in which everything dies several times, beside one that is left alone.
+"""Comparison of a blackjack run in which every process dies several times with a normal run.
 
 Both are the example, with two rollout workers, two learner ranks and a weight store in a
-folder. What is shown: the run ends by itself, counts what it lost, and has learned as much.
-The numbers go to bench/results/chaos.json.
+folder. The disturbed run must finish, count its losses, and learn as well as the normal run.
+The numbers are written to bench/results/chaos.json.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.chaos.faults import (
     ROLLOUT_WORKER,
     freeze_and_kill,
     kill,
-    log_of,
+    move_folder_away,
     pids,
-    take_folder_away,
+    read_log,
 )
 from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "chaos.json"
 ROUNDS = 2
 FIRST_STEP, STEPS_BETWEEN = 15, 12
-STORE_AWAY_S = 30.0
+OUTAGE_S = 30.0
 WAIT_S = 900.0
 SETTINGS = (
     "rollout.num_workers=2",
@@ -51,23 +51,23 @@ SETTINGS = (
 
 @dataclass
 class Fault:
-    """Something that goes wrong."""
+    """A fault to inject."""
 
     name: str
-    do: Callable[[Run, str], None]
+    inject: Callable[[Run, str], None]
 
 
 @dataclass
 class Chaos:
-    """What was done to the run."""
+    """The faults that were injected into a run."""
 
     faults: list[dict[str, float | str]] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
     def note(self, name: str, step: int) -> None:
-        """Note a fault."""
-        at_s = round(time.monotonic() - self.began_s, 1)
-        self.faults.append({"fault": name, "step": step, "at_s": at_s})
+        """Record a fault."""
+        elapsed_s = round(time.monotonic() - self.start_s, 1)
+        self.faults.append({"fault": name, "step": step, "at_s": elapsed_s})
 
 
 def kill_worker(run: Run, marker: str) -> None:
@@ -80,13 +80,15 @@ def kill_server(run: Run, marker: str) -> None:
 
 
 def kill_rank(run: Run, marker: str) -> None:
-    before = log_of(run).count("training continues from step")
+    num_restarts = read_log(run).count("training continues from step")
     kill(pids(marker, LEARNER_RANK)[-1])
-    run.wait_until(lambda: log_of(run).count("training continues from step") > before, WAIT_S)
+    run.wait_until(
+        lambda: read_log(run).count("training continues from step") > num_restarts, WAIT_S
+    )
 
 
 def lose_store(run: Run, marker: str) -> None:
-    take_folder_away(run.folder / "weights", STORE_AWAY_S).join()
+    move_folder_away(run.folder / "weights", OUTAGE_S).join()
 
 
 FAULTS = (
@@ -97,19 +99,19 @@ FAULTS = (
 )
 
 
-def test_a_run_in_which_everything_dies_learns_as_much_as_one_left_alone(
+def test_disturbed_run_learns_as_well_as_a_normal_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
     marker = str(tmp_path)
     with start_run(tmp_path / "alone", *SETTINGS, config=EXAMPLE) as run:
-        alone = run.finish(timeout_s=1500)
+        normal = run.finish(timeout_s=1500)
     disturbed, chaos, run = disturb(tmp_path / "disturbed", marker)
     wait_until_gone(marker)
-    low, high = alone.expected_return_ci95
-    record(alone, disturbed, chaos)
+    low, high = normal.expected_return_ci95
+    record(normal, disturbed, chaos)
     steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, alone.num_steps + 1)), "each step is there once"
+    assert steps == list(range(1, normal.num_steps + 1)), "each step occurs once"
     assert disturbed.canary_failures == 0
     assert disturbed.max_staleness_seen <= 1
     assert disturbed.episodes_lost > 0
@@ -118,7 +120,7 @@ def test_a_run_in_which_everything_dies_learns_as_much_as_one_left_alone(
 
 
 def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
-    """The summary of a run to which all faults were done, and its driver killed each round."""
+    """Run with all faults, and kill the driver in each round; return the summary."""
     chaos, flags = Chaos(), ()
     goal = FIRST_STEP
     for _ in range(ROUNDS):
@@ -126,7 +128,7 @@ def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
             for fault in FAULTS:
                 run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
                 chaos.note(fault.name, run.last_step)
-                fault.do(run, marker)
+                fault.inject(run, marker)
                 goal = run.last_step + STEPS_BETWEEN
             run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
             chaos.note("driver killed", run.last_step)
@@ -139,29 +141,29 @@ def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
         return run.finish(timeout_s=1500), chaos, run
 
 
-def record(alone: Summary, disturbed: Summary, chaos: Chaos) -> None:
-    """Write the numbers."""
-    low, high = alone.expected_return_ci95
+def record(normal: Summary, disturbed: Summary, chaos: Chaos) -> None:
+    """Write the results."""
+    low, high = normal.expected_return_ci95
     result = {
         "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",
-        "machine": machine(),
-        "versions": alone.versions,
+        "machine": describe_machine(),
+        "versions": normal.versions,
         "settings": list(SETTINGS),
         "faults": chaos.faults,
-        "alone": numbers_of(alone),
-        "disturbed": numbers_of(disturbed),
+        "alone": select_results(normal),
+        "disturbed": select_results(disturbed),
         "disturbed_inside_interval_of_alone": low <= disturbed.expected_return <= high,
     }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
+def describe_machine() -> dict[str, object]:
+    """Return a description of this machine."""
     return {"system": platform.platform(), "cpu": _cpu(), "num_cores": os.cpu_count()}
 
 
-def numbers_of(summary: Summary) -> dict[str, object]:
-    """What is kept of a summary."""
+def select_results(summary: Summary) -> dict[str, object]:
+    """Return the results of a summary."""
     names = {
         *("seed", "num_steps", "games_trained", "games_played", "episodes_lost", "episodes_failed"),
         *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),

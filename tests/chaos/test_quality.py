@@ -1,10 +1,10 @@
-"""Blackjack runs in which episodes raise and workers break, beside undisturbed ones.
+"""Comparison of blackjack runs with failing episodes and workers with normal runs.
 
-Three runs of each kind, with the seeds 0, 1 and 2. In the disturbed ones 1 % of the episodes raise
-(`raising_environment`), and of two rollout workers one loads weights wrongly and one loses its
-engine (`disturbed_run`). What is shown: the run mends itself, trains on no episode that failed,
-and has learned as much. The settings were chosen with other seeds.
-The numbers go to bench/results/chaos-quality.json.
+There are three runs of each kind, with seeds 0, 1 and 2. In the disturbed runs, 1 % of the episodes
+raise an error (`raising_environment`); one of two rollout workers loads wrong weights, and the
+other loses its engine (`disturbed_run`). The runs must recover, train on no failed episode, and
+learn as well as normal runs. The settings were chosen with other seeds. The numbers are written to
+bench/results/chaos-quality.json.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import pytest
 
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Summary
-from tests.chaos.disturbed_run import BREACH_AT, BREACHING, LOSING, LOSS_AT
-from tests.chaos.faults import account_of, log_of
+from tests.chaos.disturbed_run import BREACH_STEP, BREACHING_WORKER, LOSS_STEP, LOST_WORKER
+from tests.chaos.faults import make_account, read_log
 from tests.chaos.raising_environment import ONE_IN
-from tests.chaos.test_long import machine, numbers_of
+from tests.chaos.test_long import describe_machine, select_results
 from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
@@ -32,10 +32,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "chaos-quality.json"
 SEEDS = (0, 1, 2)
 MARGIN = 0.1
-"""Of the gap between random play and basic strategy, by which the means of the two kinds may
-differ, whole 95 % interval of the difference included."""
-LEAST_LEARNED = 0.8
-"""Of the gap: more than always standing closes (0.568), so there is something to lose."""
+"""Maximum difference of the two means, including its whole 95 % interval, as a share of the gap
+between random play and basic strategy."""
+MIN_GAP_CLOSED = 0.8
+"""Minimum share of the gap; always standing closes 0.568 of it."""
 T_975 = 2.776
 """Student's t with the four degrees of freedom of two samples of three."""
 SETTINGS = (
@@ -50,102 +50,108 @@ RAISING = "environment.package=tests.chaos.raising_environment:RaisingBlackjack"
 DISTURBED = ("tests.chaos.disturbed_run",)
 
 
-def test_a_run_whose_episodes_raise_and_whose_workers_break_learns_as_much_as_one_left_alone(
+def test_disturbed_runs_learn_as_well_as_normal_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    alone, disturbed = [], []
+    normal, disturbed = [], []
     for seed in SEEDS:
         settings = (*SETTINGS, f"seed={seed}")
-        with start_run(tmp_path / f"alone-{seed}", *settings, config=EXAMPLE) as run:
-            alone.append(run.finish(timeout_s=1500))
+        with start_run(tmp_path / f"normal-{seed}", *settings, config=EXAMPLE) as run:
+            normal.append(run.finish(timeout_s=1500))
         folder = tmp_path / f"disturbed-{seed}"
         with start_run(folder, *settings, RAISING, config=EXAMPLE, program=DISTURBED) as run:
             disturbed.append(run.finish(timeout_s=1500))
         check_account(run, disturbed[-1])
-        check_mends(run, disturbed[-1])
+        check_recovery(run, disturbed[-1])
     wait_until_gone(str(tmp_path))
-    low, high = difference_of_means(gaps_closed(disturbed), gaps_closed(alone))
-    record(alone, disturbed, (low, high))
-    assert min(gaps_closed(alone)) > LEAST_LEARNED
-    for one, other in zip(alone, disturbed, strict=True):
-        assert overlap(one.expected_return_ci95, other.expected_return_ci95), one.seed
+    low, high = difference_of_means(gaps_closed(disturbed), gaps_closed(normal))
+    record(normal, disturbed, (low, high))
+    assert min(gaps_closed(normal)) > MIN_GAP_CLOSED
+    for first, second in zip(normal, disturbed, strict=True):
+        assert overlap(first.expected_return_ci95, second.expected_return_ci95), first.seed
     assert -MARGIN < low <= 0 <= high < MARGIN, (low, high)
 
 
 def check_account(run: Run, summary: Summary) -> None:
-    """Every episode went to one place, and none that failed or was lost into training."""
-    account = account_of(run)
+    """Check that every episode is counted once, and that no void episode was trained on."""
+    account = make_account(run)
     assert account.is_balanced(), account
     size = account.group_size
     share = summary.episodes_failed / summary.games_played
     assert 0.7 / ONE_IN < share < 1.3 / ONE_IN, share
     assert summary.games_trained == account.num_trained * size
-    # Episodes of one group have one seed and fail together; where an engine was lost, others of
-    # the group may have ended well before, and are not trained on either.
-    num_spared = account.num_void * size - account.num_failed - account.num_lost
-    assert 0 <= num_spared < account.num_lost, account
-    assert "the shoe is empty" in log_of(run)
+    # Episodes of one group have the same seed and fail together. If an engine was lost, other
+    # episodes of the group may have finished before, and are not trained on either.
+    num_finished = account.num_void * size - account.num_failed - account.num_lost
+    assert 0 <= num_finished < account.num_lost, account
+    assert "the shoe is empty" in read_log(run)
 
 
-def check_mends(run: Run, summary: Summary) -> None:
-    """One worker was out of traffic until it held the right weights, one was replaced."""
-    log = log_of(run)
+def check_recovery(run: Run, summary: Summary) -> None:
+    """Check that one worker was out of traffic for a while, and that one was replaced."""
+    log = read_log(run)
     assert summary.canary_failures == 1
-    out_of_traffic = f"rollout worker {BREACHING} is out of traffic: canary of weights version"
-    assert f"rollout worker {BREACHING} is ready" in log.partition(out_of_traffic)[2]
+    removal = f"rollout worker {BREACHING_WORKER} removed from rotation: canary of weights version"
+    assert f"rollout worker {BREACHING_WORKER} ready" in log.partition(removal)[2]
     [ended] = re.findall(r"rollout worker (\d) ended \(.*MemoryError.*; starting another", log)
-    assert int(ended) == LOSING
+    assert int(ended) == LOST_WORKER
     assert log.count("starting another") == 1, "no other process was replaced"
-    assert f"rollout worker {LOSING} is ready" in log.partition("starting another")[2]
-    assert summary.episodes_lost > 0, "what was played with that engine"
-    held = {
-        row.step: {one.worker for one in row.weights} for row in run.rows if row.kind == "weights"
+    assert f"rollout worker {LOST_WORKER} ready" in log.partition("starting another")[2]
+    assert summary.episodes_lost > 0, "the episodes of the failed engine"
+    workers_by_step = {
+        row.step: {weights.worker for weights in row.weights}
+        for row in run.rows
+        if row.kind == "weights"
     }
-    assert held[LOSS_AT - 1] == held[max(held)] == {BREACHING, LOSING}
+    assert (
+        workers_by_step[LOSS_STEP - 1]
+        == workers_by_step[max(workers_by_step)]
+        == {BREACHING_WORKER, LOST_WORKER}
+    )
     failures = TrainMetric.NUM_CANARY_FAILURES
     [breach] = [row for row in run.rows if row.kind == "event" and failures in row.values]
-    assert BREACH_AT <= breach.step < LOSS_AT
+    assert BREACH_STEP <= breach.step < LOSS_STEP
 
 
 def gaps_closed(summaries: Sequence[Summary]) -> list[float]:
-    """Of each run, from random play to basic strategy."""
+    """Return the share of the gap that each run closed."""
     gaps = [summary.gap_closed for summary in summaries]
     assert None not in gaps
     return [gap for gap in gaps if gap is not None]
 
 
-def difference_of_means(some: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of some minus that of others, of as many runs."""
-    pooled = (variance(some) + variance(others)) / 2
-    half = T_975 * math.sqrt(2 * pooled / len(some))
-    middle = fmean(some) - fmean(others)
+def difference_of_means(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the difference of two means of the same number of runs."""
+    pooled = (variance(first) + variance(second)) / 2
+    half = T_975 * math.sqrt(2 * pooled / len(first))
+    middle = fmean(first) - fmean(second)
     return middle - half, middle + half
 
 
-def overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether the intervals have anything in common."""
-    return one[0] <= other[1] and other[0] <= one[1]
+def overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
+    """Return whether the intervals overlap."""
+    return first[0] <= second[1] and second[0] <= first[1]
 
 
 def record(
-    alone: Sequence[Summary], disturbed: Sequence[Summary], difference: tuple[float, float]
+    normal: Sequence[Summary], disturbed: Sequence[Summary], difference: tuple[float, float]
 ) -> None:
-    """Write the numbers."""
+    """Write the results."""
     result: dict[str, Any] = {
         "what": "examples/blackjack/tiny.toml in 60 steps, 1 % of whose episodes raise and both "
-        "of whose workers break, and left alone; `make chaos`",
-        "machine": machine(),
-        "versions": alone[0].versions,
+        "of whose workers break, and undisturbed; `make chaos`",
+        "machine": describe_machine(),
+        "versions": normal[0].versions,
         "settings": list(SETTINGS),
         "seeds": list(SEEDS),
         "faults": [
             {"fault": f"1 of {ONE_IN} seeds raises", "step": 0},
-            {"fault": f"worker {BREACHING} loads weights wrongly once", "step": BREACH_AT},
-            {"fault": f"worker {LOSING}'s engine fails for good", "step": LOSS_AT},
+            {"fault": f"worker {BREACHING_WORKER} loads weights wrongly once", "step": BREACH_STEP},
+            {"fault": f"worker {LOST_WORKER}'s engine fails for good", "step": LOSS_STEP},
         ],
-        "alone": [numbers_of(summary) for summary in alone],
-        "disturbed": [numbers_of(summary) for summary in disturbed],
+        "alone": [select_results(summary) for summary in normal],
+        "disturbed": [select_results(summary) for summary in disturbed],
         "difference_of_mean_gap_closed_ci95": list(difference),
         "margin": MARGIN,
     }

@@ -1,4 +1,4 @@
-"""`algorithm.advantages`: a function of the run's own credits the episodes of a group."""
+"""`algorithm.advantages`: a function of the user computes the advantages of a group."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def too_few(group: Sequence[Rollout]) -> list[float]:
     return ranks(group)[1:]
 
 
-def no_number(group: Sequence[Rollout]) -> list[float]:
+def return_nan(group: Sequence[Rollout]) -> list[float]:
     return [float("nan")] * len(group)
 
 
-def breaks(group: Sequence[Rollout]) -> list[float]:
+def raise_error(group: Sequence[Rollout]) -> list[float]:
     raise KeyError("weights")
 
 
@@ -45,49 +45,49 @@ def algorithm(name: str) -> GrpoConfig:
 
 
 @pytest.mark.parametrize("function", ["ranks", "slow_ranks"])
-def test_every_sampled_token_gets_what_the_function_says_of_its_episode(function: str) -> None:
+def test_function_sets_the_advantage_of_every_sampled_token(function: str) -> None:
     batch = make_batch([make_group(3.0, 1.0, 2.0), make_group(0.0, 5.0)], algorithm(function))
     credits = [list(row) for row in batch.advantages]
     assert credits == [[0, 0, rank, rank] for rank in (2, 0, 1, 0, 1)]
 
 
-def test_an_episode_without_a_reward_is_not_shown_to_it() -> None:
+def test_unscored_episode_is_not_passed_to_the_function() -> None:
     batch = make_batch([make_group(3.0, None, 2.0)], algorithm("ranks"))
     assert [row[-1] for row in batch.advantages] == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         ("too_few", "must return 3 finite numbers, one for each episode, got [1.0, 2.0]"),
-        ("no_number", "got [nan, nan, nan]"),
-        ("breaks", "raised KeyError: 'weights'"),
+        ("return_nan", "got [nan, nan, nan]"),
+        ("raise_error", "raised KeyError: 'weights'"),
     ],
 )
-def test_a_function_that_fails_is_named(function: str, told: str) -> None:
-    with pytest.raises(ConfigError) as failed:
+def test_invalid_function_is_refused(function: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         make_batch([make_group(0.0, 1.0, 2.0)], algorithm(function))
-    assert f"algorithm.advantages = '{__name__}:{function}'" in str(failed.value)
-    assert told in str(failed.value)
+    assert f"algorithm.advantages = '{__name__}:{function}'" in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_it_stands_in_the_place_of_baseline_and_scale() -> None:
+def test_function_excludes_baseline_and_scale() -> None:
     with pytest.raises(ValidationError, match="scale = 'group' has no effect"):
         GrpoConfig(advantages="module:function", scale="group")
 
 
-def test_one_that_cannot_be_imported_is_refused_before_anything_starts() -> None:
+def test_function_that_cannot_be_imported_is_refused() -> None:
     run = Trainer({"algorithm": {"advantages": "nowhere:ranks"}}).run
     with pytest.raises(ConfigError, match=r"algorithm\.advantages = 'nowhere:ranks'"):
         check_names(run)
 
 
-def test_a_dictionary_may_hold_the_function_itself() -> None:
-    def own(group: Sequence[Rollout]) -> list[float]:
+def test_configuration_may_contain_the_function_itself() -> None:
+    def rank_episodes(group: Sequence[Rollout]) -> list[float]:
         return ranks(group)
 
-    run = Trainer({"algorithm": {"advantages": own}}).run
+    run = Trainer({"algorithm": {"advantages": rank_episodes}}).run
     assert isinstance(run.algorithm, GrpoConfig)
-    assert run.algorithm.advantages == function_path(own)
+    assert run.algorithm.advantages == function_path(rank_episodes)
     batch = make_batch([make_group(3.0, 1.0)], run.algorithm)
     assert [row[-1] for row in batch.advantages] == [1, 0]

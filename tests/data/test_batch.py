@@ -134,9 +134,9 @@ def test_advantage_is_reward_minus_group_mean() -> None:
 
 def test_lost_episode_does_not_count() -> None:
     with_lost = make_batch([make_group(1, -1, None)], GrpoConfig())
-    without = make_batch([make_group(1, -1)], GrpoConfig())
+    without_unscored = make_batch([make_group(1, -1)], GrpoConfig())
     assert with_lost.num_samples == 2
-    assert episode_advantages(with_lost) == episode_advantages(without)
+    assert episode_advantages(with_lost) == episode_advantages(without_unscored)
 
 
 def test_equal_episodes_share_a_sequence_but_not_the_advantage() -> None:
@@ -211,9 +211,9 @@ def test_unscored_episode_does_not_count() -> None:
     unscored = replace(play(9.0), reward=None)
     for algorithm in (GrpoConfig(), GrpoConfig(credit="turn"), ReinforceConfig(baseline="mean")):
         with_it = make_batch([group(play(1.0), unscored, play(0.0))], algorithm)
-        without = make_batch([group(play(1.0), play(0.0))], algorithm)
+        without_unscored = make_batch([group(play(1.0), play(0.0))], algorithm)
         assert with_it.num_samples == 2
-        assert token_advantages(with_it) == token_advantages(without)
+        assert token_advantages(with_it) == token_advantages(without_unscored)
 
 
 def test_turn_credit_uses_the_rewards_from_that_turn_on() -> None:

@@ -14,15 +14,15 @@ from tests.learner.tiny_policy import make_policy_folder
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model with its tokenizer."""
+    """Return the folder of a tiny model with its tokenizer."""
     return make_policy_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A gloo process group whose only rank is this process."""
+    """Create a gloo process group whose only rank is this process."""
     torch.set_num_threads(1)
-    meeting_place = Path(tmp_path_factory.mktemp("ranks")) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=0, world_size=1)
+    rendezvous = Path(tmp_path_factory.mktemp("ranks")) / "store"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

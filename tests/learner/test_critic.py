@@ -63,13 +63,13 @@ def train(learner: Learner, num_steps: int = 1) -> torch.Tensor:
 def test_more_passes_are_more_updates_with_the_same_old_policy(
     model_path: str, algorithm: GrpoConfig
 ) -> None:
-    once = make_learner(model_path, algorithm).train_step(make_batch(), STEP)
+    single = make_learner(model_path, algorithm).train_step(make_batch(), STEP)
     learner = make_learner(model_path, algorithm, update_epochs=3, num_minibatches=2)
     metrics = learner.train_step(make_batch(), STEP)
-    assert metrics.num_tokens_trained == 3 * once.num_tokens_trained
+    assert metrics.num_tokens_trained == 3 * single.num_tokens_trained
     # The policy moves out of the clip range, because the ratio starts at the same policy.
     assert metrics.clip_ratio > 0
-    assert once.clip_ratio == 0
+    assert single.clip_ratio == 0
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN_GRPO, PLAIN_PPO], ids=["grpo", "ppo"])
@@ -201,8 +201,8 @@ def test_exported_critic_can_start_another_run(model_path: str, tmp_path: Path) 
     files = learner.export_model(tmp_path)
     assert tmp_path / "critic/model.safetensors" in [file.path for file in files]
     critic = ModelCritic(path=str(tmp_path / "critic"))
-    another = make_learner(model_path, PpoConfig(geometric_mask=None, critic=critic))
-    assert torch.equal(vector(get_critic(another)), vector(get_critic(learner)))
+    second_learner = make_learner(model_path, PpoConfig(geometric_mask=None, critic=critic))
+    assert torch.equal(vector(get_critic(second_learner)), vector(get_critic(learner)))
 
 
 def test_critic_from_a_reward_model_keeps_its_head(model_path: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank takes the GPU that Ray shows it before it meets the others."""
+"""A rank selects the GPU that Ray shows it before it connects to the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.trainer.learner.learner import LearnerSpec
 
 
 class FakeCuda:
-    """What torch.cuda is to a process that is shown `num_gpus` GPUs."""
+    """A simulation of torch.cuda in a process that sees `num_gpus` GPUs."""
 
     def __init__(self, num_gpus: int) -> None:
         self.num_gpus = num_gpus
@@ -40,7 +40,7 @@ class FakeCuda:
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
-    """Let this process see so many GPUs."""
+    """Simulate this number of visible GPUs."""
     cuda = FakeCuda(num_gpus)
     for name in ("is_available", "device_count", "is_initialized", "set_device"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
@@ -48,7 +48,7 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
 
 
 @pytest.mark.parametrize(("rank", "num_gpus", "index"), [(0, 1, 0), (1, 1, 0), (3, 2, 1)])
-def test_a_rank_sets_one_of_the_gpus_that_it_sees(
+def test_rank_selects_a_visible_gpu(
     monkeypatch: pytest.MonkeyPatch, rank: int, num_gpus: int, index: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
@@ -58,20 +58,20 @@ def test_a_rank_sets_one_of_the_gpus_that_it_sees(
     assert "LOCAL_RANK" not in os.environ
 
 
-def test_a_rank_without_a_gpu_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = show_gpus(monkeypatch, 0)
     assert select_device(1) == torch.device("cpu")
     assert cuda.current is None
 
 
-def test_the_second_rank_meets_the_others_with_the_one_gpu_that_it_is_shown(
+def test_second_rank_connects_with_its_only_visible_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = show_gpus(monkeypatch, 1)
-    joined: list[tuple[object, object, int | None]] = []
+    calls: list[tuple[object, object, int | None]] = []
 
     def join(backend: str, *, device_id: torch.device | None = None, **_: object) -> None:
-        joined.append((backend, device_id, cuda.current))
+        calls.append((backend, device_id, cuda.current))
 
     monkeypatch.setattr(learner_actor.dist, "init_process_group", join)
     monkeypatch.setattr(learner_actor, "Learner", lambda spec: init_device_mesh("cuda", (1,)))
@@ -80,5 +80,5 @@ def test_the_second_rank_meets_the_others_with_the_one_gpu_that_it_is_shown(
     LearnerActor(1, num_threads=1, functions={}).start(
         "tcp://127.0.0.1:1", 2, spec, RayWeightStore()
     )
-    assert joined == [("nccl", torch.device("cuda", 0), 0)]
+    assert calls == [("nccl", torch.device("cuda", 0), 0)]
     assert cuda.current == 0

@@ -1,4 +1,4 @@
-"""A training step is the same step however the batch is cut, and survives a restart."""
+"""Training steps do not depend on micro-batches, and survive a restart."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
 def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
-    """All weights as one vector after one training step."""
+    """Take one training step; return all weights as one vector."""
     learner.train_step(batch, BONUS)
     return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
 
 
 def with_advantages(batch: Batch, value: float) -> Batch:
-    """The batch with one advantage for all sampled tokens."""
+    """Return the batch with the same advantage for all sampled tokens."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
     advantages = Ragged.from_rows((np.where(mask, value, 0.0) for mask in masks), np.float32)
     return replace(batch, advantages=advantages)
@@ -64,9 +64,7 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_minibatches", [1, 3])
-def test_packing_prefixes_into_trees_changes_nothing_but_the_work(
-    model_path: str, num_minibatches: int
-) -> None:
+def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: int) -> None:
     batch = make_batch(num_samples=30, prefix_tokens=12)
     learners = [
         make_learner(model_path, packing=packing, num_minibatches=num_minibatches)
@@ -81,8 +79,8 @@ def test_packing_prefixes_into_trees_changes_nothing_but_the_work(
 
 
 @pytest.mark.slow
-def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: str) -> None:
-    """What the sampler's log-probs hold at unsampled places cannot reach the loss."""
+def test_log_probs_of_unsampled_tokens_have_no_effect(model_path: str) -> None:
+    """The log-probs of the engine at unsampled positions do not reach the loss."""
     batch = make_batch()
     noisy = replace(
         batch,
@@ -102,7 +100,7 @@ def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: 
 
 @pytest.mark.slow
 def test_counting_an_environment_token_as_sampled_changes_the_update(model_path: str) -> None:
-    """The check above would catch a leak: with one in the mask the update differs."""
+    """The previous test would detect a leak: an error in the mask changes the update."""
     batch = make_batch()
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
@@ -112,27 +110,27 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     assert not torch.allclose(first, second, atol=1e-4)
 
 
-def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
+def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
     batch = with_advantages(make_batch(), 0.0)
     learner = make_learner(model_path)
-    before = learner.full_state()
+    start = learner.full_state()
     metrics = learner.train_step(batch, PLAIN)
     assert metrics.grad_norm == 0
-    assert all(torch.equal(before[name], after) for name, after in learner.full_state().items())
+    assert all(torch.equal(start[name], tensor) for name, tensor in learner.full_state().items())
 
 
 @pytest.mark.slow
-def test_minibatches_after_the_first_are_anchored_at_the_start_of_the_step(
+def test_ratios_of_all_minibatches_start_at_the_same_policy(
     model_path: str,
 ) -> None:
-    one = make_learner(model_path).train_step(make_batch(), PLAIN)
+    single = make_learner(model_path).train_step(make_batch(), PLAIN)
     four = make_learner(model_path, num_minibatches=4).train_step(make_batch(), PLAIN)
-    assert one.clip_ratio == 0, "the first minibatch meets unmoved weights"
-    assert four.clip_ratio > 0, "later ones meet weights that have moved"
+    assert single.clip_ratio == 0, "the weights have not changed before the first minibatch"
+    assert four.clip_ratio > 0, "the weights have changed before later minibatches"
 
 
 @pytest.mark.slow
-def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None:
+def test_reference_model_does_not_change(model_path: str) -> None:
     learner = make_learner(model_path, GrpoConfig(kl_coef=0.1, geometric_mask=None))
     first = learner.train_step(make_batch(), TETHERED)
     second = learner.train_step(make_batch(seed=1), TETHERED)
@@ -141,12 +139,10 @@ def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None
 
 
 @pytest.mark.slow
-def test_one_step_stop_resume_one_step_is_two_steps_to_the_bit(
-    model_path: str, tmp_path: Path
-) -> None:
-    straight = make_learner(model_path)
-    weights_after_step(straight, make_batch(seed=1))
-    expected = weights_after_step(straight, make_batch(seed=2))
+def test_resume_is_bit_exact(model_path: str, tmp_path: Path) -> None:
+    uninterrupted = make_learner(model_path)
+    weights_after_step(uninterrupted, make_batch(seed=1))
+    expected = weights_after_step(uninterrupted, make_batch(seed=2))
 
     first = make_learner(model_path)
     weights_after_step(first, make_batch(seed=1))
@@ -159,23 +155,23 @@ def test_one_step_stop_resume_one_step_is_two_steps_to_the_bit(
 @pytest.mark.parametrize(
     "changed", [{"betas": (0.5, 0.6)}, {"eps": 1.0}, {"weight_decay": 0.9}], ids=str
 )
-def test_a_run_that_continues_steps_with_the_optimizer_that_it_asks_for(
+def test_resumed_run_uses_the_current_optimizer_settings(
     model_path: str, tmp_path: Path, changed: dict[str, object]
 ) -> None:
-    kept: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    begun = make_learner(model_path, **kept)
-    begun.train_step(make_batch(seed=1), BONUS)
-    begun.save(tmp_path / "state")
-    moved = []
-    for settings in (kept, kept | changed):
+    settings_at_start: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    first = make_learner(model_path, **settings_at_start)
+    first.train_step(make_batch(seed=1), BONUS)
+    first.save(tmp_path / "state")
+    weights = []
+    for settings in (settings_at_start, settings_at_start | changed):
         learner = make_learner(model_path, **settings)
         learner.load(tmp_path / "state")
-        moved.append(weights_after_step(learner, make_batch(seed=2)))
-    assert torch.equal(moved[0], weights_after_step(begun, make_batch(seed=2)))
-    assert not torch.allclose(moved[0], moved[1], atol=1e-5)
+        weights.append(weights_after_step(learner, make_batch(seed=2)))
+    assert torch.equal(weights[0], weights_after_step(first, make_batch(seed=2)))
+    assert not torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(model_path: str, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_refused(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.save(tmp_path / "state")
     for part in (tmp_path / "state").glob("*.distcp"):
@@ -184,7 +180,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(model_path: str, tmp_path: Path
         learner.load(tmp_path / "state")
 
 
-def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
+def test_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.train_step(make_batch(), BONUS)
     learner.export_model(tmp_path)
@@ -193,20 +189,18 @@ def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> Non
         assert torch.equal(exported[name], tensor)
 
 
-def test_an_exported_model_reads_and_answers_as_before_wherever_it_is_loaded(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.train_step(make_batch(), BONUS)
     learner.export_model(tmp_path)
-    tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
-    assert tokenizer.chat_template == ours.chat_template
+    tokenizer, original = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
+    assert tokenizer.chat_template == original.chat_template
     messages = [
         {"role": "user", "content": "hard 16 vs 10"},
         {"role": "assistant", "content": "HIT"},
     ]
     token_ids = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert token_ids == ours.apply_chat_template(messages)["input_ids"]
+    assert token_ids == original.apply_chat_template(messages)["input_ids"]
     ids = torch.tensor([token_ids])
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
     expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -215,39 +209,39 @@ def test_an_exported_model_reads_and_answers_as_before_wherever_it_is_loaded(
 
 
 @contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """What is longer fails for the process as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+def limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Let this process fail to write larger files, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
 @pytest.mark.parametrize("part", ["save", "export_model"])
-def test_a_checkpoint_for_which_there_is_no_room_is_a_sentence(
+def test_checkpoint_on_a_full_disk_is_a_clear_error(
     model_path: str, tmp_path: Path, part: str, num_bytes: int
 ) -> None:
     learner = make_learner(model_path)
     write = getattr(learner, part)
     with (
         pytest.raises(CheckpointError, match=r"/part' cannot be written: .+ bytes are free there"),
-        files_of_at_most(num_bytes),
+        limit_file_size(num_bytes),
     ):
         write(tmp_path / "part")
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
-def test_a_first_model_for_which_there_is_no_room_is_a_sentence_and_leaves_nothing(
+def test_tiny_model_on_a_full_disk_is_a_clear_error_and_leaves_no_file(
     model_path: str, tmp_path: Path, num_bytes: int
 ) -> None:
     model = cast(LlamaForCausalLM, load_language_model(model_path))
     tokenizer = cast(PreTrainedTokenizerFast, load_tokenizer(model_path))
     with (
         pytest.raises(ConfigError, match=r"/model' cannot be written: .+ bytes are free there"),
-        files_of_at_most(num_bytes),
+        limit_file_size(num_bytes),
     ):
         save(model, tokenizer, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
@@ -257,22 +251,22 @@ def test_a_first_model_for_which_there_is_no_room_is_a_sentence_and_leaves_nothi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"dtype": "bfloat16"}])
-def test_memory_savings_keep_names_and_direction_of_the_update(
+def test_memory_savings_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
     plain, saving = make_learner(model_path), make_learner(model_path, **option)
-    before = torch.cat([tensor.flatten() for tensor in plain.full_state().values()])
-    moves = [weights_after_step(learner, make_batch()) - before for learner in (plain, saving)]
+    start = torch.cat([tensor.flatten() for tensor in plain.full_state().values()])
+    moves = [weights_after_step(learner, make_batch()) - start for learner in (plain, saving)]
     assert plain.full_state().keys() == saving.full_state().keys()
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-# The compiler looks at gradients of tensors that are no leaves, and warns of itself.
+# The compiler reads gradients of non-leaf tensors, which causes a warning.
 @pytest.mark.filterwarnings("default")
-def test_compiled_layers_take_the_same_step_under_the_same_names(tmp_path: Path) -> None:
-    # A layer is compiled for itself, and takes half a minute.
+def test_compiled_layers_take_the_same_step(tmp_path: Path) -> None:
+    # Each layer is compiled separately, which takes half a minute.
     path = make_policy_folder(tmp_path, num_layers=1)
     plain, compiled = make_learner(path), make_learner(path, compile=True)
     norms = [learner.train_step(make_batch(), BONUS).grad_norm for learner in (plain, compiled)]
@@ -280,15 +274,15 @@ def test_compiled_layers_take_the_same_step_under_the_same_names(tmp_path: Path)
     assert plain.full_state().keys() == compiled.full_state().keys()
 
 
-def test_answers_to_prompts_are_log_softmax_of_the_model(model_path: str) -> None:
+def test_completion_scores_are_log_softmax_of_the_model(model_path: str) -> None:
     canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
-    [answer] = make_learner(model_path).score_completions([canary])
+    [logprobs] = make_learner(model_path).score_completions([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
     ids = torch.tensor([canary.prompt_ids + canary.completion_ids])
     expected = model(ids).logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]
-    assert answer == pytest.approx(expected.tolist(), abs=1e-5)
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_model_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
+def test_missing_model_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         make_learner(str(tmp_path / "nowhere"))

@@ -1,4 +1,4 @@
-"""Training adapters: they alone move, they alone are published, the base is the reference."""
+"""Training of adapters: only adapters are trained and published; the base is the reference."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_alone_are_published_and_move(model_path: str, dtype: str) -> None:
-    """In bfloat16 the model is sharded, also on one rank."""
+def test_only_adapters_are_trained_and_published(model_path: str, dtype: str) -> None:
+    """In bfloat16, the model is sharded even on one rank."""
     learner = make_learner(model_path, TETHERED, lora=LORA, dtype=dtype)
-    before = learner.full_state()
+    start = learner.full_state()
     learner.train_step(make_batch(), STEP)
-    after = learner.full_state()
-    assert before.keys() == after.keys()
-    assert all("lora_" in name for name in after)
-    moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert moved >= {name for name in after if "lora_B" in name}, "B starts at 0 and moves at once"
+    end = learner.full_state()
+    assert start.keys() == end.keys()
+    assert all("lora_" in name for name in end)
+    changed = {name for name in end if not torch.equal(start[name], end[name])}
+    assert changed >= {name for name in end if "lora_B" in name}
 
 
-def test_the_reference_is_the_model_without_its_adapters(model_path: str) -> None:
-    adapted = make_learner(model_path, TETHERED, lora=LORA)
-    first = adapted.train_step(make_batch(), STEP)
-    second = adapted.train_step(make_batch(seed=1), STEP)
+def test_reference_is_the_model_without_adapters(model_path: str) -> None:
+    learner = make_learner(model_path, TETHERED, lora=LORA)
+    first = learner.train_step(make_batch(), STEP)
+    second = learner.train_step(make_batch(seed=1), STEP)
     assert first.reference_kl == pytest.approx(0, abs=1e-6)
     assert second.reference_kl > 1e-5
 
 
-def test_an_exported_model_holds_the_adapters(model_path: str, tmp_path: Path) -> None:
+def test_exported_model_includes_the_adapters(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, TETHERED, lora=LORA)
     learner.train_step(make_batch(), STEP)
     learner.export_model(tmp_path)
@@ -52,23 +52,23 @@ def test_an_exported_model_holds_the_adapters(model_path: str, tmp_path: Path) -
     assert learner.score_completions([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_stop_and_resume_with_adapters_is_exact_and_leaves_the_base_out(
+def test_resume_with_adapters_is_exact_and_saves_no_base_weights(
     model_path: str, tmp_path: Path
 ) -> None:
-    whole = make_learner(model_path, TETHERED)
-    whole.train_step(make_batch(), STEP)
-    whole.save(tmp_path / "whole")
-    straight = make_learner(model_path, TETHERED, lora=LORA)
-    straight.train_step(make_batch(seed=1), STEP)
-    straight.save(tmp_path / "state")
-    straight.train_step(make_batch(seed=2), STEP)
+    full_model = make_learner(model_path, TETHERED)
+    full_model.train_step(make_batch(), STEP)
+    full_model.save(tmp_path / "full_model")
+    uninterrupted = make_learner(model_path, TETHERED, lora=LORA)
+    uninterrupted.train_step(make_batch(seed=1), STEP)
+    uninterrupted.save(tmp_path / "state")
+    uninterrupted.train_step(make_batch(seed=2), STEP)
     resumed = make_learner(model_path, TETHERED, lora=LORA)
     resumed.load(tmp_path / "state")
     resumed.train_step(make_batch(seed=2), STEP)
-    for name, tensor in straight.full_state().items():
+    for name, tensor in uninterrupted.full_state().items():
         assert torch.equal(resumed.full_state()[name], tensor)
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).iterdir())
-        for name in ("whole", "state")
+        for name in ("full_model", "state")
     ]
     assert sizes[1] < sizes[0] / 3

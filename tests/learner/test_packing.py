@@ -1,4 +1,4 @@
-"""Prefix trees: every prefix is computed once, and every token gets what it would get alone."""
+"""Prefix trees: each prefix is computed once, with the same log-probs as single sequences."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
 
 SHARE_ALL = RowCosts(per_token=1.0, per_pair=0.0)
-"""Attention is free, so the longest row is the cheapest."""
+"""Costs without attention, so that the longest row is the cheapest."""
 FAIR = RowCosts(per_token=100.0, per_pair=1.0)
 
 
 def sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> TrainingSample:
-    """A sample whose reward, on its first sampled token, is `tag`."""
+    """Return a sample whose first sampled token has `tag` as reward."""
     rewards = [tag * (index == mask.index(True)) for index in range(len(mask))]
-    nothing = [0.0] * len(mask)
-    return TrainingSample(token_ids, mask, nothing, nothing, rewards, terminated=True)
+    zeros = [0.0] * len(mask)
+    return TrainingSample(token_ids, mask, zeros, zeros, rewards, terminated=True)
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Sequences of few different tokens, so that prefixes are shared in all ways there are."""
+    """Draw sequences of few distinct tokens, which share prefixes in many ways."""
     sequences = draw(st.lists(st.lists(st.integers(3, 5), min_size=2, max_size=9), min_size=1))
     masks = [
         [False, True, *draw(st.lists(st.booleans(), min_size=len(s) - 2, max_size=len(s) - 2))]
@@ -50,56 +50,56 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def all_micro_batches(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
-    """The micro-batches of the whole batch on one rank."""
+    """Return the micro-batches of the whole batch on one rank."""
     return make_micro_batches(
         batch, np.arange(batch.num_samples), MicroBatchConfig(max_tokens, costs)
     )
 
 
-def answers_by_tag(
+def outputs_by_tag(
     policy: PolicyModel, micro_batches: list[MicroBatch]
 ) -> dict[float, list[float]]:
-    """For each sample its log-probs and entropies, in the order of its tokens."""
-    answers: dict[float, list[float]] = {}
+    """Return the log-probs and entropies of each sample, in the order of its tokens."""
+    outputs: dict[float, list[float]] = {}
     for micro_batch in micro_batches:
-        output = policy(micro_batch.rows, temperature=0.7, wanted_entropy="value")
+        output = policy(micro_batch.rows, temperature=0.7, entropy_mode="value")
         logprobs, entropies = (
             micro_batch.gather_samples(v) for v in (output.logprobs, output.entropies)
         )
         for row, mask in enumerate(micro_batch.mask):
-            of_sample = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
-            answers[micro_batch.rewards[row].sum().item()] = of_sample
-    return answers
+            values = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
+            outputs[micro_batch.rewards[row].sum().item()] = values
+    return outputs
 
 
 def prefixes(batch: Batch) -> set[tuple[int, ...]]:
-    """All prefixes of all sequences."""
+    """Return all prefixes of all sequences."""
     return {tuple(s[: n + 1].tolist()) for s in batch.sequences for n in range(len(s))}
 
 
 @pytest.fixture(scope="module")
 def policy(model_path: str) -> PolicyModel:
-    """A tiny policy."""
+    """Return a tiny policy."""
     return PolicyModel(load_language_model(model_path)).eval()
 
 
 @pytest.mark.slow
 @given(batch=batches(), max_tokens=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
-def test_packed_sequences_get_the_answers_that_they_get_alone(
+def test_packed_sequences_have_the_outputs_of_single_sequences(
     policy: PolicyModel, batch: Batch, max_tokens: int
 ) -> None:
     with torch.no_grad():
-        alone = answers_by_tag(policy, all_micro_batches(batch, None, max_tokens=1))
+        single = outputs_by_tag(policy, all_micro_batches(batch, None, max_tokens=1))
         for costs in (SHARE_ALL, FAIR):
-            packed = answers_by_tag(policy, all_micro_batches(batch, costs, max_tokens))
-            assert packed.keys() == alone.keys()
-            for tag, answer in packed.items():
-                assert answer == pytest.approx(alone[tag], abs=2e-5)
+            packed = outputs_by_tag(policy, all_micro_batches(batch, costs, max_tokens))
+            assert packed.keys() == single.keys()
+            for tag, values in packed.items():
+                assert values == pytest.approx(single[tag], abs=2e-5)
 
 
 @given(batch=batches())
-def test_where_attention_is_free_every_prefix_is_computed_once(batch: Batch) -> None:
+def test_without_attention_costs_each_prefix_is_computed_once(batch: Batch) -> None:
     layout = lay_out(
         batch.sequences,
         np.arange(len(batch.sequences)),
@@ -117,7 +117,7 @@ def test_where_attention_is_free_every_prefix_is_computed_once(batch: Batch) -> 
         assert np.array_equal(np.flatnonzero(is_ancestor), nodes)
 
 
-def test_rows_get_longer_as_attention_gets_cheaper() -> None:
+def test_rows_are_longer_if_attention_is_cheaper() -> None:
     batch = make_batch(num_samples=60, prefix_tokens=20)
     longest = [
         max(p.rows.token_ids.shape[1] for p in all_micro_batches(batch, costs, max_tokens=4096))
@@ -126,7 +126,7 @@ def test_rows_get_longer_as_attention_gets_cheaper() -> None:
     assert longest[0] < longest[1] < longest[2]
 
 
-def test_sequences_without_a_common_prefix_cost_no_more_than_padded() -> None:
+def test_sequences_without_common_prefix_do_not_cost_more() -> None:
     batch = make_batch(num_samples=60)
     packed, padded = (
         sum(
@@ -153,7 +153,7 @@ def tiny_model(**changes: object) -> PolicyModel:
     return PolicyModel(Qwen2ForCausalLM(config))
 
 
-def test_a_model_with_a_sliding_window_is_not_given_trees(
+def test_model_with_a_sliding_window_does_not_pack_trees(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cpu = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_a_model_with_a_sliding_window_is_not_given_trees(
     assert "sliding_attention" in caplog.text
 
 
-def test_a_model_that_takes_no_mask_of_ours_is_not_given_trees(
+def test_model_that_ignores_the_mask_does_not_pack_trees(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tiny_model()
@@ -180,7 +180,7 @@ def test_a_model_that_takes_no_mask_of_ours_is_not_given_trees(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
 @pytest.mark.parametrize("costs", [None, FAIR])
-def test_every_sample_is_on_exactly_one_rank_in_equally_many_micro_batches(
+def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_micro_batches(
     num_ranks: int, max_tokens: int, costs: RowCosts | None
 ) -> None:
     batch = make_batch(num_samples=25, prefix_tokens=5)
@@ -189,15 +189,18 @@ def test_every_sample_is_on_exactly_one_rank_in_equally_many_micro_batches(
             make_micro_batches(batch, samples, MicroBatchConfig(max_tokens, costs, rank, num_ranks))
             for rank in range(num_ranks)
         ]
-        assert len({len(of_rank) for of_rank in micro_batches}) == 1
-        earned = [
-            r for of_rank in micro_batches for p in of_rank for r in p.rewards.sum(1).tolist()
+        assert len({len(rank_batches) for rank_batches in micro_batches}) == 1
+        rewards = [
+            reward
+            for parts in micro_batches
+            for part in parts
+            for reward in part.rewards.sum(1).tolist()
         ]
         expected = [batch.rewards[i].sum() for i in samples]
-        assert sorted(earned) == pytest.approx(sorted(expected))
+        assert sorted(rewards) == pytest.approx(sorted(expected))
 
 
-def test_ranks_share_the_work_even_where_one_row_could_hold_it_all() -> None:
+def test_ranks_share_the_work_of_one_possible_row() -> None:
     batch = make_batch(num_samples=48, prefix_tokens=4)
     samples = np.arange(48)
     work = [
@@ -208,7 +211,7 @@ def test_ranks_share_the_work_even_where_one_row_could_hold_it_all() -> None:
 
 
 @pytest.mark.parametrize("costs", [None, FAIR])
-def test_a_micro_batch_stays_within_its_tokens_unless_one_sequence_alone_exceeds_them(
+def test_micro_batch_exceeds_max_tokens_only_for_a_single_sequence(
     costs: RowCosts | None,
 ) -> None:
     micro_batches = all_micro_batches(make_batch(num_samples=25), costs, max_tokens=40)
@@ -216,7 +219,7 @@ def test_a_micro_batch_stays_within_its_tokens_unless_one_sequence_alone_exceeds
     assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in micro_batches)
 
 
-def test_one_micro_batch_holds_every_sample_in_order_however_unequal_their_lengths() -> None:
+def test_one_micro_batch_contains_all_samples_in_order() -> None:
     lengths = [90, 3, 40, 3, 12]
     samples = [
         sample([3 + i] * length, [False] + [True] * (length - 1))

@@ -1,4 +1,4 @@
-"""Two ranks take the step that one rank takes, and continue from its checkpoints."""
+"""Two ranks take the same steps as one rank, and resume from its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ NUM_STEPS = 2
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "grpo": GrpoConfig(kl_coef=0.1, geometric_mask=None),
     "ppo": PpoConfig(kl_coef=0.1, geometric_mask=None),
-    "own_critic": PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)),
+    "model_critic": PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)),
 }
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one run of NUM_STEPS steps came to."""
+class TrainingResult:
+    """The results of NUM_STEPS steps."""
 
     numbers: list[list[float]]
-    """Loss, norm of the gradient, entropy and value loss of each step."""
+    """Loss, gradient norm, entropy and value loss of each step."""
     weights: torch.Tensor
 
 
 def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = None) -> None:
-    """Run on this rank; leave its checkpoint and, from rank 0, its outcome."""
+    """Train on this rank; save a checkpoint and, from rank 0, the result."""
     learner = make_learner(
         str(folder / "model"),
         ALGORITHMS[kind],
         num_minibatches=2,
-        update_epochs=2 if kind == "own_critic" else 1,
+        update_epochs=2 if kind == "model_critic" else 1,
         max_tokens_per_micro_batch=64,
     )
     if resume_from:
@@ -58,49 +58,51 @@ def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = Non
         learner.save(folder / f"{kind}-checkpoint-{num_ranks}")
     state = learner.full_state()
     if dist.get_rank() == 0:
-        outcome = Outcome(
+        result = TrainingResult(
             [[m.loss, m.grad_norm, m.entropy, m.value_loss or 0.0] for m in metrics],
             torch.cat([tensor.flatten() for tensor in state.values()]),
         )
-        torch.save(outcome, outcome_path(num_ranks, folder, kind, resume_from))
+        torch.save(result, result_path(num_ranks, folder, kind, resume_from))
 
 
 def train_two_ranks(rank: int, folder: str) -> None:
-    """Run everything as one of two ranks, again and from one rank's checkpoint."""
+    """Train as one of two ranks, from the start and from the checkpoint of one rank."""
     torch.set_num_threads(1)
-    meeting_place = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=2)
+    rendezvous = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     for kind in ALGORITHMS:
         train(2, Path(folder), kind)
         train(2, Path(folder), kind, resume_from=1)
     leave_process_group()
 
 
-def outcome_path(num_ranks: int, folder: Path, kind: str, resume_from: int | None) -> Path:
-    """Where a run leaves its outcome."""
-    return folder / f"{kind}-outcome-{num_ranks}-{resume_from}.pt"
+def result_path(num_ranks: int, folder: Path, kind: str, resume_from: int | None) -> Path:
+    """Return the path of a result."""
+    return folder / f"{kind}-result-{num_ranks}-{resume_from}.pt"
 
 
-def outcome_of(num_ranks: int, folder: Path, kind: str, resume_from: int | None = None) -> Outcome:
-    """What a run came to."""
-    path = outcome_path(num_ranks, folder, kind, resume_from)
-    outcome: Outcome = torch.load(path, weights_only=False)
-    return outcome
+def load_result(
+    num_ranks: int, folder: Path, kind: str, resume_from: int | None = None
+) -> TrainingResult:
+    """Load a result."""
+    path = result_path(num_ranks, folder, kind, resume_from)
+    result: TrainingResult = torch.load(path, weights_only=False)
+    return result
 
 
-def assert_equal(one: Outcome, two: Outcome) -> None:
-    """Assert that numbers and weights are the same but for rounding."""
-    for first, second in zip(one.numbers, two.numbers, strict=True):
-        assert first == pytest.approx(second, abs=1e-5, rel=1e-5)
+def assert_equal(first: TrainingResult, second: TrainingResult) -> None:
+    """Assert that numbers and weights are equal up to rounding."""
+    for actual, expected in zip(first.numbers, second.numbers, strict=True):
+        assert actual == pytest.approx(expected, abs=1e-5, rel=1e-5)
     # AdamW turns the rounding of a gradient near zero into a step of full size, so a few
     # weights may differ; the rest agree.
-    agree = (one.weights - two.weights).abs() < 1e-5
-    assert agree.float().mean() > 0.99
+    is_equal = (first.weights - second.weights).abs() < 1e-5
+    assert is_equal.float().mean() > 0.99
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which one rank, this process, and two ranks have run everything."""
+    """Train everything on one rank, this process, and on two ranks; return the folder."""
     folder = tmp_path_factory.mktemp("runs")
     make_policy_folder(folder / "model")
     for kind in ALGORITHMS:
@@ -111,7 +113,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_nobody_can_take_the_port_at_which_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_port_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     rank = LearnerActor(0, num_threads=1, functions={})
     port = urlsplit(rank.rendezvous()).port
@@ -121,11 +123,13 @@ def test_nobody_can_take_the_port_at_which_ranks_will_meet(monkeypatch: pytest.M
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_loss_gradient_and_weights_agree_between_one_and_two_ranks(runs: Path, kind: str) -> None:
-    assert_equal(outcome_of(1, runs, kind), outcome_of(2, runs, kind))
+def test_two_ranks_equal_one_rank(runs: Path, kind: str) -> None:
+    assert_equal(load_result(1, runs, kind), load_result(2, runs, kind))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_a_checkpoint_continues_with_another_number_of_ranks(runs: Path, kind: str) -> None:
-    assert_equal(outcome_of(1, runs, kind, resume_from=2), outcome_of(2, runs, kind, resume_from=1))
+def test_checkpoint_resumes_with_another_number_of_ranks(runs: Path, kind: str) -> None:
+    assert_equal(
+        load_result(1, runs, kind, resume_from=2), load_result(2, runs, kind, resume_from=1)
+    )

@@ -1,4 +1,4 @@
-"""A tiny model learns its format from legal answers; where there are none, it is said why."""
+"""A tiny model learns its format from legal answers; an error explains why there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservati
 from tests.rollout.calculator_env import CalculatorEnv
 
 
-class Wordless(CountingEnv):
+class WithoutRenderer(CountingEnv):
     text_renderer = None
 
 
@@ -28,36 +28,36 @@ class ListedObservation(CountObservation):
     legal_actions: list[int] = [1, 2]  # noqa: RUF012 - pydantic copies defaults
 
 
-class Pictured(Wordless):
+class WithPicture(WithoutRenderer):
     def reset(self, *, seed: int | None = None) -> Transition[CountObservation]:
         picture = np.zeros((4, 4), np.uint8)
         return Transition(super().reset(seed=seed).observation, tensors={"picture": picture})
 
 
-class Unlisted(CountingRenderer):
+class EmptyRenderer(CountingRenderer):
     def legal_answers(self, observation: CountObservation) -> list[str]:
         return []
 
 
-class ListsActionsAlone(CountingEnv):
+class WithoutLegalAnswers(CountingEnv):
     observation_type = ListedObservation
-    text_renderer = Unlisted()
+    text_renderer = EmptyRenderer()
 
     def _observe(self, note: str = "") -> ListedObservation:
         return ListedObservation(**super()._observe(note).model_dump())
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
-        (Wordless, "'counting' has no text_renderer; define one"),
-        (Pictured, "policies read text alone; give it a text_renderer"),
+        (WithoutRenderer, "'counting' has no text_renderer; define one"),
+        (WithPicture, "policies read text only"),
         (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() is empty; list"),
-        (ListsActionsAlone, "is empty, although the observation has legal_actions; list"),
+        (WithoutLegalAnswers, "is empty, although the observation has legal_actions; list"),
     ],
 )
-async def test_an_environment_without_legal_answers_is_told_what_is_missing(
-    factory: type[CountingEnv], said: str, tmp_path: Path
+async def test_environment_without_legal_answers_is_refused(
+    factory: type[CountingEnv], message: str, tmp_path: Path
 ) -> None:
     async with (
         EnvServer(factory, ServerOptions(port=0)) as server,
@@ -67,15 +67,15 @@ async def test_an_environment_without_legal_answers_is_told_what_is_missing(
         environment = ConnectedEnvironment(
             config, server.grpc_address, client, await client.describe(), ServerRenderer()
         )
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             await prepare_model(LanguageModelRun(), {"counting": environment}, tmp_path)
-    assert said in str(refused.value)
-    assert "model.kind = 'pretrained'" in str(refused.value)
+    assert message in str(caught.value)
+    assert "model.kind = 'pretrained'" in str(caught.value)
 
 
-async def test_a_picture_is_told_apart_from_an_environment_that_shows_nothing() -> None:
+async def test_environment_with_pictures_only_is_refused() -> None:
     async with (
-        EnvServer(Pictured, ServerOptions(port=0)) as server,
+        EnvServer(WithPicture, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         _, first = await client.open(seed=1)
@@ -83,7 +83,7 @@ async def test_a_picture_is_told_apart_from_an_environment_that_shows_nothing() 
         ServerRenderer().messages(first, first=True)
 
 
-def test_a_tag_is_one_token_and_is_read_back_as_it_was() -> None:
+def test_tag_is_one_token_and_decodes_to_itself() -> None:
     text = "<think>3 + 4</think><final_answer>7</final_answer>"
     tokenizer = make_tokenizer([text] * 4, 300)
     assert len(tokenizer) <= 300

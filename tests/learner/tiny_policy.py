@@ -1,4 +1,4 @@
-"""What the learner's tests share: a model folder, a batch, a learner."""
+"""A model folder, batches and learners for the tests of the learner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 290
 
 
 def make_policy_folder(folder: Path, *, tie_embeddings: bool = False, num_layers: int = 2) -> str:
-    """The folder of a random tiny model with its tokenizer."""
+    """Create a folder with a random tiny model and its tokenizer."""
     config = TinyModel(
         num_layers=num_layers,
         width=64,
@@ -33,46 +33,46 @@ def make_policy_folder(folder: Path, *, tie_embeddings: bool = False, num_layers
 
 
 def make_samples(num_samples: int, seed: int = 0, prefix_tokens: int = 0) -> list[TrainingSample]:
-    """Ragged samples, some with equal tokens, rewards above and below zero.
+    """Return samples of different lengths and rewards, some with equal tokens.
 
-    Groups of six begin with the same `prefix_tokens` tokens.
+    Groups of six start with the same `prefix_tokens` tokens.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     prefix: list[int] = []
     samples: list[TrainingSample] = []
     for index in range(num_samples):
         if index % 6 == 0:
-            prefix = [draw.randrange(3, 250) for _ in range(prefix_tokens)]
-        if index % 3 == 2:  # equal tokens, another advantage
+            prefix = [generator.randrange(3, 250) for _ in range(prefix_tokens)]
+        if index % 3 == 2:  # Equal tokens, but a different advantage.
             twin = samples[-1]
             token_ids, mask = twin.token_ids, twin.loss_mask
         else:
-            num_turns = draw.randint(1, 3)
-            token_ids = prefix + [draw.randrange(3, 250) for _ in range(7 * num_turns)]
+            num_turns = generator.randint(1, 3)
+            token_ids = prefix + [generator.randrange(3, 250) for _ in range(7 * num_turns)]
             mask = [False] * prefix_tokens
             mask += [position % 7 in (4, 5) for position in range(7 * num_turns)]
-        logprobs = [-draw.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
-        reward = draw.uniform(-1, 1)
+        logprobs = [-generator.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
+        reward = generator.uniform(-1, 1)
         samples.append(
             TrainingSample(
                 token_ids,
                 mask,
                 logprobs,
                 advantages=[reward * sampled for sampled in mask],
-                rewards=_paid_at_the_end(reward, mask),
+                rewards=_reward_at_end(reward, mask),
                 terminated=index % 5 != 0,
             )
         )
     return samples
 
 
-def _paid_at_the_end(reward: float, mask: list[bool]) -> list[float]:
+def _reward_at_end(reward: float, mask: list[bool]) -> list[float]:
     last = max(position for position, sampled in enumerate(mask) if sampled)
     return [reward * (position == last) for position in range(len(mask))]
 
 
 def make_batch(num_samples: int = 24, seed: int = 0, prefix_tokens: int = 0) -> Batch:
-    """The batch of `make_samples`."""
+    """Return the batch of `make_samples`."""
     return collate(make_samples(num_samples, seed, prefix_tokens))
 
 
@@ -82,7 +82,7 @@ def make_learner(
     lora: LoraConfig | None = None,
     **config: object,
 ) -> Learner:
-    """A learner of the process group's rank; `config` overrides LearnerConfig's fields."""
+    """Return a learner of this rank; `config` overrides LearnerConfig's fields."""
     fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
     spec = LearnerSpec(
         model_path=model_path,
