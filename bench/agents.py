@@ -1,16 +1,16 @@
-"""A thousand episodes of each agent over OpenAI's API: is every sampled token trained as sampled?
+"""Check, in episodes of agents over OpenAI's API, that every sampled token is trained as sampled.
 
     python bench/agents.py                               ->  bench/results/agents.json
-    python bench/agents.py --only langgraph smolagents   rows of the others are kept
+    python bench/agents.py --only langgraph smolagents   keeps the rows of the other agents
 
-    openai        wild agents of OpenAI's client: they ask side by side, ask again, edit and shorten
-                  their history, want several answers, stop texts and short ones
-    langgraph     examples/agents/langgraph_agent.py, smolagents_agent.py: as they are, 16 episodes
-    smolagents    at once in a service, tools over MCP, by a model that has seen their prompts
+    openai        random agents of OpenAI's client: parallel and repeated requests, edited and
+                  shortened histories, several choices, stop strings and token limits
+    langgraph     examples/agents/langgraph_agent.py and smolagents_agent.py, unchanged: 16 episodes
+    smolagents    at a time in a service, tools over MCP, a model warm-started on their prompts
 
-Each token that the engine sampled must stand once, with its log-prob, after the prompt that it was
-sampled after; the model then reads each sequence as a whole, and must find the same log-probs. The
-exit code is 1 where one does not, or where an episode of a framework was void.
+Each token that the engine sampled must occur once, with its log-prob, after the prompt that it was
+sampled from. The model then evaluates each whole sequence and must return the same log-probs. The
+exit code is 1 if a log-prob differs or an episode of a framework is void.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.conformance import frameworks
 
 RESULTS = Path(__file__).parent / "results" / "agents.json"
 AGENTS = ("openai", *frameworks.FRAMEWORKS)
-NUM_AT_ONCE = 16
+MAX_CONCURRENT = 16
 TOLERANCE = 1e-4
-"""Of a log-prob in float32, in nats."""
+"""Maximum error of a log-prob in float32, in nats."""
 
 
 def main() -> int:
-    """The exit code."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=AGENTS, default=AGENTS, metavar="NAME")
     parser.add_argument("--episodes", type=int, default=1000)
@@ -56,31 +56,33 @@ def main() -> int:
     is_exact = True
     for agent in chosen.only:
         load_average, started_s = os.getloadavg()[0], time.perf_counter()
-        found = _measured(agent, chosen.episodes, chosen.seed)
+        measurement = _measure(agent, chosen.episodes, chosen.seed)
         rows[agent] = {
             "agent": agent,
             "seed": chosen.seed,
             "machine": machine(),
             "load_average": load_average,
             "seconds": round(time.perf_counter() - started_s, 1),
-            **found,
+            **measurement,
         }
         print(json.dumps(rows[agent], indent=2), flush=True)
-        is_exact &= found["largest_logprob_error"] < TOLERANCE and not found.get("num_void")
+        is_exact &= measurement["largest_logprob_error"] < TOLERANCE and not measurement.get(
+            "num_void"
+        )
         runs = [rows[name] for name in AGENTS if name in rows]
         write_runs(RESULTS, "python bench/agents.py", runs)
     return 0 if is_exact else 1
 
 
-def _measured(agent: str, num_episodes: int, seed: int) -> dict[str, Any]:
-    """What the episodes of an agent came to."""
+def _measure(agent: str, num_episodes: int, seed: int) -> dict[str, Any]:
+    """Return the measurements of an agent's episodes."""
     if agent == "openai":
         return asdict(asyncio.run(exactness.measure(num_episodes, seed)))
     with (
         tempfile.TemporaryDirectory() as folder,
         frameworks.service(agent, Path(folder)) as url,
     ):
-        service = {"url": url, "max_concurrent": NUM_AT_ONCE}
+        service = {"url": url, "max_concurrent": MAX_CONCURRENT}
         return asdict(asyncio.run(frameworks.measure(service, num_episodes, seed)))
 
 

@@ -1,4 +1,4 @@
-"""Answers of a run's policy to its prompts, and how far it has moved from where it began."""
+"""Completions of a run's policy, with log-probs under the policy and under its initial weights."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _START = "initial_model"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a policy said."""
+    """A completion of a policy."""
 
     prompt: str
     text: str
     logprob: float
-    """Of the whole answer, under the policy."""
+    """Log-prob of the whole completion under the policy."""
     ref_logprob: float
-    """The same under the policy that the run began with."""
+    """Log-prob of the whole completion under the run's initial policy."""
 
 
 class Sampler:
-    """Samples from the weights that a run ended with, or, before training, began with."""
+    """Samples from the final weights of a run, or from its initial weights."""
 
     def __init__(self, run: Path, *, trained: bool = True) -> None:
         newest = model_folder(find_newest_checkpoint(run / CHECKPOINTS_FOLDER)) if trained else None
@@ -47,30 +47,30 @@ class Sampler:
         )
 
     def answers(self, prompts: Sequence[str], num_each: int, max_tokens: int) -> list[Answer]:
-        """`num_each` answers to each prompt, at temperature 1."""
+        """Return `num_each` completions of each prompt, sampled at temperature 1."""
         sampling = Sampling(1.0, max_tokens)
-        asked: list[tuple[str, list[int]]] = []
+        requests: list[tuple[str, list[int]]] = []
         for prompt in prompts:
             token_ids = self._chat.first_prompt([{"role": "user", "content": prompt}])
-            asked += [(prompt, token_ids)] * num_each
-        for number, (_, token_ids) in enumerate(asked):
+            requests += [(prompt, token_ids)] * num_each
+        for number, (_, token_ids) in enumerate(requests):
             self._engine.submit(EngineRequest(number, token_ids, sampling, mix(7, number)))
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         while self._engine.has_work:
             for output in self._engine.step():
-                prompt, prompt_ids = asked[output.request_id]
-                found[output.request_id] = Answer(
+                prompt, prompt_ids = requests[output.request_id]
+                answers[output.request_id] = Answer(
                     prompt,
                     self._chat.decode(output.token_ids),
                     sum(output.logprobs),
                     _logprob(self._start, prompt_ids, output.token_ids),
                 )
-        return [found[number] for number in range(len(asked))]
+        return [answers[number] for number in range(len(requests))]
 
 
 @torch.no_grad()
-def _logprob(model: PreTrainedModel, prompt_ids: Sequence[int], said: Sequence[int]) -> float:
-    token_ids = torch.tensor([[*prompt_ids, *said]])
+def _logprob(model: PreTrainedModel, prompt_ids: Sequence[int], completion: Sequence[int]) -> float:
+    token_ids = torch.tensor([[*prompt_ids, *completion]])
     logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
     logprobs = token_logprobs(logits, token_ids[:, 1:])
     return float(logprobs[0, len(prompt_ids) - 1 :].sum())

@@ -1,14 +1,14 @@
-"""What a batch costs the driver on its way from buffer to learner; writes results/batch.json.
+"""Measure the cost of a batch for the driver, from the buffer to the learner.
 
-    ours         the buffer makes the batch; the driver passes on a reference, and reads a summary
-    in driver    the groups come to the driver, which makes the batch and puts it away: what it
-                 costs to have the tokens pass through the process that runs both loops
+    ours         the buffer makes the batch; the driver only passes on a reference
+    in driver    the driver gets the groups, makes the batch and stores it: the cost of passing the
+                 tokens through the process that runs both loops
 
-Two shapes of a batch, about a million tokens each: short games (two turns of eight tokens, as in
-blackjack) and long ones (eight turns of 128). Time is the processor's, in milliseconds per
-million tokens: of the driver's event loop, and of the whole driver, whose other threads hold
-the same interpreter lock. Memory is what the buffer holds, in bytes per token: of the arrays
-that travel, and of Python lists with the same numbers.
+There are two shapes of a batch, each of about a million tokens: short episodes (two turns of eight
+tokens, as in blackjack) and long episodes (eight turns of 128 tokens). Times are processor time in
+milliseconds per million tokens, of the driver's event loop and of the whole driver, whose other
+threads share the interpreter lock. Memory is that of the buffer in bytes per token, for the arrays
+that are used and for Python lists with the same numbers. Results go to results/batch.json.
 
     python bench/batch.py
 """
@@ -50,39 +50,39 @@ GROUP_SIZE = 8
 NUM_ROUNDS = 5
 VOCABULARY = 150_000
 SHAPES = {"short": (2, 8), "long": (8, 128)}
-"""Turns of an episode, and tokens of a prompt and of an answer."""
+"""Number of turns per episode, and of tokens per prompt and per completion."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds of one batch."""
+    """Processor time for one batch."""
 
     event_loop_ms: float
     driver_ms: float
 
 
-class GroupHolder:
-    """Holds groups, and gives them to whoever asks."""
+class GroupActor:
+    """An actor that stores groups and returns them on request."""
 
     def put(self, groups: list[RolloutGroup]) -> None:
-        """Keep `groups`."""
+        """Store the groups."""
         self._groups = groups
 
     def get(self) -> list[RolloutGroup]:
-        """The groups."""
+        """Return the groups."""
         return self._groups
 
 
 class Learner:
-    """Takes a batch, as a rank does."""
+    """An actor that receives a batch, like a rank."""
 
     def train_step(self, batch: Batch) -> int:
-        """The number of its samples."""
+        """Return the number of samples."""
         return batch.num_samples
 
 
 def make_groups(num_turns: int, num_tokens: int) -> list[RolloutGroup]:
-    """Groups of random tokens, together as many as one batch has."""
+    """Return groups of random tokens for one batch."""
     draw = random.Random(0)
 
     def numbers() -> list[int]:
@@ -106,14 +106,15 @@ def make_groups(num_turns: int, num_tokens: int) -> list[RolloutGroup]:
 
 
 async def measure(action: Callable[[], Awaitable[object]]) -> Cost:
-    """What the action costs this process."""
-    of_thread, of_process = time.thread_time(), time.process_time()
+    """Run the action and return its processor time in this process."""
+    start_thread_s, start_process_s = time.thread_time(), time.process_time()
     await action()
-    return Cost(1e3 * (time.thread_time() - of_thread), 1e3 * (time.process_time() - of_process))
+    thread_s = time.thread_time() - start_thread_s
+    return Cost(1e3 * thread_s, 1e3 * (time.process_time() - start_process_s))
 
 
 async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
-    """A batch by reference, once for each round."""
+    """Pass a batch by reference and return the cost of each round."""
     run = LanguageModelRun.model_validate(
         {
             "name": "bench",
@@ -127,9 +128,9 @@ async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
     )
 
     async def one_step() -> None:
-        taken = await buffer.take(0, timeout_s=60.0)
-        assert len(taken.groups) == len(groups)
-        await learner.train_step.remote(taken.batch)
+        selection = await buffer.take(0, timeout_s=60.0)
+        assert len(selection.groups) == len(groups)
+        await learner.train_step.remote(selection.batch)
 
     costs = []
     for _ in range(NUM_ROUNDS):
@@ -139,62 +140,62 @@ async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
 
 
 async def measure_in_driver(groups: list[RolloutGroup]) -> list[Cost]:
-    """Groups to the driver and a batch from it, once for each round."""
-    holder = ray.remote(num_cpus=0)(GroupHolder).remote()
+    """Make the batch in the driver and return the cost of each round."""
+    group_actor = ray.remote(num_cpus=0)(GroupActor).remote()
     learner = ray.remote(num_cpus=0)(Learner).remote()
     algorithm = LanguageModelRun.model_validate(
         {"name": "bench", "environments": {"coins": {}}}
     ).algorithm
-    await holder.put.remote(groups)
+    await group_actor.put.remote(groups)
 
     async def one_step() -> None:
-        batch = make_batch(await holder.get.remote(), algorithm)
+        batch = make_batch(await group_actor.get.remote(), algorithm)
         await learner.train_step.remote(ray.put(batch))
 
     return [await measure(one_step) for _ in range(NUM_ROUNDS)]
 
 
-def bytes_held(make: Callable[[], object]) -> int:
-    """Bytes of what `make` returns."""
+def measure_bytes(make: Callable[[], object]) -> int:
+    """Return the size of the object that `make` returns, in bytes."""
     tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    held = make()
-    num_bytes = tracemalloc.get_traced_memory()[0] - before
+    start_bytes = tracemalloc.get_traced_memory()[0]
+    result = make()
+    num_bytes = tracemalloc.get_traced_memory()[0] - start_bytes
     tracemalloc.stop()
-    del held
+    del result
     return num_bytes
 
 
 def as_lists(groups: list[RolloutGroup]) -> list[tuple[list[int], list[bool], list[float]]]:
-    """The sequences of the groups, as lists of tokens, masks and log-probs."""
+    """Return the tokens, masks and log-probs of the groups' sequences as lists."""
     sequences = [s for group in groups for rollout in group.rollouts for s in rollout.sequences]
     return [(s.token_ids.tolist(), s.loss_mask.tolist(), s.logprobs.tolist()) for s in sequences]
 
 
 async def main() -> None:
-    """Measure both shapes, print them and save them."""
+    """Measure both shapes; print and save the results."""
     ray.init(address="local", include_dashboard=False, configure_logging=False)
     shapes = {}
     for name, shape in SHAPES.items():
         groups = make_groups(*shape)
-        travelling = pickle.dumps(groups)
+        pickled = pickle.dumps(groups)
         row: dict[str, object] = {
             "tokens": NUM_TOKENS,
             "bytes_per_token_as_arrays": round(
-                bytes_held(lambda data=travelling: pickle.loads(data)) / NUM_TOKENS, 1
+                measure_bytes(lambda data=pickled: pickle.loads(data)) / NUM_TOKENS, 1
             ),
             "bytes_per_token_as_lists": round(
-                bytes_held(lambda groups=groups: as_lists(groups)) / NUM_TOKENS, 1
+                measure_bytes(lambda groups=groups: as_lists(groups)) / NUM_TOKENS, 1
             ),
         }
-        for way, costs in (
+        for variant, costs in (
             ("ours", await measure_ours(groups)),
             ("in_driver", await measure_in_driver(groups)),
         ):
             for field in ("event_loop_ms", "driver_ms"):
                 samples = [round(getattr(cost, field), 2) for cost in costs]
-                row[f"{way}_{field}"] = statistics.median(samples)
-                row[f"{way}_{field}_samples"] = samples
+                row[f"{variant}_{field}"] = statistics.median(samples)
+                row[f"{variant}_{field}_samples"] = samples
         shapes[name] = row
     result = {"command": "python bench/batch.py", **setting(), "shapes": shapes}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,25 +1,25 @@
-"""What classic PPO learns on this machine, and how long CartPole takes beside stable-baselines3.
+"""Train the classic PPO examples, and compare CartPole with stable-baselines3.
 
     cartpole      examples/cartpole/ppo.toml and stable-baselines3's PPO with the settings of
-                  rl-baselines3-zoo, in turns, each trained until it balances: 475 of 500 or more
-                  in 100 games, in at most half the seconds
+                  rl-baselines3-zoo, in turns: 475 of 500 or more in 100 episodes, in at most half
+                  of stable-baselines3's seconds
     lunar_lander  examples/lunar_lander/ppo.toml: 200 or more
     pendulum      examples/pendulum/ppo.toml: -200 or more
-    frozen_lake   examples/frozen_lake/ppo.toml: 1, each game
-    value         a reward of 1 for ever, gamma .99, episodes cut off at 500 steps: V = 100 +- 2
-    shuffled      the control: pendulum with its rewards shuffled does not learn
+    frozen_lake   examples/frozen_lake/ppo.toml: 1 in every episode
+    value         a reward of 1 per step, gamma .99, episodes truncated at 500 steps: V = 100 +- 2
+    shuffled      the control: pendulum with shuffled rewards must not learn
 
-All returns are means of 100 games of the likeliest action, on seeds that no decision was made by.
-Of CartPole both sides are judged every 2,048 steps by 25 games; where these reach 480, 100 others
-have to, too, and training ends. `training_s` are seconds of playing and updating alone, `total_s`
-those with all evaluations, `core_s` the same in seconds of a core; the start of the processes,
-imports, and making environments and networks are counted on neither side. Results go to
-bench/results/classic.json, where rows of earlier calls on the same machine are kept.
+All returns are means of 100 episodes of the most likely action, on seeds that no decision used. On
+CartPole, both trainers are evaluated on 25 episodes every 2,048 steps. If the mean return is at
+least 480 there and on 100 other episodes, training stops. `training_s` are the seconds of playing
+and updating, `total_s` also has all evaluations, and `core_s` is the processor time of `total_s`.
+The start of processes, imports and construction are not counted. Results go to
+bench/results/classic.json, which keeps rows of earlier calls on the same machine.
 
     make bench-classic
     python bench/classic.py --only cartpole --seeds 0 1 2
 
-The exit code is 1 when something of this call missed its target.
+The exit code is 1 if a measurement of this call missed its target.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ RESULTS = ROOT / "bench" / "results" / "classic.json"
 STABLE_BASELINES = "stable-baselines3==2.9.2"
 SEEDS = (0, 1, 2)
 NUM_ERROR_LINES = 5
-BALANCES = 475.0
+BALANCED_RETURN = 475.0
+"""Mean return of CartPole above which the pole counts as balanced."""
 MAX_SHARE = 0.5
-"""Of stable-baselines3's seconds."""
+"""Highest share of stable-baselines3's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one training came to."""
+    """Results of one training."""
 
     part: str
     trainer: str
     seed: int
     mean_return: float
-    """Of 100 games; of `value` the value of the only state."""
+    """Mean return of 100 episodes. For `value`, the predicted value of the only state."""
     target: str
     passed: bool
     num_env_steps: int
@@ -80,34 +81,34 @@ class Row:
     total_s: float
     core_s: float
     load_average: float
-    """Of the machine, over the minute before."""
+    """Load average of the machine in the minute before."""
     error: str = ""
     machine: str = field(default_factory=machine)
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What another row of the same measurement replaces."""
+        """Key of the measurement, which a new row replaces."""
         return self.part, self.trainer, self.seed
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An example, and the mean return that it must reach, or as the control must not."""
+    """An example with the mean return that it must reach or, as a control, must not reach."""
 
     example: str
-    at_least: float | None = None
-    at_most: float | None = None
+    min_return: float | None = None
+    max_return: float | None = None
     overrides: tuple[str, ...] = ()
 
 
 CASES = {
-    "lunar_lander": Case("lunar_lander", at_least=200.0),
-    "pendulum": Case("pendulum", at_least=-200.0),
-    "frozen_lake": Case("frozen_lake", at_least=1.0),
-    # Random torque comes to about -1,200, no torque to about -1,000.
+    "lunar_lander": Case("lunar_lander", min_return=200.0),
+    "pendulum": Case("pendulum", min_return=-200.0),
+    "frozen_lake": Case("frozen_lake", min_return=1.0),
+    # Random torque has a mean return of about -1,200, no torque about -1,000.
     "shuffled": Case(
         "pendulum",
-        at_most=-800.0,
+        max_return=-800.0,
         overrides=("training.shuffle_rewards=true", "training.num_steps=20"),
     ),
 }
@@ -115,7 +116,7 @@ PARTS = ("cartpole", *CASES, "value")
 
 
 class ConstantReward(gymnasium.Env[np.ndarray, int]):
-    """Pays 1 a step, for ever: what ends an episode is a limit alone."""
+    """An environment with a reward of 1 per step; only a limit ends its episodes."""
 
     observation_space = spaces.Box(-1.0, 1.0, (1,))
     action_space = spaces.Discrete(2)
@@ -132,17 +133,17 @@ gymnasium.register("ConstantReward-v0", lambda **_: ConstantReward(), max_episod
 
 
 def main() -> int:
-    """The exit code: 1 when something missed its target."""
+    """Return the exit code: 1 if a measurement missed its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
     rows = {row.key: row for row in _earlier_rows()}
-    of_this_call: list[Row] = []
+    new_rows: list[Row] = []
     for part in chosen.only:
-        for row in _measured(part, chosen.seeds):
+        for row in _measure(part, chosen.seeds):
             rows[row.key] = row
-            of_this_call.append(row)
+            new_rows.append(row)
             print(_line(row), flush=True)
             _write(list(rows.values()))
     comparison = _comparison(list(rows.values()))
@@ -153,10 +154,10 @@ def main() -> int:
         )
         if comparison["training_s"] > MAX_SHARE:
             return 1
-    return 0 if all(row.passed for row in of_this_call) else 1
+    return 0 if all(row.passed for row in new_rows) else 1
 
 
-def _measured(part: str, seeds: Sequence[int]) -> Iterator[Row]:
+def _measure(part: str, seeds: Sequence[int]) -> Iterator[Row]:
     if part == "cartpole":
         yield from _cartpole(seeds)
         return
@@ -165,10 +166,10 @@ def _measured(part: str, seeds: Sequence[int]) -> Iterator[Row]:
 
 
 def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
-    """Ours and stable-baselines3's, in turns."""
-    with _stable_baselines() as theirs, torch_threads(1):
+    """Yield the rows of Ludus and of stable-baselines3, which train in turns."""
+    with _stable_baselines() as process, torch_threads(1):
         for seed in seeds:
-            run = _run_of("cartpole", seed)
+            run = _load_run("cartpole", seed)
             steps = run.ppo.num_environments * run.ppo.steps_per_environment
             task = {
                 "seed": seed,
@@ -180,27 +181,27 @@ def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
             }
             for trainer in ("ludus", "stable-baselines3"):
                 load = os.getloadavg()[0]
-                found = _trained(run) if trainer == "ludus" else _asked(theirs, task)
-                passed = found["mean_return"] >= BALANCES
-                target = f"at least {BALANCES:g}"
+                values = _train(run) if trainer == "ludus" else _request(process, task)
+                passed = values["mean_return"] >= BALANCED_RETURN
+                target = f"at least {BALANCED_RETURN:g}"
                 yield Row(
                     "cartpole",
                     trainer,
                     seed,
-                    **found,
+                    **values,
                     target=target,
                     passed=passed,
                     load_average=load,
                 )
 
 
-def _trained(run: NetworkRun) -> dict[str, Any]:
-    """What our run comes to, in this process."""
+def _train(run: NetworkRun) -> dict[str, Any]:
+    """Train the run in this process and return its results."""
     with open_network_run(run, resume=Resume.NEVER, overwrite=True) as opened_run:
-        begun_s, begun_core_s = time.perf_counter(), time.process_time()
+        start_s, start_core_s = time.perf_counter(), time.process_time()
         summary = opened_run.train()
-        total_s = time.perf_counter() - begun_s
-        core_s = time.process_time() - begun_core_s
+        total_s = time.perf_counter() - start_s
+        core_s = time.process_time() - start_core_s
         return {
             "mean_return": summary.expected_return,
             "num_env_steps": opened_run.state.num_env_steps,
@@ -212,10 +213,10 @@ def _trained(run: NetworkRun) -> dict[str, Any]:
 
 @contextmanager
 def _stable_baselines() -> Iterator[subprocess.Popen[str]]:
-    """A process that trains by stable-baselines3, in a virtual environment of its own."""
+    """Start a process that trains with stable-baselines3, in a separate virtual environment."""
     maker = ROOT / "dev" / "upstream_environment.py"
     extra = [f"{name}=={version(name)}" for name in ("torch", "gymnasium")]
-    made = subprocess.run(
+    maker_process = subprocess.run(
         [sys.executable, maker, STABLE_BASELINES, "--extra", *extra],
         capture_output=True,
         text=True,
@@ -224,7 +225,7 @@ def _stable_baselines() -> Iterator[subprocess.Popen[str]]:
     program = ROOT / "bench" / "upstream" / "sb3_cartpole.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with subprocess.Popen(
-        [made.stdout.strip(), program],
+        [maker_process.stdout.strip(), program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -235,49 +236,50 @@ def _stable_baselines() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def _asked(process: subprocess.Popen[str], task: dict[str, Any]) -> dict[str, Any]:
+def _request(process: subprocess.Popen[str], task: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(task) + "\n")
     process.stdin.flush()
-    answer: dict[str, Any] = json.loads(process.stdout.readline())
-    return answer
+    values: dict[str, Any] = json.loads(process.stdout.readline())
+    return values
 
 
 def _example(part: str, case: Case, seed: int) -> Row:
-    """An example, started as a user would start it."""
-    load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Train an example with the command line and return its row."""
+    load, start_usage = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
     overrides = [*_overrides(part, seed), *case.overrides]
     settings = [word for override in overrides for word in ("--set", override)]
     ludus = Path(sys.executable).parent / "ludus"
-    begun_s = time.perf_counter()
-    ended = subprocess.run(
+    start_s = time.perf_counter()
+    process = subprocess.run(
         [ludus, "train", _file(case.example), "--overwrite", *settings],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    total_s, after = time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_CHILDREN)
-    core_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    is_control = case.at_most is not None
-    bound = case.at_most if is_control else case.at_least
+    total_s, end_usage = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    user_s = end_usage.ru_utime - start_usage.ru_utime
+    core_s = user_s + end_usage.ru_stime - start_usage.ru_stime
+    is_control = case.max_return is not None
+    bound = case.max_return if is_control else case.min_return
     target = f"{'at most' if is_control else 'at least'} {bound:g}"
-    if ended.returncode:
-        error = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+    if process.returncode:
+        error = "\n".join(process.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
         return Row(part, "ludus", seed, 0.0, target, False, 0, 0.0, total_s, core_s, load, error)
     run = load_run_config(_file(case.example), overrides)
     assert isinstance(run, NetworkRun)
     summary = Summary.model_validate_json((RUNS / run.name / SUMMARY_FILE).read_bytes())
-    found = summary.expected_return
+    mean_return = summary.expected_return
     assert bound is not None
-    per_step = run.ppo.num_environments * run.ppo.steps_per_environment
+    env_steps_per_step = run.ppo.num_environments * run.ppo.steps_per_environment
     return Row(
         part=part,
         trainer="ludus",
         seed=seed,
-        mean_return=found,
+        mean_return=mean_return,
         target=target,
-        passed=found <= bound if is_control else found >= bound,
-        num_env_steps=summary.num_steps * per_step,
+        passed=mean_return <= bound if is_control else mean_return >= bound,
+        num_env_steps=summary.num_steps * env_steps_per_step,
         training_s=summary.wall_seconds_training,
         total_s=total_s,
         core_s=core_s,
@@ -286,7 +288,7 @@ def _example(part: str, case: Case, seed: int) -> Row:
 
 
 def _value(seed: int) -> Row:
-    """The value of a state that pays 1 a step for ever: 1 / (1 - gamma)."""
+    """Train on `ConstantReward` and return its row; the exact value is 1 / (1 - gamma)."""
     config = NetworkPpoConfig(
         num_environments=4,
         steps_per_environment=500,
@@ -297,28 +299,28 @@ def _value(seed: int) -> Row:
         lam=1.0,
         max_grad_norm=1e6,
     )
-    load, begun_s, begun_core_s = os.getloadavg()[0], time.perf_counter(), time.process_time()
+    load, start_s, start_core_s = os.getloadavg()[0], time.perf_counter(), time.process_time()
     environments = GymnasiumEnvironments("ConstantReward-v0", config.num_environments, {})
-    spaces_of = environments.observation_space, environments.action_space
+    env_spaces = environments.observation_space, environments.action_space
     torch.manual_seed(seed)
-    policy = NetworkPolicy(*make_networks(NetworkModel(hidden=(32,)), *spaces_of), *spaces_of)
+    policy = NetworkPolicy(*make_networks(NetworkModel(hidden=(32,)), *env_spaces), *env_spaces)
     agent = PpoAgent(policy, environments, config, seed=seed)
     num_updates = 30
     with torch_threads(1):
         for _ in range(num_updates):
             agent.train()
-    found, total_s = policy.values(torch.zeros(1, 1)).item(), time.perf_counter() - begun_s
+    value, total_s = policy.values(torch.zeros(1, 1)).item(), time.perf_counter() - start_s
     return Row(
         part="value",
         trainer="ludus",
         seed=seed,
-        mean_return=found,
+        mean_return=value,
         target="100 within 2",
-        passed=abs(found - 100.0) <= 2.0,
+        passed=abs(value - 100.0) <= 2.0,
         num_env_steps=num_updates * config.num_environments * config.steps_per_environment,
         training_s=total_s,
         total_s=total_s,
-        core_s=time.process_time() - begun_core_s,
+        core_s=time.process_time() - start_core_s,
         load_average=load,
     )
 
@@ -331,7 +333,7 @@ def _overrides(part: str, seed: int) -> list[str]:
     return [f"name=bench-classic-{part}-{seed}", f"output_dir={RUNS}", f"seed={seed}"]
 
 
-def _run_of(part: str, seed: int) -> NetworkRun:
+def _load_run(part: str, seed: int) -> NetworkRun:
     run = load_run_config(_file(part), _overrides(part, seed))
     assert isinstance(run, NetworkRun)
     return run
@@ -349,8 +351,8 @@ def _line(row: Row) -> str:
 
 
 def _comparison(rows: Sequence[Row]) -> dict[str, float] | None:
-    """Medians of ours over those of stable-baselines3, by kind of second."""
-    found = {}
+    """Return the ratios of Ludus's median times to stable-baselines3's, by kind of time."""
+    ratios = {}
     for kind in ("training_s", "total_s", "core_s"):
         by_trainer = {
             trainer: [
@@ -362,9 +364,9 @@ def _comparison(rows: Sequence[Row]) -> dict[str, float] | None:
         }
         if not all(by_trainer.values()):
             return None
-        ours, theirs = (statistics.median(seconds) for seconds in by_trainer.values())
-        found[kind] = ours / theirs
-    return found
+        ludus_s, baselines_s = (statistics.median(seconds) for seconds in by_trainer.values())
+        ratios[kind] = ludus_s / baselines_s
+    return ratios
 
 
 def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
@@ -400,7 +402,7 @@ def _write(rows: list[Row]) -> None:
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured on this machine: seconds are compared."""
+    """Return the rows of earlier calls on this machine, because times are compared."""
     return [Row(**run) for run in earlier_runs(RESULTS) if run["machine"] == machine()]
 
 

@@ -1,17 +1,17 @@
-"""Our client as a load on a server of blackjack; `bench/environments.py` starts it.
+"""Load of the Ludus client on a blackjack server; `bench/environments.py` starts this program.
 
-    program stream ADDRESS --sessions 64 --max-calls-per-message 1    each awaits its own steps
-    program pyspiel                                                   the game alone, in process
+    program stream ADDRESS --sessions 64 --max-calls-per-message 1    independent sessions
+    program pyspiel                                                   only the game, in process
 
-Each line of standard input is a number of seconds; the answer is one line of JSON with the steps
-and resets answered in that time, and the processor time they took here. Every session plays
-episode after episode with its own seeds, any legal move. The single measurements
+Each line of standard input is a number of seconds. The output is one line of JSON with the steps
+and resets completed in that time, and the processor time of this process. Each session plays
+episodes with its own seeds and random legal moves. The single measurements
 
     program opens ADDRESS --in-flight 64 --number 640
     program hold ADDRESS --sessions 2000
     program latency ADDRESS --number 2000
 
-answer once and end.
+print one line and exit.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SEEDS_PER_SESSION = 1_000_000_000
 
 @dataclass(slots=True)
 class Counts:
-    """Calls that were answered."""
+    """Numbers of completed calls."""
 
     steps: int = 0
     resets: int = 0
 
 
 class Player:
-    """One session's policy and seeds."""
+    """The policy and the seeds of one session."""
 
     def __init__(self, session: AsyncSession, first: StepResult, number: int) -> None:
         self.session = session
@@ -72,7 +72,7 @@ async def _open_players(client: AsyncEnvClient, num_sessions: int, with_text: bo
 
 
 async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
-    """Play to the call during which the time is up."""
+    """Play until the time is over."""
     while time.perf_counter() < until_s:
         result = await player.take_action()
         counts.resets += result.step_index == 0
@@ -80,7 +80,7 @@ async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
 
 
 async def run_stream(arguments: argparse.Namespace) -> None:
-    """Play whenever standard input says so, until it ends."""
+    """Play for each line of standard input, until its end."""
     async with await AsyncEnvClient.connect(
         arguments.address, ConnectOptions(max_calls_per_message=arguments.max_calls_per_message)
     ) as client:
@@ -93,7 +93,7 @@ async def run_stream(arguments: argparse.Namespace) -> None:
 
 
 async def run_pyspiel(arguments: argparse.Namespace) -> None:
-    """Play, until standard input ends, the game alone, with the fields a player is shown."""
+    """Play only the game, and compute the fields of an observation, until standard input ends."""
     import pyspiel
 
     game = pyspiel.load_game("blackjack")
@@ -119,70 +119,70 @@ async def run_pyspiel(arguments: argparse.Namespace) -> None:
 
 
 async def run_opens(arguments: argparse.Namespace) -> None:
-    """Say how long opening a session takes, first observation included."""
+    """Print how long opening a session takes, including its first observation."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         durations_s: list[float] = []
 
         async def opener(numbers: Iterator[int]) -> None:
             for number in numbers:
-                begun_s = time.perf_counter()
+                start_s = time.perf_counter()
                 session, _ = await client.open(seed=number, with_text=False)
-                durations_s.append(time.perf_counter() - begun_s)
+                durations_s.append(time.perf_counter() - start_s)
                 await session.close()
 
-        numbers = iter(range(arguments.number))  # shared: the next free opener takes the next
+        numbers = iter(range(arguments.number))  # shared by all openers
         await asyncio.gather(*(opener(numbers) for _ in range(arguments.in_flight)))
-        _say(_percentiles(durations_s))
+        _print_line(_percentiles(durations_s))
 
 
 async def run_hold(arguments: argparse.Namespace) -> None:
-    """Say how many of the sessions, all open at once, had every step answered."""
+    """Print how many calls were completed while all sessions were open."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         players = await _open_players(client, arguments.sessions, False)
         counts = Counts()
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(arguments.number):
             outcomes = await asyncio.gather(
                 *(player.take_action() for player in players), return_exceptions=True
             )
             counts.steps += sum(isinstance(outcome, StepResult) for outcome in outcomes)
-        _say(
+        _print_line(
             {
                 "sessions": len(players),
                 "calls": arguments.number * len(players),
                 "answered": counts.steps,
-                "calls_per_s": counts.steps / (time.perf_counter() - begun_s),
+                "calls_per_s": counts.steps / (time.perf_counter() - start_s),
             }
         )
 
 
 async def run_latency(arguments: argparse.Namespace) -> None:
-    """Say how long a step of one session takes."""
+    """Print the latency of a step in one session."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         (player,) = await _open_players(client, 1, False)
         durations_s: list[float] = []
         while len(durations_s) < arguments.number:
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             result = await player.take_action()
             if result.step_index:
-                durations_s.append(time.perf_counter() - begun_s)
-        _say(_percentiles(durations_s))
+                durations_s.append(time.perf_counter() - start_s)
+        _print_line(_percentiles(durations_s))
 
 
 async def answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> None:
-    """Play for as long as each line of standard input says, and say what was played."""
-    _say({"ready": True})
+    """Play for the seconds in each line of standard input, and print the counts."""
+    _print_line({"ready": True})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         counts = Counts()
-        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-        await play(begun_s + float(line), counts)
-        _say(
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        await play(start_s + float(line), counts)
+        _print_line(
             {
                 "steps": counts.steps,
                 "resets": counts.resets,
-                "seconds": time.perf_counter() - begun_s,
-                "client_cpu_s": time.process_time() - begun_cpu_s,
+                "seconds": time.perf_counter() - start_s,
+                "client_cpu_s": time.process_time() - start_cpu_s,
             }
         )
 
@@ -192,8 +192,8 @@ def _percentiles(durations_s: list[float]) -> dict[str, float]:
     return {"number": len(durations_s), "p50_ms": cuts[49] * 1000, "p99_ms": cuts[98] * 1000}
 
 
-def _say(answer: JsonObject) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
+def _print_line(values: JsonObject) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 

@@ -1,13 +1,12 @@
-"""Steps per second of the environment plane on this machine, side by side: `make bench-env`.
+"""Compare the steps per second of environment servers and clients: `make bench-env`.
 
     core 0: server (ours, and OpenEnv's own)  <---->  core 1: clients (and the gateway)
 
-Every contender plays blackjack with 64 sessions, episode after episode, any legal move, each
-session with its own seeds; steps are counted, resets beside them. `training` plays as
-a rollout worker plays, through its own code (`bench/training_load.py`). The contenders alternate
-round by round, so that a machine that slows down slows down all of them. OpenEnv's own
-server and client come from the package index and run in a virtual environment of their own
-(`dev/upstream_environment.py`, `bench/upstream/`).
+Each contender plays blackjack with random legal moves in 64 sessions with different seeds. Steps
+and resets are counted separately. `training` plays with the code of a rollout worker
+(`bench/training_load.py`). The contenders alternate round by round, so that a slow phase of the
+machine affects all of them. OpenEnv's server and client are installed from the package index in a
+separate virtual environment (`dev/upstream_environment.py`, `bench/upstream/`).
 """
 
 from __future__ import annotations
@@ -45,44 +44,44 @@ NUM_SESSIONS = 64
 NUM_HELD = 2000
 MAX_SESSIONS = 4096
 SESSION_KEY = secrets.token_hex(32)
-"""Shared by gateway and server, for this run."""
+"""Session key shared by the gateway and the servers."""
 START_TIMEOUT_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Contender:
-    """One row of the table: a load, the server it is put on, and what it did each round."""
+    """A row of the table: a load, its server and its samples."""
 
     name: str
     label: str
     command: Sequence[str]
     server: subprocess.Popen[str] | None
-    """Whose processor time is charged; None where the game runs in the load's own process."""
+    """Process whose processor time is measured; None if the game runs in the load's process."""
     samples: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def steps_per_s(self) -> float:
-        """The median of the rounds."""
+        """Median of the rounds."""
         return statistics.median(sample["steps_per_s"] for sample in self.samples)
 
     def median(self, key: str) -> float:
-        """The median of one number of the samples."""
+        """Return the median of one value of the samples."""
         return statistics.median(sample[key] for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers that are measured."""
+    """The measured servers and their addresses."""
 
     upstream: subprocess.Popen[str]
     upstream_http: str
-    ours: subprocess.Popen[str]
+    ludus: subprocess.Popen[str]
     http: str
     grpc: str
     isolated_grpc: str
     gateway_grpc: str
-    """Empty where the gateway is left out."""
+    """Address of the gateway; empty without a gateway."""
 
 
 # -- processes -----------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class Servers:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], core: int, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process on one core; it has ended when the context does."""
+    """Run a process on one core until the block ends."""
     process = subprocess.Popen(
         command,
         text=True,
@@ -111,21 +110,21 @@ def running(command: Sequence[str], core: int, **options: Any) -> Iterator[subpr
 
 
 @contextlib.contextmanager
-def our_server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """The server's process and its HTTP and gRPC addresses."""
+def ludus_server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Start a Ludus server; yield its process and its HTTP and gRPC addresses."""
     ready_file = folder / f"ready-{time.monotonic_ns()}.json"
     command = [sys.executable, "-m", "openspiel_env.server.app", "--game", "blackjack"]
     command += ["--port", "0", "--max-sessions", str(MAX_SESSIONS)]
     command += ["--ready-file", str(ready_file), *arguments]
     with running(command, SERVER_CORE, stderr=subprocess.DEVNULL) as process:
-        _wait_until(ready_file.exists, process, "our server")
+        _wait_until(ready_file.exists, process, "the Ludus server")
         ready = json.loads(ready_file.read_text())
         yield process, ready["http"], ready["grpc"]
 
 
 @contextlib.contextmanager
 def listening(command: Sequence[str], port: int, core: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that listens on the port."""
+    """Start a process and wait until it listens on the port."""
     with running(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         _wait_until(lambda: _accepts(port), process, command[1])
         yield process
@@ -133,24 +132,24 @@ def listening(command: Sequence[str], port: int, core: int) -> Iterator[subproce
 
 @contextlib.contextmanager
 def all_servers(upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
-    """Every server that is measured; the idle ones take no time from the others."""
+    """Start all measured servers; idle servers use no processor time."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
         program = str(UPSTREAM / "blackjack_server.py")
         upstream_command = [str(upstream_python), "-I", program, str(port)]
         upstream = stack.enter_context(listening(upstream_command, port, SERVER_CORE))
-        ours, http, grpc = stack.enter_context(our_server(folder))
-        _, _, isolated = stack.enter_context(our_server(folder, "--isolation", "process"))
+        ludus, http, grpc = stack.enter_context(ludus_server(folder))
+        _, _, isolated = stack.enter_context(ludus_server(folder, "--isolation", "process"))
         gateway_grpc = stack.enter_context(gateway_to(grpc)) if with_gateway else ""
         yield Servers(
-            upstream, f"http://127.0.0.1:{port}", ours, http, grpc, isolated, gateway_grpc
+            upstream, f"http://127.0.0.1:{port}", ludus, http, grpc, isolated, gateway_grpc
         )
 
 
 @contextlib.contextmanager
 def gateway_to(grpc: str) -> Iterator[str]:
-    """The gRPC address of a gateway to the server."""
+    """Start a gateway to a server and yield its gRPC address."""
     http_port, grpc_port = _free_port(), _free_port()
     command = [str(Path(sys.executable).with_name("ludus")), "gateway"]
     command += ["--env", f"blackjack={grpc}", "--port", str(http_port)]
@@ -170,18 +169,18 @@ def _accepts(port: int) -> bool:
         return free.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait_until(condition: Any, process: subprocess.Popen[str], what: str) -> None:
+def _wait_until(condition: Any, process: subprocess.Popen[str], name: str) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not condition():
         if process.poll() is not None:
-            sys.exit(f"{what} ended early with code {process.returncode}")
+            sys.exit(f"{name} exited early with code {process.returncode}")
         if time.monotonic() > deadline_s:
-            sys.exit(f"{what} did not start within {START_TIMEOUT_S:g} s")
+            sys.exit(f"{name} did not start within {START_TIMEOUT_S:g} s")
         time.sleep(0.05)
 
 
 def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
-    """The processor time that the process has used."""
+    """Return the processor time of a process, in seconds."""
     if process is None:
         return 0.0
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -192,8 +191,8 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 
 
 def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
-    """The rows of the table, in the order in which they alternate."""
-    ours, grpc = servers.ours, servers.grpc
+    """Return the contenders in the order in which they alternate."""
+    ludus, grpc = servers.ludus, servers.grpc
     rows = [
         Contender(
             "base",
@@ -207,92 +206,92 @@ def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
             upstream_client(upstream_python, servers.upstream_http, "in-turn"),
             servers.upstream,
         ),
-        Contender("training", "our rollout worker's own code", [*TRAINING_LOAD, grpc], ours),
+        Contender("training", "our rollout worker's own code", [*TRAINING_LOAD, grpc], ludus),
         Contender(
             "websocket_upstream_client",
             "our WebSocket, OpenEnv's client",
             upstream_client(upstream_python, servers.http, "together"),
-            ours,
+            ludus,
         ),
         Contender(
             "grpc_stream",
             "our stream, one step per message",
             [*LOAD, "stream", grpc, "--max-calls-per-message", "1"],
-            ours,
+            ludus,
         ),
         Contender(
             "grpc_stream_together",
             "our stream, as clients use it",
             [*LOAD, "stream", grpc],
-            ours,
+            ludus,
         ),
         Contender("pyspiel", "the game alone, in process", [*LOAD, "pyspiel"], None),
     ]
     if servers.gateway_grpc:
         command = [*LOAD, "stream", servers.gateway_grpc]
-        rows.append(Contender("gateway_stream", "our stream through the gateway", command, ours))
+        rows.append(Contender("gateway_stream", "our stream through the gateway", command, ludus))
     return rows
 
 
-def upstream_client(python: Path, address: str, how: str) -> list[str]:
-    """The command of OpenEnv's own client."""
+def upstream_client(python: Path, address: str, mode: str) -> list[str]:
+    """Return the command of OpenEnv's client."""
     program = str(UPSTREAM / "blackjack_client.py")
-    return [str(python), "-I", program, address, str(NUM_SESSIONS), how]
+    return [str(python), "-I", program, address, str(NUM_SESSIONS), mode]
 
 
 def measure(rows: list[Contender], num_rounds: int, window_s: float) -> None:
-    """Fills in the samples; the contenders take turns, after a first turn that warms up."""
+    """Add samples to the rows; the contenders alternate after a warm-up turn."""
     with contextlib.ExitStack() as stack:
         loads = []
         for row in rows:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             load = stack.enter_context(running(row.command, CLIENT_CORE, **pipes))
-            _answer_of(load)
+            _read_output(load)
             loads.append(load)
         for load in loads:
-            _played(load, window_s / 3)
+            _play(load, window_s / 3)
         for _ in range(num_rounds):
             for row, load in zip(rows, loads, strict=True):
                 row.samples.append(_sample(row, load, window_s))
 
 
-def _played(load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
+def _play(load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
     assert load.stdin is not None
     load.stdin.write(f"{window_s}\n")
     load.stdin.flush()
-    return _answer_of(load)
+    return _read_output(load)
 
 
 def _sample(row: Contender, load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
-    begun_cpu_s = cpu_seconds(row.server)
-    answer = _played(load, window_s)
-    server_cpu_s = cpu_seconds(row.server) - begun_cpu_s
+    start_cpu_s = cpu_seconds(row.server)
+    output = _play(load, window_s)
+    server_cpu_s = cpu_seconds(row.server) - start_cpu_s
     return {
-        **answer,
+        **output,
         "server_cpu_s": server_cpu_s,
-        "steps_per_s": answer["steps"] / answer["seconds"],
-        "resets_per_step": answer["resets"] / answer["steps"],
-        "client_us_per_step": answer["client_cpu_s"] / answer["steps"] * 1e6,
-        "server_us_per_step": server_cpu_s / answer["steps"] * 1e6,
+        "steps_per_s": output["steps"] / output["seconds"],
+        "resets_per_step": output["resets"] / output["steps"],
+        "client_us_per_step": output["client_cpu_s"] / output["steps"] * 1e6,
+        "server_us_per_step": server_cpu_s / output["steps"] * 1e6,
     }
 
 
-def _answer_of(load: subprocess.Popen[str]) -> dict[str, float]:
+def _read_output(load: subprocess.Popen[str]) -> dict[str, float]:
     assert load.stdout is not None
     line = load.stdout.readline()
     if not line:
-        sys.exit(f"{load.args} ended early with code {load.wait()}")
+        sys.exit(f"{load.args} exited early with code {load.wait()}")
     return json.loads(line)
 
 
 def measure_once(*arguments: str) -> dict[str, float]:
-    """The answer of a load that measures one thing and ends."""
+    """Return the output of a load that measures once and exits."""
     with running([*LOAD, *arguments], CLIENT_CORE, stdout=subprocess.PIPE) as load:
-        return _answer_of(load)
+        return _read_output(load)
 
 
 def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
-    """Opening, holding many sessions, and the time that one step takes."""
+    """Measure opening sessions, many open sessions and the latency of a step."""
     singles = {
         "open_inline": measure_once("opens", servers.grpc, "--number", "640"),
         "open_process": measure_once("opens", servers.isolated_grpc, "--number", "256"),
@@ -311,8 +310,8 @@ def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
 # -- the report ------------------------------------------------------------------------------
 
 
-def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
-    """Medians against the base, as TRL drives it too, and the gateway's against no gateway."""
+def compute_ratios(rows: list[Contender]) -> dict[str, float | None]:
+    """Return ratios of medians to the base, and of the gateway to a direct connection."""
     medians = {row.name: row.steps_per_s for row in rows}
     names = ("training", "websocket_upstream_client", "grpc_stream", "grpc_stream_together")
     ratios: dict[str, float | None] = {name: medians[name] / medians["base"] for name in names}
@@ -341,8 +340,8 @@ def report(rows: list[Contender], singles: dict[str, dict[str, float]]) -> None:
         print(f"{name:<20}{numbers}")
 
 
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on."""
+def make_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the measurement."""
     return {
         "game": "blackjack",
         "policy": "any legal move",
@@ -357,7 +356,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured, and with which versions."""
+    """Return the machine and the versions of packages."""
     packages = ("grpcio", "protobuf", "pydantic", "orjson", "uvloop", "uvicorn", "open_spiel")
     return {
         "processor": platform.machine(),
@@ -370,7 +369,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print a table, and save every sample."""
+    """Measure, print a table and save every sample."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=3.0)
@@ -378,20 +377,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if os.cpu_count() == 1:
-        sys.exit("expected a core for the server and one for the clients, got one core in all")
+        sys.exit("the benchmark needs two cores, one for servers and one for clients; got one")
     upstream_python = python_of(OPENENV, extra=[OPENSPIEL])
-    at_start = machine()
+    initial_machine = machine()
     with all_servers(upstream_python, not arguments.no_gateway) as servers:
         rows = contenders(servers, upstream_python)
         measure(rows, arguments.rounds, arguments.window_s)
         singles = measure_singles(servers)
     report(rows, singles)
-    ratios = ratios_of(rows)
+    ratios = compute_ratios(rows)
     print("ratios: " + ", ".join(f"{k} {v:.2f}" if v else f"{k} -" for k, v in ratios.items()))
     results = [{"median_steps_per_s": row.steps_per_s, **_plain(row)} for row in rows]
     saved = {
-        "machine": at_start,
-        "settings": settings_of(arguments),
+        "machine": initial_machine,
+        "settings": make_settings(arguments),
         "results": results,
         "singles": singles,
         "ratios": ratios,

@@ -1,13 +1,13 @@
-"""What the tutorial's configuration learns by Forge's calls: `python bench/forge.py`.
+"""Train the configuration of Forge's tutorial and check its win rates: `python bench/forge.py`.
 
     server <--WebSocket-- python -m ludus.trainer.compat.forge --> summary.json --> forge.json
 
-Three seeds must win 41 % of blackjack's games and close 90 % of the gap from random to the best
-play, in two minutes of training; the control, whose rewards are shuffled, must not beat who does
-not look. Beside them the tutorial's policies that do not learn, in 10,000 games each: random must
-win 27.4 to 29.2 %, hitting below 17 39.9 to 41.8 % (28.28 % and 40.88 % are exact).
+Three seeds must win 41 % of blackjack's games and close 90 % of the gap from random to optimal play
+within two minutes of training. The control, which has shuffled rewards, must not beat a policy that
+ignores its cards. The tutorial's fixed policies play 10,000 games each: random must win 27.4 to
+29.2 %, and the dealer's rule 39.9 to 41.8 % (the exact rates are 28.28 % and 40.88 %).
 
-The exit code is 1 when one of them misses.
+The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASELINES = {"play_random_policy": (0.274, 0.292), "play_heuristic_policy": (0.3
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one run came to."""
+    """Results of one run."""
 
     case: str
     seed: int
@@ -51,13 +51,13 @@ class Trained:
     num_games_trained: int
     num_games_judged: int
     load_average: float
-    """Of the machine, over the minute before the run."""
+    """Load average of the machine in the minute before the run."""
     target: str
     passed: bool
 
 
 def main() -> int:
-    """The exit code: 1 when something missed its target."""
+    """Return the exit code: 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--only", choices=("trained", "control", "baselines"))
@@ -75,8 +75,10 @@ def main() -> int:
         for case, seed in cases if args.only != "baselines" else []:
             row = asdict(_train(case, seed, address))
             print(json.dumps(row), flush=True)
-            others = [r for r in results.get("runs", []) if (r["case"], r["seed"]) != (case, seed)]
-            results["runs"] = sorted([*others, row], key=lambda r: (r["case"], r["seed"]))
+            other_rows = [
+                r for r in results.get("runs", []) if (r["case"], r["seed"]) != (case, seed)
+            ]
+            results["runs"] = sorted([*other_rows, row], key=lambda r: (r["case"], r["seed"]))
             _write(results)
     rows = [*results.get("runs", []), *results.get("baselines", [])]
     return 0 if all(row["passed"] for row in rows) else 1

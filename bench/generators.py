@@ -1,9 +1,9 @@
-"""Answers per second of the generators on this machine, side by side: `make bench`.
+"""Compare the completions per second of the engines on this machine: `make bench`.
 
-Each engine samples two tokens for the same prompts of blackjack, 512 at a time, in a process of
-its own with one thread; the two alternate, so that a machine that slows down slows down both.
-Once with every prompt different, once as training asks: four games of each deal. The default
-generator on a CPU follows from the second.
+Each engine runs in a separate process with one thread and samples two tokens for the same 512
+prompts of blackjack. The engines alternate, so that a slow phase of the machine affects both. One
+workload has different prompts only; the other has four episodes per seed, as in training. The
+default engine on a CPU is the faster engine of the second workload.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKLOADS = {"all different": 1, "four of each": 4}
 
 @dataclass(frozen=True)
 class Result:
-    """Answers per second, one sample per round."""
+    """Completions per second of an engine, one sample per round."""
 
     engine: str
     workload: str
@@ -39,12 +39,12 @@ class Result:
 
     @property
     def median(self) -> float:
-        """The median of the samples."""
+        """Median of the samples."""
         return statistics.median(self.samples)
 
 
 def measure(engine_name: str, model_path: str) -> None:
-    """Nothing; answers each line of standard input (a workload) with a number per second."""
+    """Write the completions per second for each workload that standard input names."""
     from ludus.trainer.rollout.engines.vllm_process import prepare_process
 
     prepare_process(num_threads=1)
@@ -83,7 +83,7 @@ def measure(engine_name: str, model_path: str) -> None:
 
 
 def compare() -> list[Result]:
-    """The results of all engines on all workloads, measured in turn."""
+    """Measure all engines on all workloads in turn and return the results."""
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder))
         processes = {
@@ -96,32 +96,32 @@ def compare() -> list[Result]:
             for engine in ENGINES
         }
         for process in processes.values():
-            ask(process)
+            request_line(process)
         samples: dict[tuple[str, str], list[float]] = {}
         rounds = range(NUM_ROUNDS + 1)
         for number, workload, engine in itertools.product(rounds, WORKLOADS, ENGINES):
-            answer = float(ask(processes[engine], workload))
+            rate = float(request_line(processes[engine], workload))
             if number > 0:  # the first round warms up
-                samples.setdefault((engine, workload), []).append(answer)
+                samples.setdefault((engine, workload), []).append(rate)
         for process in processes.values():
             process.communicate()
     return [Result(engine, workload, values) for (engine, workload), values in samples.items()]
 
 
-def ask(process: subprocess.Popen[str], workload: str = "") -> str:
-    """The next line of a process, after it was told what to do."""
+def request_line(process: subprocess.Popen[str], workload: str = "") -> str:
+    """Send a workload to a process and return its next line of output."""
     assert process.stdin is not None and process.stdout is not None
     if workload:
         process.stdin.write(f"{workload}\n")
         process.stdin.flush()
     line = process.stdout.readline()
     if not line:
-        sys.exit(f"a generator ended early with code {process.wait()}")
+        sys.exit(f"an engine's process exited early with code {process.wait()}")
     return line
 
 
 def make_model_folder(folder: Path) -> None:
-    """Nothing; writes the example's model with random weights."""
+    """Write the example's model with random weights."""
     from ludus.proto.config import TinyModel
     from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 
@@ -131,7 +131,7 @@ def make_model_folder(folder: Path) -> None:
 
 
 def main() -> None:
-    """Measures, prints a table, and saves every sample."""
+    """Measure, print a table and save every sample."""
     results = compare()
     for result in results:
         print(

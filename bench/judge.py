@@ -1,9 +1,9 @@
-"""Wins of weights at blackjack, judged alike whoever trained them.
+"""Evaluate weights at blackjack in the same way for every trainer.
 
-    weights (safetensors) --> one engine --> 4,000 games of the same deals --> wins
+    weights (safetensors) --> one engine --> 4,000 games of the same deals --> win rate
 
-Prints one JSON object: file -> share of games won. Used by `bench/speedup.py`, in a process of
-its own, after all training is over.
+Prints one JSON object: file -> share of games won. `bench/speedup.py` runs this program in a
+separate process after all training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_SEED = 2**31
 async def judge(
     run: LanguageModelRun, model: str, files: Sequence[Path], num_games: int
 ) -> list[float]:
-    """The share of games won with each file's weights, at temperature 1."""
+    """Return the share of games won with each file's weights, at temperature 1."""
     [name] = run.environments
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "environment.log"
@@ -61,29 +61,29 @@ async def judge(
 
 
 async def _share_won(player: GroupPlayer, num_games: int) -> float:
-    places = asyncio.Semaphore(MAX_SESSIONS)
+    free_sessions = asyncio.Semaphore(MAX_SESSIONS)
 
-    async def won(seed: int) -> bool:
-        async with places:
+    async def is_won(seed: int) -> bool:
+        async with free_sessions:
             [rollout] = await player.evaluate([seed], Sampling(1.0, 4))
         assert rollout.episode_return is not None, "a game was lost to the infrastructure"
         return rollout.episode_return > 0
 
-    games = [won(FIRST_SEED + index) for index in range(num_games)]
+    games = [is_won(FIRST_SEED + index) for index in range(num_games)]
     return sum(await asyncio.gather(*games)) / num_games
 
 
 def main() -> None:
-    """Judges the files of the command line."""
-    parser = argparse.ArgumentParser(description="Judges weights at blackjack.")
-    parser.add_argument("config", type=Path, help="config.json of the run they began from")
-    parser.add_argument("model", help="folder of its model")
+    """Evaluate the files of the command line."""
+    parser = argparse.ArgumentParser(description="Evaluate weights at blackjack.")
+    parser.add_argument("config", type=Path, help="config.json of the initial model's run")
+    parser.add_argument("model", help="folder of the initial model")
     parser.add_argument("files", type=Path, nargs="+", help="weights, as safetensors")
     parser.add_argument("--games", type=int, default=4000)
     args = parser.parse_args()
     torch.set_num_threads(1)
     run = LanguageModelRun.model_validate_json(args.config.read_text(encoding="utf-8"))
-    # One engine for all, whichever generated while they were trained.
+    # All weights are evaluated with the same engine.
     run = run.model_copy(update={"generator": TransformersGenerator()})
     shares = asyncio.run(judge(run, args.model, args.files, args.games))
     result = {str(file): share for file, share in zip(args.files, shares, strict=True)}

@@ -1,11 +1,11 @@
-"""What the examples learn on this machine: `make learn`.
+"""Train the examples and check their targets: `make learn`.
 
     example, seed --ludus train--> summary.json --> one row per environment --> learn.json
 
-One run after the other, each started as a user would start it. A row holds what the final
-evaluation found, with its 95 % interval, the training it took, and whether that reaches the
-example's target; the last rows are the negative control, which must not learn. Rows of earlier
-calls with the same packages and the same example are kept, so the whole can be measured in parts:
+The runs start one after the other with the command line. A row contains the result of the final
+evaluation with its 95 % interval, the cost of the training, and whether the example's target is
+reached. The last rows are the negative control, which must not learn. Rows of earlier calls with
+the same packages and the same example are kept, so the measurement can be split:
 
     python bench/learn.py --only catch --seeds 0 1
 
@@ -33,73 +33,72 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "learn.json"
 SEEDS = (0, 1, 2)
 BLACKJACK_TRAINING_S = 120.0
-LOOKED_ONCE = 1 / 3
-"""The share of keys that are found by a policy which looks into one box and names that one."""
+ONE_LOOK = 1 / 3
+"""Success rate of a policy that looks into one box and names it."""
 ONE_PROGRAM = 1 / 27
-"""The share of programming tasks that one program solves: three kinds with nine numbers."""
+"""Share of the programming tasks that one program solves: three kinds with nine numbers."""
 NUM_ERROR_LINES = 5
 
-Measured = tuple[float, tuple[float, float]]
+Estimate = tuple[float, tuple[float, float]]
 """A share and its 95 % interval."""
 
 
-def win_rate(report: EvalReport) -> Measured:
-    """The share of games won."""
+def win_rate(report: EvalReport) -> Estimate:
+    """Return the share of games won."""
     policy = report.policy
     assert policy.win_rate is not None and policy.win_rate_ci95 is not None
     return policy.win_rate, policy.win_rate_ci95
 
 
-def not_lost(report: EvalReport) -> Measured:
-    """The share of games won or drawn."""
+def not_lost(report: EvalReport) -> Estimate:
+    """Return the share of games won or drawn."""
     policy = report.policy
     assert policy.win_rate is not None and policy.draw_rate is not None
     share = policy.win_rate + policy.draw_rate
     return share, wilson_interval(round(share * policy.num_games), policy.num_games)
 
 
-def gap_closed(report: EvalReport) -> Measured:
-    """The share of the gap from the random to the optimal policy, on the same deals."""
+def gap_closed(report: EvalReport) -> Estimate:
+    """Return the closed share of the gap from the random to the optimal policy."""
     assert report.gap_closed is not None and report.gap_closed_ci95 is not None
     return report.gap_closed, report.gap_closed_ci95
 
 
-METRICS: dict[str, Callable[[EvalReport], Measured]] = {
+METRICS: dict[str, Callable[[EvalReport], Estimate]] = {
     measure.__name__: measure for measure in (win_rate, not_lost, gap_closed)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a run must reach in one environment."""
+    """The lowest accepted value of a metric in one environment."""
 
     metric: str
-    at_least: float
+    min_value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An example, and what it must reach."""
+    """An example and its targets."""
 
     example: str
     targets: dict[str, Target]
-    """By the environment's name in the run; the others of the run are not judged."""
+    """Targets by the name of the environment. Other environments have no target."""
     max_training_s: float | None = None
     overrides: tuple[str, ...] = ()
     blind: Callable[[EnvironmentResult], float] | None = None
-    """Of a negative control: what the best policy reaches that does not look, and which it must
-    not beat."""
+    """Result of the best policy that ignores observations. A negative control must not beat it."""
 
 
 def _control(
     example: str, targets: dict[str, Target], blind: Callable[[EnvironmentResult], float]
 ) -> Case:
-    """The example with rewards of other episodes, which must not beat what needs no look."""
+    """Return the example with shuffled rewards, which must not beat a blind policy."""
     return Case(example, targets, overrides=("training.shuffle_rewards=true",), blind=blind)
 
 
 _BOXES = {"boxes": Target("win_rate", 0.50)}
-"""Half as much again as `LOOKED_ONCE`; the tuning seeds came to between 0.79 and 0.84."""
+"""1.5 times `ONE_LOOK`. The tuning seeds had win rates between 0.79 and 0.84."""
 _CODING = {"coding": Target("win_rate", 0.90)}
 _BLACKJACK = {"blackjack": Target("gap_closed", 0.95)}
 
@@ -120,7 +119,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "agents": Case("agents/tiny.toml", _BOXES),
-    "agents_shuffled_rewards": _control("agents/tiny.toml", _BOXES, lambda _: LOOKED_ONCE),
+    "agents_shuffled_rewards": _control("agents/tiny.toml", _BOXES, lambda _: ONE_LOOK),
     "coding": Case("coding/tiny.toml", _CODING),
     "coding_shuffled_rewards": _control("coding/tiny.toml", _CODING, lambda _: ONE_PROGRAM),
     "blackjack_shuffled_rewards": _control(
@@ -131,14 +130,14 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one run came to in one environment."""
+    """Results of one run in one environment."""
 
     case: str
     seed: int
     environment: str
     metric: str
     value: float | None
-    """None where the run failed."""
+    """Value of the metric; None if the run failed."""
     ci95: tuple[float, float] | None
     before_training: float | None
     target: str
@@ -146,32 +145,32 @@ class Row:
     num_games_trained: int
     num_games_judged: int
     load_average: float
-    """Of the machine, over the minute before the run: others who compute make it slower."""
+    """Load average of the machine in the minute before the run."""
     passed: bool
     error: str = ""
     machine: str = field(default_factory=machine)
 
     @property
-    def is_of(self) -> tuple[str, int]:
-        """The run it belongs to."""
+    def run_key(self) -> tuple[str, int]:
+        """Case and seed of the run."""
         return self.case, self.seed
 
 
 def main() -> int:
-    """The exit code: 1 when a run failed or missed its target."""
+    """Return the exit code: 1 if a run of this call failed or missed its target."""
     chosen = _parse()
     rows = _earlier_rows()
-    of_this_call: list[Row] = []
+    new_rows: list[Row] = []
     for name in chosen.only:
         for seed in chosen.seeds:
-            found = _run(name, CASES[name], seed)
-            of_this_call += found
-            rows = [row for row in rows if row.is_of != (name, seed)] + found
-            for row in found:
+            run_rows = _run(name, CASES[name], seed)
+            new_rows += run_rows
+            rows = [row for row in rows if row.run_key != (name, seed)] + run_rows
+            for row in run_rows:
                 print(_line(row), flush=True)
             _write(rows)
     _print_medians(rows)
-    return 0 if all(row.passed for row in of_this_call) else 1
+    return 0 if all(row.passed for row in new_rows) else 1
 
 
 def _parse() -> argparse.Namespace:
@@ -182,17 +181,20 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(name: str, case: Case, seed: int) -> list[Row]:
-    """The rows of one run, one for each target."""
+    """Train a run and return a row for each target."""
     load_average = os.getloadavg()[0]
     folder = ROOT / "runs" / f"learn-{name}-{seed}"
     overrides = (f"name={folder.name}", f"output_dir={folder.parent}", f"seed={seed}")
     settings = [part for override in (*overrides, *case.overrides) for part in ("--set", override)]
     ludus = Path(sys.executable).parent / "ludus"
     command = [ludus, "train", ROOT / "examples" / case.example, "--overwrite", *settings]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode:
-        error = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
-        return [_failed(name, seed, load_average, *item, error) for item in case.targets.items()]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        error = "\n".join(process.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return [
+            _make_failed_row(name, seed, load_average, *item, error)
+            for item in case.targets.items()
+        ]
     summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
     return [
         _row(name, case, seed, load_average, environment, summary) for environment in case.targets
@@ -209,11 +211,14 @@ def _row(
     is_in_time = case.max_training_s is None or summary.wall_seconds_training <= case.max_training_s
     if case.blind is not None:
         blind = case.blind(result)
-        wanted, passed = f"not above {blind:.3f}", ci95[0] < blind
+        target_text, passed = f"not above {blind:.3f}", ci95[0] < blind
     else:
-        wanted, passed = f"at least {target.at_least}", value >= target.at_least and is_in_time
+        target_text, passed = (
+            f"at least {target.min_value}",
+            value >= target.min_value and is_in_time,
+        )
     if case.max_training_s is not None:
-        wanted += f" in {case.max_training_s:.0f} s"
+        target_text += f" in {case.max_training_s:.0f} s"
     return Row(
         case=name,
         seed=seed,
@@ -222,7 +227,7 @@ def _row(
         value=value,
         ci95=ci95,
         before_training=started.win_rate if started else None,
-        target=wanted,
+        target=target_text,
         training_s=summary.wall_seconds_training,
         num_games_trained=summary.games_trained,
         num_games_judged=result.report.policy.num_games,
@@ -232,13 +237,13 @@ def _row(
 
 
 def share_closed_blind(result: EnvironmentResult) -> float:
-    """What always standing closes of blackjack's gap: all that can be won without looking."""
-    returns = {name: one.expected_return for name, one in result.report.baselines.items()}
+    """Return the share of blackjack's gap that a policy closes without using its cards."""
+    returns = {name: baseline.expected_return for name, baseline in result.report.baselines.items()}
     gap = returns["basic_strategy"] - returns["random"]
     return (returns["always_stand"] - returns["random"]) / gap
 
 
-def _failed(
+def _make_failed_row(
     name: str, seed: int, load_average: float, environment: str, target: Target, error: str
 ) -> Row:
     return Row(
@@ -249,7 +254,7 @@ def _failed(
         value=None,
         ci95=None,
         before_training=None,
-        target=f"at least {target.at_least}",
+        target=f"at least {target.min_value}",
         training_s=0.0,
         num_games_trained=0,
         num_games_judged=0,
@@ -273,16 +278,16 @@ def _line(row: Row) -> str:
 
 def _print_medians(rows: Sequence[Row]) -> None:
     print()
-    for one in _medians(rows):
+    for median in _medians(rows):
         print(
-            f"{one['case']:<28}{one['environment']:<12}{one['metric']:<11}median "
-            f"{one['value']:.3f}  {one['training_s']:.0f} s  {one['num_passed']} of "
-            f"{one['num_seeds']} seeds reach it"
+            f"{median['case']:<28}{median['environment']:<12}{median['metric']:<11}median "
+            f"{median['value']:.3f}  {median['training_s']:.0f} s  {median['num_passed']} of "
+            f"{median['num_seeds']} seeds reach the target"
         )
 
 
 def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """One entry for each case and environment that has been measured."""
+    """Return an entry for each measured case and environment."""
     measured: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         measured.setdefault((row.case, row.environment, row.metric), []).append(row)
@@ -303,21 +308,21 @@ def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
 def _write(rows: Sequence[Row]) -> None:
     order = list(CASES)
     rows = sorted(rows, key=lambda row: (order.index(row.case), row.environment, row.seed))
-    runs = [{**asdict(row), "made_of": _made_of(row.case)} for row in rows]
+    runs = [{**asdict(row), "made_of": _describe_example(row.case)} for row in rows]
     write_runs(RESULTS, "make learn-examples", runs, medians=_medians(rows))
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as packages and examples are the same."""
+    """Return the rows of earlier calls with the same packages and examples."""
     return [
         Row(**{**run, "ci95": run["ci95"] and tuple(run["ci95"])})
         for run in earlier_runs(RESULTS)
-        if run.pop("made_of") == _made_of(run["case"])
+        if run.pop("made_of") == _describe_example(run["case"])
     ]
 
 
-def _made_of(name: str) -> dict[str, object]:
-    """The example's file, its hash, and what is set beside it."""
+def _describe_example(name: str) -> dict[str, object]:
+    """Return the example's file with its hash, and the overrides."""
     case = CASES[name]
     return {
         "example": f"examples/{case.example}",

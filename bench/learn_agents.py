@@ -1,13 +1,13 @@
-"""Trains agents of published frameworks, unchanged, and shows how they learn to use a tool.
+"""Train agents of published frameworks without changes and record how they learn to use a tool.
 
-    langgraph             examples/agents/langgraph_agent.py: above what one look can find
-    langgraph_shuffled    the same with rewards of other episodes, the control: not above it
-    smolagents            examples/agents/smolagents_agent.py: above what one look can find
+    langgraph             examples/agents/langgraph_agent.py: better than a policy with one look
+    langgraph_shuffled    the control, with shuffled rewards: not better than that policy
+    smolagents            examples/agents/smolagents_agent.py: better than that policy
 
-One of three boxes holds the key. Whoever looks into one box and names it finds a third of the keys;
-only who reads what the tool returned finds more. Each training is started as a user would start it,
-beside a service of the agent. Results, with the curve of every run, go to
-bench/results/learn_agents.json; rows of earlier calls are kept.
+One of three boxes contains the key. A policy that looks into one box and names it finds a third of
+the keys; only a policy that uses the output of the tool finds more. Each training starts with the
+command line, next to a service of the agent. Results, with the curve of every run, go to
+bench/results/learn_agents.json, which keeps rows of earlier calls.
 
     make learn-agents
     python bench/learn_agents.py --only langgraph --seeds 0 1
@@ -42,7 +42,7 @@ EXAMPLE = ROOT / "examples" / "agents" / "service.toml"
 RESULTS = ROOT / "bench" / "results" / "learn_agents.json"
 SEEDS = (0, 1, 2)
 ONE_LOOK = 1 / 3
-"""The share of keys that are found by whoever looks into one box and names that one."""
+"""Success rate of a policy that looks into one box and names it."""
 NUM_ERROR_LINES = 5
 
 CASES = {
@@ -50,12 +50,12 @@ CASES = {
     "langgraph_shuffled": ("langgraph", ("training.shuffle_rewards=true",)),
     "smolagents": ("smolagents", ()),
 }
-"""By name, a framework and what is set beside the example."""
+"""Framework and overrides of each case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An evaluation while it was trained."""
+    """An evaluation during training."""
 
     step: int
     num_games_trained: int
@@ -64,28 +64,26 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one training came to with one seed."""
+    """Results of one training."""
 
     case: str
     seed: int
     curve: list[Point]
     win_rate: float | None
-    """None where the training failed."""
+    """Final win rate; None if the training failed."""
     ci95: tuple[float, float] | None
     num_games_judged: int
     target: str
     training_s: float
     load_average: float
-    """Of the machine, over the minute before."""
+    """Load average of the machine in the minute before."""
     passed: bool
     error: str = ""
     machine: str = field(default_factory=machine)
-    made_of: dict[str, str] = field(default_factory=dict)
-    """Files of the example, by their hashes."""
 
 
 def main() -> int:
-    """The exit code: 1 when a training failed or missed its target."""
+    """Return the exit code: 1 if a training failed or missed its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
@@ -96,8 +94,8 @@ def main() -> int:
         for seed in chosen.seeds:
             row = _run(case, seed)
             passed &= row.passed
-            rows = [one for one in rows if (one["case"], one["seed"]) != (case, seed)]
-            rows.append(asdict(row))
+            rows = [old for old in rows if (old["case"], old["seed"]) != (case, seed)]
+            rows.append({**asdict(row), "made_of": _hash_files(case)})
             print(_line(row), flush=True)
             _write(rows)
     return 0 if passed else 1
@@ -114,12 +112,12 @@ def _run(case: str, seed: int) -> Row:
             *(f"name={folder.name}", f"output_dir={folder.parent}", f"seed={seed}"),
             *(f"environments.boxes.agent.url={url}", *overrides),
         )
-        options = [part for one in settings for part in ("--set", one)]
+        options = [part for setting in settings for part in ("--set", setting)]
         command = [Path(sys.executable).parent / "ludus", "train", EXAMPLE, "--overwrite", *options]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode:
-        said = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
-        return Row(case, seed, [], None, None, 0, target, 0.0, load_average, False, said)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        error = "\n".join(process.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return Row(case, seed, [], None, None, 0, target, 0.0, load_average, False, error)
     summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
     policy = summary.results["boxes"].report.policy
     assert policy.win_rate is not None and policy.win_rate_ci95 is not None
@@ -167,15 +165,15 @@ def _write(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _earlier_rows() -> list[dict[str, Any]]:
-    """What earlier calls measured with the same packages and example."""
-    return [run for run in earlier_runs(RESULTS) if run["made_of"] == _made_of(run["case"])]
+    """Return the rows of earlier calls with the same packages and example."""
+    return [run for run in earlier_runs(RESULTS) if run["made_of"] == _hash_files(run["case"])]
 
 
-def _made_of(case: str) -> dict[str, str]:
-    """All that an agent's run is made of, by file its hash."""
+def _hash_files(case: str) -> dict[str, str]:
+    """Return the hash of each file of an agent's example."""
     framework, _ = CASES[case]
     files = [EXAMPLE, *map(EXAMPLE.with_name, ("boxes.py", f"{framework}_agent.py"))]
-    return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Trains the language examples with several seeds and judges what their policies say.
+"""Train the language examples with several seeds and check the completions of their policies.
 
-    cot             exact answers, and mean reward, on sums that were held back: .90 and -.5
-    cot_shuffled    the same with shuffled rewards, the control: no better than a blind guess
-    summarization   mean reward over both articles: 1.35, of 1.5 that is possible
-    rlhf            the reward model's score, and the rule that it was never told: above the start
-                    for kl_coef 0, .1 and 1, and the less the dearer
+    cot             exact answers and mean reward on held-out sums: at least .90 and -.5
+    cot_shuffled    the control with shuffled rewards: no better than a blind guess
+    summarization   mean reward over both articles: at least 1.35; 1.5 is possible
+    rlhf            the reward model's score and the hidden rule's reward, for kl_coef 0, .1 and 1:
+                    above the initial values, and lower for a higher kl_coef
 
 Results go to bench/results/learn_language.json.
 
     make learn-language
     python bench/learn_language.py --only cot --seeds 0 1
 
-The exit code is 1 when a run of this call failed or missed its target.
+The exit code is 1 if a run of this call failed or missed its target.
 """
 
 from __future__ import annotations
@@ -56,63 +56,63 @@ COT_EXACT, COT_REWARD = 0.90, -0.5
 SUMMARY_REWARD = 1.35
 KL_COEFS = (0.0, 0.1, 1.0)
 PREFERENCES = ("--num", "6000", "--odd", "0.6")
-"""As the head of examples/rlhf/tiny.toml says."""
-JUDGE_EPOCHS = 8
+"""Options of the data, as in the first comment of examples/rlhf/tiny.toml."""
+REWARD_MODEL_EPOCHS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one case came to with one seed."""
+    """Results of one case with one seed."""
 
     case: str
     seed: int
     values: dict[str, float]
     target: str
     training_s: float
-    """Of all its runs of language models."""
+    """Training time of all runs of language models in the case."""
     load_average: float
-    """Of the machine, over the minute before."""
+    """Load average of the machine in the minute before."""
     passed: bool
     error: str = ""
     machine: str = field(default_factory=machine)
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A run that has ended."""
+class FinishedRun:
+    """A finished run."""
 
     folder: Path
     training_s: float
 
 
-def train(example: str, name: str, seed: int, *overrides: str) -> Trained:
-    """The run of an example.
+def train(example: str, name: str, seed: int, *overrides: str) -> FinishedRun:
+    """Train an example and return its run.
 
     Raises:
-        subprocess.CalledProcessError: it has failed.
+        subprocess.CalledProcessError: the run failed.
     """
-    given = (f"name={name}", f"output_dir={RUNS}", f"seed={seed}", *overrides)
-    settings = [part for override in given for part in ("--set", override)]
+    all_overrides = (f"name={name}", f"output_dir={RUNS}", f"seed={seed}", *overrides)
+    settings = [part for override in all_overrides for part in ("--set", override)]
     call("ludus", "train", str(EXAMPLES / example), "--overwrite", *settings)
     summary = Summary.model_validate_json((RUNS / name / SUMMARY_FILE).read_bytes())
-    return Trained(RUNS / name, summary.wall_seconds_training)
+    return FinishedRun(RUNS / name, summary.wall_seconds_training)
 
 
 def call(program: str, *arguments: str) -> None:
-    """Run a program of this Python's environment.
+    """Run a program of the current virtual environment.
 
     Raises:
-        subprocess.CalledProcessError: it has failed.
+        subprocess.CalledProcessError: the program failed.
     """
     path = Path(sys.executable).parent / program
     subprocess.run([path, *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
 
 
 def cot(seed: int) -> Row:
-    """Exact answers and mean reward on sums that were held back."""
+    """Train `cot` and check exact answers and the mean reward on held-out sums."""
     load_average = os.getloadavg()[0]
     run = train(COT, f"learn-cot-{seed}", seed)
-    values = judge_sums(run.folder)
+    values = evaluate_sums(run.folder)
     passed = values["exact"] >= COT_EXACT and values["reward"] >= COT_REWARD
     target = f"exact {COT_EXACT}, reward {COT_REWARD}, in {MAX_TRAINING_S:.0f} s"
     passed = passed and run.training_s <= MAX_TRAINING_S
@@ -120,19 +120,21 @@ def cot(seed: int) -> Row:
 
 
 def cot_shuffled(seed: int) -> Row:
-    """The control: with shuffled rewards it does no better than who never looks at the question."""
+    """Train `cot` with shuffled rewards; it must not beat a constant answer."""
     load_average = os.getloadavg()[0]
     name = f"learn-cot-shuffled-{seed}"
     run = train(COT, name, seed, "training.shuffle_rewards=true")
-    values = judge_sums(run.folder)
-    commonest = Counter(held_back_sums().values()).most_common(1)[0][1] / len(held_back_sums())
-    target = f"exact not above {commonest:.2f}"
-    passed = values["exact"] <= commonest
+    values = evaluate_sums(run.folder)
+    most_common_share = Counter(held_out_sums().values()).most_common(1)[0][1] / len(
+        held_out_sums()
+    )
+    target = f"exact not above {most_common_share:.2f}"
+    passed = values["exact"] <= most_common_share
     return Row("cot_shuffled", seed, values, target, run.training_s, load_average, passed)
 
 
-def held_back_sums() -> dict[str, int]:
-    """The solutions of the sums that no run of the example learns from, by question."""
+def held_out_sums() -> dict[str, int]:
+    """Return the solutions of the held-out sums, by question."""
     environment = make_environment(
         path=str(EXAMPLES / "cot" / "sums.jsonl"), prompt="question", test_size=0.1
     )
@@ -143,31 +145,33 @@ def held_back_sums() -> dict[str, int]:
     return rows
 
 
-def judge_sums(run: Path) -> dict[str, float]:
-    """How well the policy answers the sums that were held back, before and after."""
+def evaluate_sums(run: Path) -> dict[str, float]:
+    """Evaluate the policy on held-out sums before and after training."""
     config = LanguageModelRun.model_validate_json((run / CONFIG_FILE).read_bytes())
     max_tokens = config.rollout.max_completion_tokens
     values = {}
     for trained in (False, True):
-        solutions = held_back_sums()
-        found = Sampler(run, trained=trained).answers(list(solutions), 40, max_tokens)
-        exact = [extract_final_answer(one.text) == str(solutions[one.prompt]) for one in found]
-        rewards = [distance_to_answer(one.text, solutions[one.prompt]) for one in found]
-        before = "" if trained else "_before"
-        values[f"exact{before}"] = statistics.fmean(exact)
-        values[f"reward{before}"] = statistics.fmean(rewards)
+        solutions = held_out_sums()
+        answers = Sampler(run, trained=trained).answers(list(solutions), 40, max_tokens)
+        exact = [
+            extract_final_answer(answer.text) == str(solutions[answer.prompt]) for answer in answers
+        ]
+        rewards = [distance_to_answer(answer.text, solutions[answer.prompt]) for answer in answers]
+        suffix = "" if trained else "_before"
+        values[f"exact{suffix}"] = statistics.fmean(exact)
+        values[f"reward{suffix}"] = statistics.fmean(rewards)
     return values
 
 
 def summarization(seed: int) -> Row:
-    """What the document's reward says of summaries of both its articles."""
+    """Train `summarization` and check the mean reward on both articles."""
     load_average = os.getloadavg()[0]
     run = train(SUMMARIZATION, f"learn-summarization-{seed}", seed)
     terms = {make_article_prompt(article): article.key_terms for article in ARTICLES}
     values = {}
     for trained in (False, True):
-        found = Sampler(run.folder, trained=trained).answers(list(terms), 500, 32)
-        rewards = [summary_reward(one.text, terms[one.prompt]) for one in found]
+        answers = Sampler(run.folder, trained=trained).answers(list(terms), 500, 32)
+        rewards = [summary_reward(answer.text, terms[answer.prompt]) for answer in answers]
         values["reward" if trained else "reward_before"] = statistics.fmean(rewards)
     passed = values["reward"] >= SUMMARY_REWARD
     target = f"reward {SUMMARY_REWARD} of 1.5"
@@ -175,72 +179,76 @@ def summarization(seed: int) -> Row:
 
 
 def rlhf(seed: int) -> Row:
-    """What a reward model, and the rule that it was never told, say of answers, for each price."""
+    """Train `rlhf` with each KL coefficient and check the reward model's and the rule's rewards."""
     load_average = os.getloadavg()[0]
     folder = RUNS / f"learn-preferences-{seed}"
     make = str(EXAMPLES / "reward_model" / "make_preferences.py")
     call("python", make, str(folder), "--seed", str(seed), *PREFERENCES)
     call("python", str(EXAMPLES / "rlhf" / "make_data.py"), str(folder))
-    train_judge(folder, seed)
+    train_reward_model(folder, seed)
     values: dict[str, float] = {}
     training_s = 0.0
     for kl_coef in KL_COEFS:
-        run = train(RLHF, f"learn-rlhf-{seed}-{kl_coef:g}", seed, *_price(kl_coef, folder))
+        run = train(RLHF, f"learn-rlhf-{seed}-{kl_coef:g}", seed, *_make_overrides(kl_coef, folder))
         training_s += run.training_s
         if not values:
-            values |= _judged("before", run.folder, folder, seed, trained=False)
-        values |= _judged(f"kl_{kl_coef:g}", run.folder, folder, seed, trained=True)
-    target = "above before, and the less the dearer"
+            values |= _evaluate_rlhf("before", run.folder, folder, seed, trained=False)
+        values |= _evaluate_rlhf(f"kl_{kl_coef:g}", run.folder, folder, seed, trained=True)
+    target = "above the initial value, and lower for a higher kl_coef"
     passed = is_monotone(values, "score") and is_monotone(values, "rule")
     return Row("rlhf", seed, values, target, training_s, load_average, passed)
 
 
-def train_judge(folder: Path, seed: int) -> None:
-    """Make a reward model of the preferences in a folder."""
-    given = {
+def train_reward_model(folder: Path, seed: int) -> None:
+    """Train a reward model on the preferences in a folder."""
+    fields = {
         "model": folder / "model",
         "data": folder / "preferences.jsonl",
         "output": folder / "reward_model",
         "seed": seed,
-        "epochs": JUDGE_EPOCHS,
+        "epochs": REWARD_MODEL_EPOCHS,
     }
-    settings = [part for name, value in given.items() for part in ("--set", f"{name}={value}")]
+    settings = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
     example = str(EXAMPLES / "reward_model" / "tiny.toml")
     call("ludus", "train-reward", example, "--overwrite", *settings)
 
 
-def is_monotone(values: Mapping[str, float], what: str) -> bool:
-    """Whether it falls with each price, and stays above what it was before training."""
-    found = [values[f"kl_{kl_coef:g}.{what}"] for kl_coef in KL_COEFS] + [values[f"before.{what}"]]
-    return all(dear < cheap for cheap, dear in pairwise(found))
+def is_monotone(values: Mapping[str, float], key: str) -> bool:
+    """Return whether a value falls with kl_coef and stays above its value before training."""
+    series = [values[f"kl_{kl_coef:g}.{key}"] for kl_coef in KL_COEFS] + [values[f"before.{key}"]]
+    return all(later < earlier for earlier, later in pairwise(series))
 
 
-def _price(kl_coef: float, folder: Path) -> tuple[str, ...]:
-    """Settings of a run with that price of divergence."""
-    placed = () if kl_coef else ("algorithm.kl_placement=loss", "algorithm.kl_estimator=k3")
+def _make_overrides(kl_coef: float, folder: Path) -> tuple[str, ...]:
+    """Return the overrides of a run with this KL coefficient."""
+    placement = () if kl_coef else ("algorithm.kl_placement=loss", "algorithm.kl_estimator=k3")
     prompts = {"path": str(folder / "prompts.jsonl"), "example_answers": "examples"}
     term = {"kind": "model", "path": str(folder / "reward_model")}
     return (
         f"algorithm.kl_coef={kl_coef}",
-        *placed,
+        *placement,
         f"environment.options={json.dumps(prompts)}",
         f"environment.rewards={json.dumps([term])}",
     )
 
 
-def _judged(name: str, run: Path, folder: Path, seed: int, *, trained: bool) -> dict[str, float]:
+def _evaluate_rlhf(
+    name: str, run: Path, folder: Path, seed: int, *, trained: bool
+) -> dict[str, float]:
     from make_preferences import TOPICS, HiddenRule
 
     topics = {f"Tell me about {topic}.": topic for topic in TOPICS}
-    found: list[Answer] = Sampler(run, trained=trained).answers(list(topics), 100, 12)
+    answers: list[Answer] = Sampler(run, trained=trained).answers(list(topics), 100, 12)
     model = load_reward_model(folder / "reward_model")
-    asked = [[{"role": "user", "content": one.prompt}] for one in found]
-    said = [[{"role": "assistant", "content": one.text}] for one in found]
+    prompts = [[{"role": "user", "content": answer.prompt}] for answer in answers]
+    completions = [[{"role": "assistant", "content": answer.text}] for answer in answers]
     rule = HiddenRule(seed)
     return {
-        f"{name}.score": statistics.fmean(model.score(asked, said)),
-        f"{name}.rule": statistics.fmean(rule.worth(topics[o.prompt], o.text) for o in found),
-        f"{name}.kl": statistics.fmean(one.logprob - one.ref_logprob for one in found),
+        f"{name}.score": statistics.fmean(model.score(prompts, completions)),
+        f"{name}.rule": statistics.fmean(
+            rule.worth(topics[answer.prompt], answer.text) for answer in answers
+        ),
+        f"{name}.kl": statistics.fmean(answer.logprob - answer.ref_logprob for answer in answers),
     }
 
 
@@ -250,7 +258,7 @@ CASES: dict[str, Callable[[int], Row]] = {
 
 
 def main() -> int:
-    """The exit code: 1 when a run failed or missed its target."""
+    """Return the exit code: 1 if a run of this call failed or missed its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
@@ -262,7 +270,7 @@ def main() -> int:
         for seed in chosen.seeds:
             row = _row(name, seed)
             all_passed &= row.passed
-            rows = [one for one in rows if (one.case, one.seed) != (name, seed)] + [row]
+            rows = [old for old in rows if (old.case, old.seed) != (name, seed)] + [row]
             print(_line(row), flush=True)
             _write(rows)
     return 0 if all_passed else 1
@@ -272,8 +280,8 @@ def _row(name: str, seed: int) -> Row:
     try:
         return CASES[name](seed)
     except subprocess.CalledProcessError as error:
-        said = "\n".join(str(error.stderr).strip().splitlines()[-5:])
-        return Row(name, seed, {}, "", 0.0, os.getloadavg()[0], passed=False, error=said)
+        message = "\n".join(str(error.stderr).strip().splitlines()[-5:])
+        return Row(name, seed, {}, "", 0.0, os.getloadavg()[0], passed=False, error=message)
 
 
 def _line(row: Row) -> str:
@@ -292,7 +300,7 @@ def _write(rows: Sequence[Row]) -> None:
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as the packages are the same."""
+    """Return the rows of earlier calls with the same packages."""
     return [Row(**run) for run in earlier_runs(RESULTS)]
 
 

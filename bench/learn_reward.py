@@ -1,17 +1,16 @@
-"""Trains a reward model on comparisons by a hidden rule and judges it on those held out.
+"""Train a reward model on comparisons by a hidden rule and test it on held-out comparisons.
 
     preferences            accuracy .95 (a guess: .25), MRR .97 (.5208), loss .25 (1.386), in 60 s
-    preferences_shuffled   the best answer drawn by lot, the control: accuracy .25 within .045
+    preferences_shuffled   the control, with a random best answer: accuracy .25 within .045
 
-Each training is started as a user would start it. `core_s` are seconds of a core, the start of
-the programs included: what decides whether a training was in time, since others who compute make
-`training_s`, the clock on the wall, as long as they like. Results go to
-bench/results/learn_reward.json.
+Each training starts with the command line. The time limit applies to `core_s`, the processor time
+including the start of the programs, because `training_s`, the wall time, depends on other processes
+of the machine. Results go to bench/results/learn_reward.json.
 
     make learn-reward
     python bench/learn_reward.py --only preferences --seeds 0 1
 
-The exit code is 1 when a training of this call failed or missed its target.
+The exit code is 1 if a training of this call failed or missed its target.
 """
 
 from __future__ import annotations
@@ -41,45 +40,45 @@ CASES = ("preferences", "preferences_shuffled")
 MAX_CORE_S = 60.0
 ACCURACY, MRR, LOSS = 0.95, 0.97, 0.25
 CHANCE, CHANCE_WITHIN = 0.25, 0.045
-"""Two deviations of a share of 400 comparisons, of which a quarter is guessed right."""
+"""Accuracy of a guess, and two standard deviations of it over 400 comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one training came to with one seed."""
+    """Results of one training."""
 
     case: str
     seed: int
     values: dict[str, float]
-    """On the comparisons held out."""
+    """Metrics on the held-out comparisons."""
     target: str
     num_comparisons: tuple[int, int]
-    """To train on, and held out."""
+    """Numbers of training and held-out comparisons."""
     training_s: float
     core_s: float
     load_average: float
-    """Of the machine, over the minute before."""
+    """Load average of the machine in the minute before."""
     passed: bool
     error: str = ""
     machine: str = field(default_factory=machine)
 
 
 def main() -> int:
-    """The exit code: 1 when a training failed or missed its target."""
+    """Return the exit code: 1 if a training failed or missed its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     chosen = parser.parse_args()
     rows = _earlier_rows()
-    of_this_call: list[Row] = []
+    new_rows: list[Row] = []
     for case in chosen.only:
         for seed in chosen.seeds:
             row = _run(case, seed)
-            of_this_call.append(row)
-            rows = [one for one in rows if (one.case, one.seed) != (case, seed)] + [row]
+            new_rows.append(row)
+            rows = [old for old in rows if (old.case, old.seed) != (case, seed)] + [row]
             print(_line(row), flush=True)
             _write(rows)
-    return 0 if all(row.passed for row in of_this_call) else 1
+    return 0 if all(row.passed for row in new_rows) else 1
 
 
 def _run(case: str, seed: int) -> Row:
@@ -90,26 +89,26 @@ def _run(case: str, seed: int) -> Row:
         _make(folder, seed, is_control)
         core_s = _train(folder, seed)
     except subprocess.CalledProcessError as error:
-        last = "\n".join(error.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
-        return Row(case, seed, {}, "", (0, 0), 0.0, 0.0, load_average, False, last)
-    found = RewardModelMetrics.model_validate_json(
+        message = "\n".join(error.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return Row(case, seed, {}, "", (0, 0), 0.0, 0.0, load_average, False, message)
+    metrics = RewardModelMetrics.model_validate_json(
         (folder / "reward_model" / METRICS_FILE).read_bytes()
     )
-    assert found.accuracy is not None and found.mrr is not None and found.loss is not None
+    assert metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None
     if is_control:
         target = f"accuracy {CHANCE} within {CHANCE_WITHIN}"
-        passed = abs(found.accuracy - CHANCE) <= CHANCE_WITHIN
+        passed = abs(metrics.accuracy - CHANCE) <= CHANCE_WITHIN
     else:
         target = f"accuracy {ACCURACY}, MRR {MRR}, loss {LOSS}, in {MAX_CORE_S:.0f} s of a core"
-        passed = found.accuracy >= ACCURACY and found.mrr >= MRR and found.loss <= LOSS
+        passed = metrics.accuracy >= ACCURACY and metrics.mrr >= MRR and metrics.loss <= LOSS
         passed = passed and core_s <= MAX_CORE_S
     return Row(
         case=case,
         seed=seed,
-        values={"accuracy": found.accuracy, "mrr": found.mrr, "loss": found.loss},
+        values={"accuracy": metrics.accuracy, "mrr": metrics.mrr, "loss": metrics.loss},
         target=target,
-        num_comparisons=(found.num_train, found.num_test),
-        training_s=found.elapsed_s,
+        num_comparisons=(metrics.num_train, metrics.num_test),
+        training_s=metrics.elapsed_s,
         core_s=core_s,
         load_average=load_average,
         passed=passed,
@@ -124,15 +123,16 @@ def _make(folder: Path, seed: int, is_control: bool) -> None:
 
 
 def _train(folder: Path, seed: int) -> float:
-    """Train as the example does; seconds of a core that this took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    places = {"--model": "model", "--data": "preferences.jsonl", "--output": "reward_model"}
-    options = [part for flag, name in places.items() for part in (flag, str(folder / name))]
+    """Train the example and return the processor time in seconds."""
+    start_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    files = {"--model": "model", "--data": "preferences.jsonl", "--output": "reward_model"}
+    options = [part for flag, name in files.items() for part in (flag, str(folder / name))]
     switches = ["--set", f"seed={seed}", "--overwrite"]
     ludus = str(Path(sys.executable).parent / "ludus")
     _call([ludus, "train-reward", str(EXAMPLE / "tiny.toml"), *options, *switches])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    end_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    user_s = end_usage.ru_utime - start_usage.ru_utime
+    return user_s + end_usage.ru_stime - start_usage.ru_stime
 
 
 def _call(command: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ def _line(row: Row) -> str:
 
 
 def _medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By case: the median of each value over its seeds."""
+    """Return the median of each metric over the seeds, by case."""
     measured = [row for row in rows if row.values]
     return {
         case: {
@@ -169,7 +169,7 @@ def _write(rows: Sequence[Row]) -> None:
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as the packages are the same."""
+    """Return the rows of earlier calls with the same packages."""
     runs = earlier_runs(RESULTS)
     return [Row(**{**run, "num_comparisons": tuple(run["num_comparisons"])}) for run in runs]
 

@@ -1,14 +1,14 @@
-"""Tokens per second of a training step, beside a bare loop over the same model; prints one line.
+"""Compare the tokens per second of a training step with a bare loop over the same model.
 
-    ludus    Learner.train_step: prefixes shared, logits where something was sampled
-    bare     torch and transformers: sequences sorted and padded, logits everywhere, one loss,
+    ludus    Learner.train_step: shared prefixes, logits only at sampled tokens
+    bare     torch and transformers: sorted and padded sequences, logits at all tokens, one loss,
              clipped gradient, fused AdamW
 
-Both take one optimizer step for the same batch, in pieces of the same number of tokens, in one
-process with one thread, by turns. Tokens are those of all samples, prompts included, whoever
-computes them; time is the processor's, so that other processes do not count. Once with games of
-blackjack as training plays them, four of each deal, and once with random sequences that share
-no prefix, which is the fair case: there is nothing to be saved but padding and logits.
+Both alternate in one process with one thread, and make one optimizer step on the same batch with
+micro-batches of the same number of tokens. Tokens are those of all samples, including prompts.
+Times are processor time, so that other processes do not count. One batch has games of blackjack,
+four of each deal, as in training. The other batch has random sequences without common prefixes,
+where only padding and logits can be saved. Prints one line of JSON.
 
     python bench/learner.py [tiny] [wide]
 """
@@ -57,13 +57,13 @@ STEPS_PER_ROUND = 3
 NUM_SESSIONS = 128
 LEARNING_RATE = 1e-4
 MODELS = {"tiny": {}, "wide": {"width": 256, "num_heads": 4, "num_layers": 4}}
-"""The model of examples/blackjack/tiny.toml, and what is changed in it."""
+"""Changes to the model of examples/blackjack/tiny.toml, by name."""
 NUM_SAMPLES_WIDE = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: seconds per step of both, one sample per round."""
+    """A comparison on one batch: seconds per step, one sample per round."""
 
     model: str
     batch: str
@@ -73,7 +73,7 @@ class Case:
     bare_s: list[float]
 
     def row(self) -> dict[str, object]:
-        """The case as JSON."""
+        """Return the case as JSON."""
         return {
             "model": self.model,
             "batch": self.batch,
@@ -88,7 +88,7 @@ class Case:
 
 
 class BareLoop:
-    """What one writes first: transformers, a padded batch, a policy loss, AdamW."""
+    """A simple training loop: transformers, padded batches, a policy loss, AdamW."""
 
     def __init__(self, model_path: str, max_tokens: int, max_grad_norm: float) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -99,10 +99,10 @@ class BareLoop:
         self._max_tokens, self._max_grad_norm = max_tokens, max_grad_norm
 
     def train_step(self, samples: Sequence[TrainingSample]) -> None:
-        """Nothing; the model has moved by one update."""
+        """Make one optimizer update."""
         num_sampled = sum(sum(sample.loss_mask) for sample in samples)
-        for piece in self._pieces(samples):
-            token_ids, advantages = _padded(piece)
+        for micro_batch in self._split(samples):
+            token_ids, advantages = _pad(micro_batch)
             logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1]
             logprobs = logits.float().log_softmax(-1)
             chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
@@ -111,16 +111,19 @@ class BareLoop:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _pieces(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-        pieces: list[list[TrainingSample]] = [[]]
+    def _split(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+        micro_batches: list[list[TrainingSample]] = [[]]
         for sample in sorted(samples, key=lambda s: len(s.token_ids)):
-            if pieces[-1] and (len(pieces[-1]) + 1) * len(sample.token_ids) > self._max_tokens:
-                pieces.append([])
-            pieces[-1].append(sample)
-        return pieces
+            if (
+                micro_batches[-1]
+                and (len(micro_batches[-1]) + 1) * len(sample.token_ids) > self._max_tokens
+            ):
+                micro_batches.append([])
+            micro_batches[-1].append(sample)
+        return micro_batches
 
 
-def _padded(samples: Sequence[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(samples: Sequence[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(sample.token_ids) for sample in samples)
     token_ids = np.zeros((len(samples), longest), dtype=np.int64)
     advantages = np.zeros((len(samples), longest), dtype=np.float32)
@@ -131,23 +134,23 @@ def _padded(samples: Sequence[TrainingSample]) -> tuple[torch.Tensor, torch.Tens
 
 
 async def play_games(run: LanguageModelRun) -> list[tuple[Conversation, float]]:
-    """Games of blackjack with random legal moves, four of each deal."""
+    """Play blackjack with random legal moves, four games of each deal, and return the games."""
     environment = run.environment
     assert isinstance(environment, LocalEnvironment)
     renderer = make_renderer(environment)
-    places = asyncio.Semaphore(NUM_SESSIONS)
+    free_sessions = asyncio.Semaphore(NUM_SESSIONS)
 
     async def play(client: AsyncEnvClient, deal: int, choose: random.Random) -> tuple:
-        async with places:
+        async with free_sessions:
             session, result = await client.open(seed=deal)
             conversation: Conversation = []
             total = 0.0
             while not result.done:
                 assert result.text is not None
-                answer = choose.choice(result.text.legal_answers)
+                response = choose.choice(result.text.legal_answers)
                 messages = renderer.messages(result, first=not conversation)
-                conversation.append(Exchange(messages, answer))
-                result = await session.step(**renderer.action(answer, result))
+                conversation.append(Exchange(messages, response))
+                result = await session.step(**renderer.action(response, result))
                 total += result.reward or 0.0
             await session.close()
             return conversation, total
@@ -167,7 +170,7 @@ async def play_games(run: LanguageModelRun) -> list[tuple[Conversation, float]]:
 
 
 def with_advantage(sample: TrainingSample, advantage: float) -> TrainingSample:
-    """The sample with one advantage for all it sampled."""
+    """Return the sample with this advantage at all sampled tokens."""
     return replace(
         sample,
         advantages=[advantage * sampled for sampled in sample.loss_mask],
@@ -176,15 +179,15 @@ def with_advantage(sample: TrainingSample, advantage: float) -> TrainingSample:
 
 
 def random_samples(vocab_size: int) -> list[TrainingSample]:
-    """Sequences of 25 to 60 random tokens, every fifth of them sampled."""
+    """Return sequences of 25 to 60 random tokens, of which every fifth counts as sampled."""
     draw = random.Random(0)
     samples = []
     for _ in range(NUM_RANDOM):
         length = draw.randint(25, 60)
         token_ids = [draw.randrange(5, vocab_size) for _ in range(length)]
         mask = [index % 5 == 4 for index in range(length)]
-        nothing = [0.0] * length
-        sample = TrainingSample(token_ids, mask, nothing, nothing, nothing, terminated=True)
+        zeros = [0.0] * length
+        sample = TrainingSample(token_ids, mask, zeros, zeros, zeros, terminated=True)
         samples.append(with_advantage(sample, draw.choice((-1.0, 1.0))))
     return samples
 
@@ -192,7 +195,7 @@ def random_samples(vocab_size: int) -> list[TrainingSample]:
 def measure(
     model: str, name: str, samples: Sequence[TrainingSample], run: LanguageModelRun, model_path: str
 ) -> Case:
-    """Both contenders by turns, after one step to warm up."""
+    """Time both loops in turns after one warm-up step and return the result."""
     spec = LearnerSpec(
         model_path=model_path,
         config=LearnerConfig(
@@ -212,13 +215,13 @@ def measure(
     bare.train_step(samples)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(NUM_ROUNDS):
-        times[0].append(seconds(lambda: learner.train_step(batch, coefficients)))
-        times[1].append(seconds(lambda: bare.train_step(samples)))
+        times[0].append(time_step(lambda: learner.train_step(batch, coefficients)))
+        times[1].append(time_step(lambda: bare.train_step(samples)))
     return Case(model, name, metrics.num_tokens_in_batch, metrics.num_tokens_forwarded, *times)
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Of processor time for one step."""
+def time_step(step: Callable[[], object]) -> float:
+    """Return the processor time of one step, in seconds."""
     started = time.process_time()
     for _ in range(STEPS_PER_ROUND):
         step()
@@ -226,7 +229,7 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Nothing; prints the results as one line of JSON."""
+    """Measure and print the results as one line of JSON."""
     torch.set_num_threads(1)
     run = load(ROOT / "examples" / "blackjack" / "tiny.toml", [])
     games = asyncio.run(play_games(run))

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: what its numbers are worth elsewhere depends on it."""
+"""The machine and package versions of a benchmark, and its file of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.trainer.run.summary import installed_versions
 
 
 def setting() -> dict[str, object]:
-    """The machine and the versions of the packages that decide a result."""
+    """Return the machine and the package versions that influence a result."""
     return {
         "machine": {
             "cpu": _cpu_model(),
@@ -25,15 +25,15 @@ def setting() -> dict[str, object]:
 
 
 def machine() -> str:
-    """This machine in a few words, for a row of its own: "AMD EPYC, 2 cores"."""
+    """Return a short description of this machine, such as "AMD EPYC, 2 cores"."""
     return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def earlier_runs(results: Path) -> list[dict[str, Any]]:
-    """The runs in a file of results that were measured with the packages of today.
+    """Return the runs in a file of results that used the current package versions.
 
-    What a run learns does not depend on the machine, and its seconds name theirs, so a long
-    measurement can be made in parts and on several machines.
+    The learning result of a run does not depend on the machine, and each run names the machine of
+    its times. A long measurement can therefore be split over several calls and machines.
     """
     if not results.exists():
         return []
@@ -41,9 +41,9 @@ def earlier_runs(results: Path) -> list[dict[str, Any]]:
     return list(earlier["runs"]) if earlier["versions"] == installed_versions() else []
 
 
-def write_runs(results: Path, command: str, runs: list[dict[str, Any]], **more: object) -> None:
+def write_runs(results: Path, command: str, runs: list[dict[str, Any]], **fields: object) -> None:
     """Write a file of results that `earlier_runs` reads."""
-    content = {"command": command, "versions": installed_versions(), **more, "runs": runs}
+    content = {"command": command, "versions": installed_versions(), **fields, "runs": runs}
     results.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
-"""Training seconds to 41 % wins at blackjack, beside TRL's GRPOTrainer: part of `make bench-train`.
+"""Compare the training seconds to 41 % wins at blackjack with TRL (part of `make bench-train`).
 
     one warm-started model --+--> ludus train     --> weights of every k-th version, seconds
     (for each seed)          +--> TRL GRPOTrainer --> weights of every k-th round,  seconds
                                                                |
                              judge.py: 4,000 games of the same deals each, after all training
 
-Both begin with the same weights and tokenizer and see the same texts. The clock runs while a
-trainer trains: not while it starts, nor while weights are judged. A trainer has arrived at the
-second of two snapshots in a row that win 41 % or more. One that never does counts with all the
-time it had if it is TRL's, which is less than it needs, and with infinity if it is ours. TRL runs
-in a virtual environment of its own, on the same two cores, with nothing beside it.
+Both trainers start from the same weights and tokenizer and use the same texts. Only training time
+counts, not the start of processes or the evaluation of weights. A trainer reaches the goal at the
+second of two consecutive snapshots with at least 41 % wins. If TRL never reaches the goal, its
+whole training time counts, which is less than it needs; if Ludus never reaches the goal, its time
+is infinite. TRL runs in a separate virtual environment, on the same two cores, with no other load.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ludus.proto.runs import read_metrics  # noqa: E402
 
 CONFIG = ROOT / "bench" / "speedup.toml"
 TRL = "trl==1.16.0"
-BESIDE_TRL = (
+TRL_DEPENDENCIES = (
     "torch==2.13.0",
     "transformers==5.19.0",
     "accelerate==1.15.0",
@@ -45,7 +45,7 @@ BESIDE_TRL = (
     "grpcio",
     "protobuf",
     "numpy",
-    # What our client and the game's package import.
+    # Imports of the Ludus client and of the game's package.
     "fastapi",
     "uvicorn",
     "uvloop",
@@ -60,44 +60,44 @@ GOAL = 0.41
 NUM_GAMES = 4000
 TRL_ROUNDS = 120
 TRL_SNAPSHOT_ROUNDS = 4
-OWN_SNAPSHOT_STEPS = 4
-"""As TRL's 4 rounds: 2,048 games from one snapshot to the next."""
+LUDUS_SNAPSHOT_STEPS = 4
+"""Steps between snapshots: 2,048 games, as in 4 rounds of TRL."""
 TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How one training went."""
+    """The win rates of one training over time."""
 
     seed: int
     seconds_to_goal: float | None
-    """None = it never won 41 % twice in a row."""
+    """Seconds to the goal; None if the goal was not reached."""
     points: tuple[tuple[float, float], ...]
-    """(seconds, share of games won) of each snapshot."""
+    """Training seconds and share of games won of each snapshot."""
 
     @property
-    def at_least_s(self) -> float:
-        """Seconds to the goal; where it was not reached, all that it trained."""
+    def lower_bound_s(self) -> float:
+        """Seconds to the goal, or all training seconds if the goal was not reached."""
         return self.seconds_to_goal or self.points[-1][0]
 
     @property
-    def surely_s(self) -> float:
-        """Seconds to the goal; where it was not reached, infinity."""
+    def upper_bound_s(self) -> float:
+        """Seconds to the goal, or infinity if the goal was not reached."""
         return self.seconds_to_goal or math.inf
 
 
-def course(seed: int, seconds: Mapping[Path, float], won: Mapping[Path, float]) -> Course:
-    """The course of a training whose snapshots were judged."""
+def make_course(seed: int, seconds: Mapping[Path, float], won: Mapping[Path, float]) -> Course:
+    """Return the course of a training from its snapshots' seconds and win rates."""
     points = sorted((seconds[file], won[file]) for file in seconds)
     pairs = itertools.pairwise(points)
-    arrived = [later[0] for earlier, later in pairs if min(earlier[1], later[1]) >= GOAL]
-    return Course(seed, arrived[0] if arrived else None, tuple(points))
+    goal_times = [later[0] for earlier, later in pairs if min(earlier[1], later[1]) >= GOAL]
+    return Course(seed, goal_times[0] if goal_times else None, tuple(points))
 
 
-def own(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, float]:
-    """Our snapshots, and the seconds of training that each took."""
+def train_with_ludus(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, float]:
+    """Train with Ludus; return the training seconds of each snapshot."""
     fixed = [f"name={name}", f"output_dir={folder}", f"seed={seed}", *overrides]
-    sets = [argument for one in fixed for argument in ("--set", one)]
+    sets = [argument for setting in fixed for argument in ("--set", setting)]
     ludus = Path(sys.executable).parent / "ludus"
     subprocess.run(
         [str(ludus), "train", str(CONFIG), "--overwrite", *sets],
@@ -110,21 +110,21 @@ def own(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, 
     files = {
         version: file
         for version in elapsed
-        if version % OWN_SNAPSHOT_STEPS == 0
+        if version % LUDUS_SNAPSHOT_STEPS == 0
         for file in run_path.glob(f"weights/*{version:08d}*")
     }
     return {_tensors(file): elapsed[version] for version, file in files.items()}
 
 
-def trl(
+def train_with_trl(
     seed: int, folder: Path, model: Path, *server: str, num_rounds: int = TRL_ROUNDS
 ) -> dict[Path, float]:
-    """TRL's snapshots, and the seconds of training that each took.
+    """Train with TRL; return the training seconds of each snapshot.
 
     Args:
-        server: the address of one that has the games, where TRL's process is not to have them.
+        server: address of a server for the games. Default: games in TRL's process.
     """
-    python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *BESIDE_TRL])
+    python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *TRL_DEPENDENCIES])
     target = folder / f"trl-{seed}"
     program = ROOT / "bench" / "upstream" / "trl_blackjack.py"
     arguments = [model, target, seed, num_rounds, TRL_SNAPSHOT_ROUNDS, *server]
@@ -148,35 +148,35 @@ def trl(
     }
 
 
-def judged(run_path: Path, files: list[Path]) -> dict[Path, float]:
-    """The share of games that each file's weights win."""
+def judge_snapshots(run_path: Path, files: list[Path]) -> dict[Path, float]:
+    """Return the share of games won with each file's weights."""
     model = run_path / "initial_model"
     command = [sys.executable, str(ROOT / "bench" / "judge.py"), str(run_path / "config.json")]
-    answer = subprocess.run(
+    process = subprocess.run(
         [*command, str(model), *map(str, files), "--games", str(NUM_GAMES)],
         check=True,
         timeout=TIMEOUT_S,
         capture_output=True,
         text=True,
     )
-    shares = json.loads(answer.stdout.splitlines()[-1])
+    shares = json.loads(process.stdout.splitlines()[-1])
     return {Path(file): share for file, share in shares.items()}
 
 
 def compare(
     seeds: list[int], folder: Path, overrides: list[str], *, with_trl: bool
 ) -> dict[str, list[Course]]:
-    """The courses of both trainers, seed by seed, one after the other."""
+    """Train with both trainers, one seed after the other, and return their courses."""
     courses: dict[str, list[Course]] = {"ludus": []} | ({"trl": []} if with_trl else {})
     for seed in seeds:
         name = f"ludus-{seed}"
-        seconds = {"ludus": own(seed, folder, overrides, name)}
+        seconds = {"ludus": train_with_ludus(seed, folder, overrides, name)}
         if with_trl:
-            seconds["trl"] = trl(seed, folder, folder / name / "initial_model")
-        for who, of_file in seconds.items():
-            won = judged(folder / name, list(of_file))
-            courses[who].append(course(seed, of_file, won))
-            sys.stderr.write(f"{who} seed {seed}: {courses[who][-1].seconds_to_goal} s\n")
+            seconds["trl"] = train_with_trl(seed, folder, folder / name / "initial_model")
+        for trainer, file_seconds in seconds.items():
+            won = judge_snapshots(folder / name, list(file_seconds))
+            courses[trainer].append(make_course(seed, file_seconds, won))
+            sys.stderr.write(f"{trainer} seed {seed}: {courses[trainer][-1].seconds_to_goal} s\n")
     return courses
 
 
@@ -185,30 +185,30 @@ def _tensors(path: Path) -> Path:
 
 
 def main() -> None:
-    """Prints one JSON object with all courses, medians and the ratio."""
+    """Print one JSON object with all courses, medians and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-speedup")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
-    parser.add_argument("--without-trl", action="store_true", help="train with Ludus alone")
+    parser.add_argument("--without-trl", action="store_true", help="train only with Ludus")
     args = parser.parse_args()
     with_trl = not args.without_trl
     courses = compare(args.seeds, args.folder, args.set, with_trl=with_trl)
-    # What is unknown counts against us on either side.
-    median_s = {"ludus": statistics.median(one.surely_s for one in courses["ludus"])}
+    # An unreached goal counts against Ludus for both trainers.
+    median_s = {"ludus": statistics.median(course.upper_bound_s for course in courses["ludus"])}
     if with_trl:
-        median_s["trl"] = statistics.median(one.at_least_s for one in courses["trl"])
+        median_s["trl"] = statistics.median(course.lower_bound_s for course in courses["trl"])
     result: dict[str, object] = {
         "goal": GOAL,
         "num_games": NUM_GAMES,
-        "courses": {who: [asdict(one) for one in of_who] for who, of_who in courses.items()},
-        # JSON knows no infinity.
+        "courses": {name: [asdict(course) for course in group] for name, group in courses.items()},
+        # JSON does not support infinity.
         "median_seconds": {
-            who: None if math.isinf(seconds) else seconds for who, seconds in median_s.items()
+            name: None if math.isinf(seconds) else seconds for name, seconds in median_s.items()
         },
         "num_arrived": {
-            who: sum(one.seconds_to_goal is not None for one in of_who)
-            for who, of_who in courses.items()
+            name: sum(course.seconds_to_goal is not None for course in group)
+            for name, group in courses.items()
         },
     }
     if with_trl:

@@ -1,12 +1,11 @@
-"""The training plane in numbers: `make bench-train`.
+"""Measure the training plane: `make bench-train`.
 
-    overlap.py    two loops against one           learner.py   a step against a bare loop
-    weights.py    versions against a plain copy   speedup.py   seconds to 41 % against TRL's
+    overlap.py    two loops compared with one      learner.py   a step compared with a bare loop
+    weights.py    weights compared with a copy     speedup.py   seconds to 41 % compared with TRL
 
-Each part runs in a process of its own, one after the other, and prints its samples as JSON;
-everything is saved to bench/results/train.json, with the machine and the ratios that sum it up.
-Parts that are not asked for stay as an earlier call measured them on the same machine with the
-same packages:
+The parts run one after the other in separate processes and print their samples as JSON. The samples
+go to bench/results/train.json, with the machine and summary ratios. The other parts keep the
+results of earlier calls on the same machine with the same packages:
 
     python bench/train.py [--only overlap learner weights speedup speedup_vllm]
 """
@@ -38,76 +37,76 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One number that sums a part up."""
+    """One summary number of a part."""
 
     part: str
-    wanted: str
+    target: str
     value: float
 
 
-def ratios_of(parts: dict[str, Any]) -> dict[str, Ratio]:
-    """What the parts that were measured come to, worst case first where there are several."""
-    found: dict[str, Ratio] = {}
+def compute_ratios(parts: dict[str, Any]) -> dict[str, Ratio]:
+    """Return the ratios of the measured parts; of several cases, the worst counts."""
+    ratios: dict[str, Ratio] = {}
     if overlap := parts.get("overlap"):
         real, simulated = overlap["real"], overlap["simulation"][overlap["headline"]]
         for name, at_least in (("efficiency", True), ("slower_side_idle_fraction", False)):
-            choose, wanted = (min, ">= 0.90") if at_least else (max, "<= 0.05")
+            choose, target = (min, ">= 0.90") if at_least else (max, "<= 0.05")
             key = "overlap_efficiency" if at_least else name
-            found[key] = Ratio("overlap", wanted, choose(real[name], simulated[name]))
-        for name, wanted in (
+            ratios[key] = Ratio("overlap", target, choose(real[name], simulated[name]))
+        for name, target in (
             ("trained_over_generated_tokens", ">= 0.95"),
             ("sampler_pause_fraction", "<= 0.02"),
         ):
-            found[name] = Ratio("overlap", wanted, real[name])
+            ratios[name] = Ratio("overlap", target, real[name])
     if learner := parts.get("learner"):
         worst = min(row["ratio"] for row in learner["learner_vs_bare_loop"])
-        found["learner_vs_bare_loop"] = Ratio("learner", ">= 0.95", worst)
+        ratios["learner_vs_bare_loop"] = Ratio("learner", ">= 0.95", worst)
     if speedup := parts.get("speedup"):
-        found["speedup_vs_trl_to_041"] = Ratio("speedup", ">= 2", speedup["speedup"])
+        ratios["speedup_vs_trl_to_041"] = Ratio("speedup", ">= 2", speedup["speedup"])
         if vllm := parts.get("speedup_vllm"):
             seconds = vllm["median_seconds"]["ludus"] or math.inf
             value = speedup["median_seconds"]["trl"] / seconds
-            found["speedup_vs_trl_to_041_with_vllm"] = Ratio("speedup_vllm", "stated", value)
+            ratios["speedup_vs_trl_to_041_with_vllm"] = Ratio("speedup_vllm", "stated", value)
     if weights := parts.get("weights"):
         for name, store in weights["stores"].items():
-            found[f"{name}_store_rate_over_copy"] = Ratio(
+            ratios[f"{name}_store_rate_over_copy"] = Ratio(
                 "weights", "stated", store["rate_over_copy"]
             )
         for name, delta in weights["deltas"].items():
-            found[f"delta_over_full_{name}"] = Ratio("weights", "stated", delta["delta_over_full"])
-    return found
+            ratios[f"delta_over_full_{name}"] = Ratio("weights", "stated", delta["delta_over_full"])
+    return ratios
 
 
 def main() -> None:
-    """Measures, prints the ratios, and saves every sample."""
+    """Measure, print the ratios and save every sample."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     chosen = parser.parse_args().only
     saved = _earlier()
     for name in chosen:
         saved["parts"][name] = {"load_average": os.getloadavg()[0], **_measure(name)}
-        ratios = ratios_of(saved["parts"])
+        ratios = compute_ratios(saved["parts"])
         saved["ratios"] = {key: ratio.value for key, ratio in ratios.items()}
         RESULTS.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
         for key, ratio in ratios.items():
             if ratio.part == name:
-                print(f"{key:<40}{ratio.value:9.4f}  wanted {ratio.wanted}", flush=True)
+                print(f"{key:<40}{ratio.value:9.4f}  wanted {ratio.target}", flush=True)
 
 
 def _measure(name: str) -> dict[str, Any]:
     print(f"{name}: {' '.join(PARTS[name])}", flush=True)
     program, *arguments = PARTS[name]
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(BENCH / program), *arguments],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(answer.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _earlier() -> dict[str, Any]:
-    """What earlier calls measured, as far as machine and packages are the same."""
+    """Return the results of earlier calls with the same machine and packages."""
     now = {"command": "make bench-train", **setting()}
     if RESULTS.exists():
         earlier = json.loads(RESULTS.read_text(encoding="utf-8"))

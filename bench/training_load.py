@@ -1,12 +1,12 @@
-"""A rollout worker as a load on a server of blackjack; `bench/environments.py` starts it.
+"""Load of a rollout worker on a blackjack server; `bench/environments.py` starts this program.
 
     program ADDRESS
 
-Plays as a rollout worker plays `examples/blackjack/tiny.toml`: groups of games of one deal, as
-many at once as the configuration says, through the worker's own code and with text. Only the
-engine is missing: a legal answer's tokens stand there at once. Each line of standard input is
-a number of seconds; the answer is one line of JSON with the steps and episodes that were played
-in that time, and the processor time they took here.
+Plays like a rollout worker with `examples/blackjack/tiny.toml`: groups of episodes with one seed,
+the configured number at a time, with the worker's code and with text. Only the engine is replaced:
+the tokens of a legal completion are available immediately. Each line of standard input is a number
+of seconds. The output is one line of JSON with the steps and episodes played in that time, and the
+processor time of this process.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerParts
 
 RUN = Path(__file__).parents[1] / "examples" / "blackjack" / "tiny.toml"
-ANSWERS = ("HIT", "STAND")
+RESPONSES = ("HIT", "STAND")
 
 
 class InstantGenerator:
-    """Answers at once, with a legal move that the seed decides."""
+    """Returns a legal completion, selected by the seed, without delay."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
-        token_ids = [chat.encode_completion(answer) for answer in ANSWERS]
-        self._answers = [
+        token_ids = [chat.encode_completion(response) for response in RESPONSES]
+        self._completions = [
             SampledCompletion(ids, [0.0] * len(ids), 0, has_end_token=True) for ids in token_ids
         ]
 
     async def __call__(
         self, prompt_ids: list[int], sampling: Sampling, seed: int
     ) -> SampledCompletion:
-        """The answer's tokens."""
-        return self._answers[seed % len(self._answers)]
+        """Return the tokens of a completion."""
+        return self._completions[seed % len(self._completions)]
 
 
 async def play_groups(
@@ -61,7 +61,7 @@ async def play_groups(
     until_s: float,
     counts: Counts,
 ) -> None:
-    """Play one group after another until the time is up."""
+    """Play groups one after another until the time is over."""
     rollout = run.rollout
     sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
     while time.perf_counter() < until_s:
@@ -71,11 +71,11 @@ async def play_groups(
         spec = GroupSpec(index, environment, seeds)
         [group] = await player.play_groups([spec], sampling, [0])
         counts.resets += len(group.rollouts)
-        counts.steps += sum(len(one.turns) for one in group.rollouts)
+        counts.steps += sum(len(episode.turns) for episode in group.rollouts)
 
 
 async def serve_windows(run: LanguageModelRun, address: str, chat: ChatTokenizer) -> None:
-    """Play whenever standard input says so, until it ends."""
+    """Play for each line of standard input, until its end."""
     async with await AsyncEnvClient.connect(address) as client:
         (name,) = run.environments
         engine: Any = InstantGenerator(chat)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("address")
     arguments = parser.parse_args()
     run = load_run_config(RUN, [])
-    tokenizer = make_tokenizer(["hard 16 vs 10", *ANSWERS], TinyModel().vocab_size)
+    tokenizer = make_tokenizer(["hard 16 vs 10", *RESPONSES], TinyModel().vocab_size)
     uvloop.run(serve_windows(run, arguments.address, ChatTokenizer(tokenizer)))
 
 

@@ -1,15 +1,15 @@
-"""What it costs to write down what was said: the share of a training step, at most 1 % wanted.
+"""Measure the cost of transcripts as a share of a training step; the limit is 1 %.
 
-    worker: chooses, writes down --pickle--> buffer --pickle--> training loop: transcripts.jsonl
+    worker: selects, writes --pickle--> buffer --pickle--> training loop: transcripts.jsonl
 
-Short real runs of examples, each once, with the default number of transcripts a step. What chooses
-and writes in the rollout worker, and what appends in the training loop, is timed where it runs;
-the ways between are timed afterwards, with the same transcripts. All of it is counted as if
-nothing else went on meanwhile, though the worker's part overlaps training: an upper bound.
+Each example runs once for a few steps, with the default number of transcripts per step. Selecting
+and writing in the rollout worker, and appending in the training loop, are timed in their process.
+Pickling is timed afterwards with the same transcripts. The sum is an upper bound, because the
+worker's part overlaps with training.
 
     python bench/transcripts.py [--only blackjack] [--steps 40]
 
-Prints a row per example, and writes bench/results/transcripts.json. The exit code is 1 where a
+Prints a row per example, and writes bench/results/transcripts.json. The exit code is 1 if a
 share is above 1 %.
 """
 
@@ -42,16 +42,16 @@ EXAMPLES = {
     "tic_tac_toe": "tic_tac_toe/tiny.toml",
     "agents": "agents/tiny.toml",
 }
-"""The shortest steps there are, several turns, and the longest histories."""
-AT_MOST = 0.01
+"""Examples with the shortest steps, with several turns, and with the longest histories."""
+MAX_SHARE = 0.01
 NUM_WARM_STEPS = 3
 NUM_PICKLES = 2
-"""From the worker to the buffer, and from there to the training loop."""
+"""Number of transfers: worker to buffer, and buffer to training loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the transcripts of one example cost, seconds of a step of `step_s`."""
+    """Cost of the transcripts of one example, in seconds per step."""
 
     example: str
     num_steps: int
@@ -64,35 +64,35 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of a step."""
+        """Share of a step."""
         return (self.written_s + self.sent_s + self.appended_s) / self.step_s
 
 
-class Timed:
-    """A function that also adds up how long it took."""
+class TimedFunction:
+    """A function that records its total time in seconds."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.seconds = function, 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         try:
             return self.function(*args, **kwargs)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start_s
 
 
 def time_writing(worker: Any) -> None:
-    """Let the process of a worker time what it writes down."""
+    """Time the writing of transcripts in the process of a worker."""
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
 
-    group.make_transcripts = Timed(group.make_transcripts)
-    rollout_worker.num_transcripts = Timed(rollout_worker.num_transcripts)
+    group.make_transcripts = TimedFunction(group.make_transcripts)
+    rollout_worker.num_transcripts = TimedFunction(rollout_worker.num_transcripts)
 
 
-def seconds_of_writing(worker: Any) -> float:
-    """Seconds since `time_writing`."""
+def writing_seconds(worker: Any) -> float:
+    """Return the seconds of writing since `time_writing`."""
     from ludus.trainer.actors import rollout_worker
     from ludus.trainer.rollout import group
 
@@ -100,7 +100,7 @@ def seconds_of_writing(worker: Any) -> float:
 
 
 async def run(name: str, num_steps: int, folder: Path) -> Row:
-    """What the transcripts cost in a run of the example."""
+    """Run an example and return the cost of its transcripts."""
     overrides = [
         *(f"output_dir={folder}", f"name={name}", f"training.num_steps={num_steps}"),
         *("eval.num_games_during=0", "eval.num_games=10", "seed=100"),
@@ -110,31 +110,31 @@ async def run(name: str, num_steps: int, folder: Path) -> Row:
         steps = trainer.steps()
         for _ in range(NUM_WARM_STEPS):
             await anext(steps)
-        workers = [one.actor for one in trainer._components.workers._roster.ready]
-        await asyncio.gather(*(one.__ray_call__.remote(time_writing) for one in workers))
+        workers = [worker.actor for worker in trainer._components.workers._roster.ready]
+        await asyncio.gather(*(worker.__ray_call__.remote(time_writing) for worker in workers))
         metrics = trainer._components.metrics
-        appending = metrics.log_transcripts = Timed(metrics.log_transcripts)
-        began = time.perf_counter()
+        appending = metrics.log_transcripts = TimedFunction(metrics.log_transcripts)
+        start_s = time.perf_counter()
         async for step in steps:
-            if step.number == num_steps:  # while it stands still, its workers are there
-                took_s = time.perf_counter() - began
-                asked = [one.__ray_call__.remote(seconds_of_writing) for one in workers]
-                written_s = sum(await asyncio.gather(*asked))
+            if step.number == num_steps:  # the workers still exist while the loop waits
+                took_s = time.perf_counter() - start_s
+                calls = [worker.__ray_call__.remote(writing_seconds) for worker in workers]
+                written_s = sum(await asyncio.gather(*calls))
         await trainer.train()
     num_timed = num_steps - NUM_WARM_STEPS
-    written = list(read_transcripts(folder / name))
-    said = [one for one in written if one.step > NUM_WARM_STEPS]
-    began = time.perf_counter()
-    for one in said:
+    all_transcripts = list(read_transcripts(folder / name))
+    timed = [transcript for transcript in all_transcripts if transcript.step > NUM_WARM_STEPS]
+    start_s = time.perf_counter()
+    for transcript in timed:
         for _ in range(NUM_PICKLES):
-            pickle.loads(pickle.dumps(one, pickle.HIGHEST_PROTOCOL))
-    sent_s = time.perf_counter() - began
+            pickle.loads(pickle.dumps(transcript, pickle.HIGHEST_PROTOCOL))
+    sent_s = time.perf_counter() - start_s
     size = len((folder / name / TRANSCRIPTS_FILE).read_text(encoding="utf-8"))
     return Row(
         example=name,
         num_steps=num_timed,
-        transcripts_per_step=len(said) / num_timed,
-        characters_per_transcript=size / len(written),
+        transcripts_per_step=len(timed) / num_timed,
+        characters_per_transcript=size / len(all_transcripts),
         step_s=took_s / num_timed,
         written_s=written_s / num_timed,
         sent_s=sent_s / num_timed,
@@ -143,7 +143,7 @@ async def run(name: str, num_steps: int, folder: Path) -> Row:
 
 
 def main() -> int:
-    """The exit code: 1 where a share is too large."""
+    """Return the exit code: 1 if a share is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="+", choices=EXAMPLES, default=list(EXAMPLES), metavar="NAME"
@@ -165,11 +165,11 @@ def main() -> int:
         content = {
             "command": "python bench/transcripts.py",
             **setting(),
-            "wanted": f"share <= {AT_MOST}",
+            "wanted": f"share <= {MAX_SHARE}",
             "examples": [{**asdict(row), "share": row.share} for row in rows],
         }
         RESULTS.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row.share <= AT_MOST for row in rows) else 1
+    return 0 if all(row.share <= MAX_SHARE for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""What TRL's echo script learns here, its rollout function unchanged but for the URL.
+"""Train TRL's echo script, whose rollout function differs from TRL's only in its URL.
 
-    examples/trl/echo_here.py, seed --> metrics.jsonl --> seconds to 90 % of what can be earned
+    examples/trl/echo_here.py, seed --> metrics.jsonl --> seconds to 90 % of the highest reward
 
-The most that can be earned is 32 times the longest token of the model's vocabulary, at 0.1 for
-each character. The control learns from rewards dealt out at random, and must not come there;
-whether the mean of its last quarter lies in the 95 % interval of what the starting policy earns,
-its first batch, is said besides. Rows of earlier calls on the same machine with the same packages
-are kept:
+The highest reward is 32 times the longest token of the model's vocabulary, at 0.1 per character.
+The control has shuffled rewards and must not reach 90 %. The results also report whether the mean
+of the control's last quarter is in the 95 % interval of the initial policy's reward, from its first
+batch. Rows of earlier calls on the same machine with the same packages are kept:
 
     python bench/trl_echo.py [--seeds 0 1 2]
 """
@@ -32,19 +31,19 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "trl_echo.json"
 NUM_TOKENS = 32
 SHARE = 0.9
-AT_MOST_S = 60.0
+MAX_SECONDS = 60.0
 BATCH = 32
 
 
-def most(run: Path) -> float:
-    """The highest reward that an answer of the run can have."""
+def highest_reward(run: Path) -> float:
+    """Return the highest reward that a completion of the run can have."""
     tokenizer = load_tokenizer(str(run / "initial_model"))
     texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))], skip_special_tokens=True)
     return 0.1 * NUM_TOKENS * max(map(len, texts))
 
 
 def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
-    """One run, and whether it did as it should."""
+    """Train one run; return its results and whether it passed."""
     run = ROOT / "runs" / f"trl-echo-{seed}{'-shuffled' if shuffled else ''}"
     load_average = os.getloadavg()[0]
     command = [sys.executable, ROOT / "examples" / "trl" / "echo_here.py", "--seed", str(seed)]
@@ -52,20 +51,20 @@ def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     rows = [row for row in read_metrics(run) if row.kind == "train"]
     rewards = [row.values[TrainMetric.REWARD_MEAN] for row in rows]
-    wanted = SHARE * most(run)
-    reached = [row for row, reward in zip(rows, rewards, strict=True) if reward >= wanted]
+    target_reward = SHARE * highest_reward(run)
+    reached = [row for row, reward in zip(rows, rewards, strict=True) if reward >= target_reward]
     error = 1.96 * rows[0].values[TrainMetric.REWARD_STD] / math.sqrt(BATCH)
     start = (rewards[0] - error, rewards[0] + error)
     last = rewards[-len(rewards) // 4 :]
     end = sum(last) / len(last)
     seconds = reached[0].elapsed_s if reached else None
-    is_fast = seconds is not None and seconds <= AT_MOST_S
+    is_fast = seconds is not None and seconds <= MAX_SECONDS
     passed = not reached if shuffled else is_fast
     return {
         "seed": seed,
         "shuffled": shuffled,
-        "most": most(run),
-        "wanted": wanted,
+        "most": highest_reward(run),
+        "wanted": target_reward,
         "step": reached[0].step if reached else None,
         "seconds": seconds,
         "start_ci95": start,
@@ -79,7 +78,7 @@ def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit code: 1 where a run of this call missed its target."""
+    """Return the exit code: 1 if a run of this call failed or missed its target."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", choices=["learns", "shuffled"])

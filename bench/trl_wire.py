@@ -1,11 +1,11 @@
-"""What the wire costs TRL's GRPOTrainer: seconds to 41 % at blackjack, over WebSocket and not.
+"""Compare TRL's GRPOTrainer with games in its process and over WebSocket, at blackjack.
 
     one warm-started model --+--> TRL, games in its process      --> weights of every 4th round
     (for each seed)          +--> TRL, games on our server (ws://) --> the same weights, seconds
 
-Both play the same deals with the same random numbers, so that their weights are the same, and
-only the seconds differ; where they are not, each is judged by itself. Seeds of earlier calls on the
-same machine with the same packages are kept:
+Both play the same deals with the same random numbers, so their weights should be equal and only the
+seconds until 41 % wins differ. If the weights differ, each is evaluated separately. Seeds of
+earlier calls on the same machine with the same packages are kept:
 
     python bench/trl_wire.py [--seeds 0 1 2]
 """
@@ -26,17 +26,25 @@ from pathlib import Path
 from typing import Any
 
 from machine import earlier_runs, machine, write_runs
-from speedup import ROOT, TRL_ROUNDS, Course, course, judged, own, trl
+from speedup import (
+    ROOT,
+    TRL_ROUNDS,
+    Course,
+    judge_snapshots,
+    make_course,
+    train_with_ludus,
+    train_with_trl,
+)
 
 RESULTS = ROOT / "bench" / "results" / "trl_wire.json"
-AT_MOST = 1.25
+MAX_RATIO = 1.25
 NUM_SESSIONS = 600
 START_TIMEOUT_S = 60.0
 
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """The WebSocket address of a server of the game, in a process of its own."""
+    """Start a server of the game in a separate process and yield its WebSocket address."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
         command = [sys.executable, "-m", "ludus.env", "openspiel_env"]
@@ -46,7 +54,7 @@ def serving() -> Iterator[str]:
         try:
             deadline_s = time.monotonic() + START_TIMEOUT_S
             while not ready.exists():
-                assert time.monotonic() < deadline_s, "the server did not get ready"
+                assert time.monotonic() < deadline_s, "the server did not start in time"
                 time.sleep(0.05)
             yield json.loads(ready.read_text(encoding="utf-8"))["http"].replace("http", "ws", 1)
         finally:
@@ -55,65 +63,72 @@ def serving() -> Iterator[str]:
 
 
 def measure(seed: int, folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Both courses of one seed."""
+    """Train both variants with one seed and compare them."""
     name = f"wire-{seed}"
-    own(seed, folder, ["training.num_steps=1"], name)
+    train_with_ludus(seed, folder, ["training.num_steps=1"], name)
     model, run_path = folder / name / "initial_model", folder / name
     load_average = os.getloadavg()[0]
-    here = trl(seed, folder / "in-process", model, num_rounds=num_rounds)
+    local = train_with_trl(seed, folder / "in-process", model, num_rounds=num_rounds)
     with serving() as address:
-        there = trl(seed, folder / "over-the-wire", model, address, num_rounds=num_rounds)
+        remote = train_with_trl(
+            seed, folder / "over-the-wire", model, address, num_rounds=num_rounds
+        )
     are_same = all(
-        one.read_bytes() == other.read_bytes()
-        for one, other in zip(sorted(here), sorted(there), strict=True)
+        local_file.read_bytes() == remote_file.read_bytes()
+        for local_file, remote_file in zip(sorted(local), sorted(remote), strict=True)
     )
-    won = judged(run_path, sorted(here))
-    won_there = (
-        dict(zip(sorted(there), (won[file] for file in sorted(here)), strict=True))
+    local_won = judge_snapshots(run_path, sorted(local))
+    remote_won = (
+        dict(zip(sorted(remote), (local_won[file] for file in sorted(local)), strict=True))
         if are_same
-        else judged(run_path, sorted(there))
+        else judge_snapshots(run_path, sorted(remote))
     )
-    courses = {"in_process": course(seed, here, won), "websocket": course(seed, there, won_there)}
+    courses = {
+        "in_process": make_course(seed, local, local_won),
+        "websocket": make_course(seed, remote, remote_won),
+    }
     return {
         "seed": seed,
         "num_rounds": num_rounds,
         "load_average": load_average,
         "machine": machine(),
         "weights_are_the_same": are_same,
-        "seconds_to_goal": {who: one.seconds_to_goal for who, one in courses.items()},
-        "seconds_in_all": {who: one.points[-1][0] for who, one in courses.items()},
-        "won_at_the_end": {who: one.points[-1][1] for who, one in courses.items()},
+        "seconds_to_goal": {name: course.seconds_to_goal for name, course in courses.items()},
+        "seconds_in_all": {name: course.points[-1][0] for name, course in courses.items()},
+        "won_at_the_end": {name: course.points[-1][1] for name, course in courses.items()},
         "ratio": _ratio(courses),
     }
 
 
 def _ratio(courses: dict[str, Course]) -> float:
-    """Of the seconds to the goal; where one did not arrive, of all seconds."""
-    here, there = courses["in_process"], courses["websocket"]
-    if here.seconds_to_goal and there.seconds_to_goal:
-        return there.seconds_to_goal / here.seconds_to_goal
-    return there.points[-1][0] / here.points[-1][0]
+    """Return the ratio of the seconds to the goal, or of all seconds if a variant missed it."""
+    local, remote = courses["in_process"], courses["websocket"]
+    if local.seconds_to_goal and remote.seconds_to_goal:
+        return remote.seconds_to_goal / local.seconds_to_goal
+    return remote.points[-1][0] / local.points[-1][0]
 
 
 def main() -> int:
-    """The exit code: 1 where a seed's ratio is above the limit."""
+    """Return the exit code: 1 if a seed's ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-trl-wire")
-    parser.add_argument("--rounds", type=int, default=TRL_ROUNDS, help="of 512 games, at most")
+    parser.add_argument(
+        "--rounds", type=int, default=TRL_ROUNDS, help="maximum rounds of 512 games"
+    )
     args = parser.parse_args()
     rows = {row["seed"]: row for row in earlier_runs(RESULTS)}
     for seed in args.seeds:
         rows[seed] = measure(seed, args.folder, args.rounds)
         print(json.dumps(rows[seed]), flush=True)
         _write([rows[seed] for seed in sorted(rows)])
-    return int(max(row["ratio"] for row in rows.values()) > AT_MOST)
+    return int(max(row["ratio"] for row in rows.values()) > MAX_RATIO)
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
     median = statistics.median(row["ratio"] for row in rows)
-    wanted = f"ratio <= {AT_MOST}"
-    write_runs(RESULTS, "make learn-trl", rows, wanted=wanted, median_ratio=median)
+    target = f"ratio <= {MAX_RATIO}"
+    write_runs(RESULTS, "make learn-trl", rows, wanted=target, median_ratio=median)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""How fast weights travel, and how much of them must. Prints one line of JSON.
+"""Measure the speed of weight stores and the size of deltas; print one line of JSON.
 
-    .venv/bin/python bench/weights.py                 all stores, the S3 one over SeaweedFS
+    .venv/bin/python bench/weights.py                 all stores; S3 with SeaweedFS
     .venv/bin/python bench/weights.py --stores folder
 
-For each store: seconds to publish and to fetch a complete version of a model of some 50 MB,
-checksums and verification included, and the rate of both together against a plain copy of the
-same bytes in memory. For the difference between two versions: its bytes against a complete
-version's, after a real AdamW step, what it takes to make and to apply it, and the bytes of the
-other way to write it.
+For each store: the seconds to publish and to fetch a full version of a 50 MB model, including
+checksums and verification, and the rate of both together relative to a copy of the same bytes in
+memory. For a delta between two versions, after a real AdamW step: its size relative to a full
+version, the seconds to make and apply it, and the size of the alternative format.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NUM_STEPS = 3
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stores", nargs="*", choices=STORES, default=STORES)
     parser.add_argument("--samples", type=int, default=5)
@@ -52,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _, state = two_versions("float32", 1e-3)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    copies = [timed(lambda: {n: t.clone() for n, t in state.items()}) for _ in range(9)]
+    copies = [time_call(lambda: {n: t.clone() for n, t in state.items()}) for _ in range(9)]
     copy_s = statistics.median(copies)
     stores = {
         name: store_result(name, state, arguments.samples, copy_s) for name in arguments.stores
@@ -71,13 +70,13 @@ def main() -> None:
 
 
 def store_result(name: str, state: State, num_samples: int, copy_s: float) -> dict[str, Any]:
-    """Seconds and rates of complete versions through one store."""
+    """Return the seconds and the rate of full versions through one store."""
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     samples: list[dict[str, float]] = []
     with store_settings(name) as config:
         learner, worker = make_store(config), make_store(config)
         for version in range(num_samples + 1):
-            publish_s, fetch_s = travel(learner, worker, version, state)
+            publish_s, fetch_s = transfer(learner, worker, version, state)
             samples.append({"publish_s": publish_s, "fetch_s": fetch_s})
     del samples[0]  # the first opens files and connections
     seconds = statistics.median(sample["publish_s"] + sample["fetch_s"] for sample in samples)
@@ -89,41 +88,41 @@ def store_result(name: str, state: State, num_samples: int, copy_s: float) -> di
 
 
 def delta_result(dtype: str, learning_rate: float, num_samples: int) -> dict[str, Any]:
-    """Bytes of a difference against those of a complete version, and its seconds."""
+    """Return the size of a delta relative to a full version, and its seconds."""
     first, second = two_versions(dtype, learning_rate)
     with tempfile.TemporaryDirectory() as folder:
         config = FolderWeightStore(path=folder, full_every=1000)
         samples = []
         for _ in range(num_samples):
             learner, worker = make_store(config), make_store(config)
-            travel(learner, worker, 1, first)
-            publish_s, fetch_s = travel(learner, worker, 2, second)
+            transfer(learner, worker, 1, first)
+            publish_s, fetch_s = transfer(learner, worker, 2, second)
             samples.append({"publish_s": publish_s, "fetch_s": fetch_s})
-        complete, delta = (path.stat().st_size for path in sorted(Path(folder).iterdir()))
+        full, delta = (path.stat().st_size for path in sorted(Path(folder).iterdir()))
     return {
-        "full_bytes": complete,
+        "full_bytes": full,
         "delta_bytes": delta,
-        "delta_over_full": delta / complete,
-        "overwrite_over_full": sum(overwrite_bytes(first[n], second[n]) for n in first) / complete,
+        "delta_over_full": delta / full,
+        "overwrite_over_full": sum(overwrite_bytes(first[n], second[n]) for n in first) / full,
         "samples": samples,
     }
 
 
 def overwrite_bytes(old: torch.Tensor, new: torch.Tensor) -> int:
-    """Bytes of the other way to write a difference: which elements changed, and what they are."""
+    """Return the size of the alternative delta format: positions and values of changed elements."""
     integers = {2: np.uint16, 4: np.uint32}[new.itemsize]
-    before, after = (raw_bytes(tensor).view(integers) for tensor in (old, new))
-    [changed] = np.nonzero(before != after)
+    old_values, new_values = (raw_bytes(tensor).view(integers) for tensor in (old, new))
+    [changed] = np.nonzero(old_values != new_values)
     gaps = np.diff(changed.astype(np.uint32), prepend=np.uint32(0))
     compress = zstandard.ZstdCompressor(level=1).compress
     by_rank = np.ascontiguousarray(gaps.view(np.uint8).reshape(-1, 4).T)
-    return len(compress(by_rank.data)) + len(compress(after[changed].data))
+    return len(compress(by_rank.data)) + len(compress(new_values[changed].data))
 
 
-def travel(
+def transfer(
     learner: VersionStore, worker: VersionStore, version: int, state: State
 ) -> tuple[float, float]:
-    """Seconds to publish and to fetch, each with its checksums."""
+    """Publish and fetch a version and return the seconds of each, including checksums."""
     published: list[Any] = []
 
     def publish() -> None:
@@ -131,11 +130,11 @@ def travel(
             learner.publish(make_manifest(version, state, [CANARY_PROMPT], [[0.0]]), state)
         )
 
-    return timed(publish), timed(lambda: worker.fetch(published[0]))
+    return time_call(publish), time_call(lambda: worker.fetch(published[0]))
 
 
 def two_versions(dtype: str, learning_rate: float) -> tuple[State, State]:
-    """The weights before and after an AdamW step, as they travel; some 50 MB each."""
+    """Return the weights before and after an AdamW step, as published; about 50 MB each."""
     torch.manual_seed(0)
     width = 512 if dtype == "float32" else 768
     model = Qwen2ForCausalLM(
@@ -150,26 +149,26 @@ def two_versions(dtype: str, learning_rate: float) -> tuple[State, State]:
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    before: State = {}
+    previous: State = {}
     for _ in range(NUM_STEPS):
-        before = snapshot(model, dtype)
+        previous = snapshot(model, dtype)
         ids = torch.randint(0, 4096, (4, 64))
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return before, snapshot(model, dtype)
+    return previous, snapshot(model, dtype)
 
 
 def snapshot(model: Qwen2ForCausalLM, dtype: str) -> State:
-    """The weights as they travel, apart from what the optimizer writes to."""
+    """Return a copy of the weights, as published."""
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
     return cast_floats(state, dtype)
 
 
 @contextmanager
 def store_settings(name: str) -> Iterator[WeightStoreConfig]:
-    """Settings of a store that is up."""
+    """Start a store and yield its settings."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if name == "folder":
@@ -188,11 +187,11 @@ def store_settings(name: str) -> Iterator[WeightStoreConfig]:
             yield S3WeightStore(bucket=server.bucket, endpoint=server.endpoint)
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds that the call took."""
-    begun = time.perf_counter()
+def time_call(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start_s = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

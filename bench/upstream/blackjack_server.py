@@ -1,8 +1,8 @@
-"""OpenEnv's own server with OpenSpiel's blackjack: what `bench/environments.py` compares with.
+"""OpenEnv's server with OpenSpiel's blackjack, the baseline of `bench/environments.py`.
 
-Runs in a virtual environment with `openenv` and `open_spiel`. Written as cheaply as OpenEnv
-allows, so that the comparison is of servers: it steps on the event loop, cards are drawn by
-index, and observations are built without validating what is right by construction.
+Runs in a virtual environment with `openenv` and `open_spiel`. The environment is as fast as OpenEnv
+allows, so that the comparison is of servers: it steps on the event loop, draws cards by index and
+does not validate its observations.
 Argument: the port.
 """
 
@@ -27,7 +27,7 @@ class BlackjackAction(Action):
 
 
 class BlackjackObservation(Observation):
-    """The same fields as openspiel_env's."""
+    """An observation with the fields of openspiel_env's."""
 
     info_state: list[float]
     legal_actions: list[int]
@@ -37,7 +37,7 @@ class BlackjackObservation(Observation):
 
 
 class BlackjackEnvironment(Environment):
-    """One seat at blackjack; the cards follow from the seed."""
+    """Blackjack for one player, with cards from the seed."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -48,7 +48,7 @@ class BlackjackEnvironment(Environment):
         self._num_steps = 0
 
     def reset(self, seed=None, episode_id=None, **options):
-        """The first view of a new deal."""
+        """Deal a new game and return its first observation."""
         self._draw.seed(seed)
         self._num_steps = 0
         self._state = GAME.new_initial_state()
@@ -56,7 +56,7 @@ class BlackjackEnvironment(Environment):
         return self._observe("initial", None)
 
     def step(self, action, timeout_s=None, **options):
-        """What the move led to."""
+        """Apply a move and return the observation."""
         state = self._state
         if action.action_id not in state.legal_actions():
             raise ValueError(f"expected one of {state.legal_actions()}, got {action.action_id}")
@@ -68,16 +68,16 @@ class BlackjackEnvironment(Environment):
         return self._observe("playing", 0.0)
 
     async def reset_async(self, seed=None, episode_id=None, **options):
-        """The same on the event loop: OpenEnv hands what is not async to a thread."""
+        """Call `reset` on the event loop; OpenEnv runs synchronous methods in a thread."""
         return self.reset(seed)
 
     async def step_async(self, action, timeout_s=None, **options):
-        """The same on the event loop."""
+        """Call `step` on the event loop."""
         return self.step(action)
 
     @property
     def state(self):
-        """Where the episode stands."""
+        """State of the episode."""
         return State(episode_id=None, step_count=self._num_steps)
 
     def _deal(self):

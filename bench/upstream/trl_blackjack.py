@@ -1,15 +1,15 @@
-"""TRL's GRPOTrainer at blackjack: what `bench/speedup.py` compares with.
+"""Blackjack with TRL's GRPOTrainer, the baseline of `bench/speedup.py`.
 
-Runs in a virtual environment with `trl`, on whole games through `rollout_func`. Written as
-cheaply as TRL allows: games are played all at once, in this process or over WebSocket on a server,
-with a KV cache; nothing is logged; the clock stands still while weights are written for the judge.
-Settings are those that were found best for TRL: groups of 16, 512 games a round, 4 minibatches,
-learning rate 1e-3, entropy bonus 0.07. (It decides: with 0.05 one seed of three arrives at 41 %,
-and two stay at 40 %; with 0.07 all three arrive; with 0.1 one does, and two drift into words that
-are no move. On one seed: without a bonus it stays at 40 %; half the learning rate is slower; a
-divergence from the starting policy in the bonus's place arrives no earlier.)
-Arguments: model folder, output folder, seed, rounds, rounds between snapshots, and the address of a
-server, where the games are not to be played in this process.
+Runs in a virtual environment with `trl` and plays whole games in `rollout_func`. The program is as
+fast as TRL allows: all games are played in parallel, in this process or over WebSocket on a server,
+with a KV cache; nothing is logged; the clock is paused while weights are saved for the evaluation.
+The settings are the best found for TRL: groups of 16, 512 games per round, 4 minibatches, learning
+rate 1e-3 and entropy bonus 0.07. The entropy bonus matters most. With 0.05, one of three seeds
+reaches 41 % and two stay at 40 %. With 0.07, all three reach it. With 0.1, one reaches it and two
+drift to text that is not a move. On one seed, no bonus stays at 40 %, half the learning rate is
+slower, and a KL penalty instead of the bonus is not faster.
+Arguments: model folder, output folder, seed, rounds, rounds between snapshots, and optionally the
+address of a server for the games.
 """
 
 import asyncio
@@ -33,30 +33,33 @@ from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 GROUP_SIZE = 16
 GAMES_PER_ROUND = 512
 NUM_MINIBATCHES = 4
-MAX_ANSWER_TOKENS = 4
+MAX_COMPLETION_TOKENS = 4
 MAX_TOKENS = 256
 INVALID_REWARD = -1.0
 
 
-class InProcess:
-    """Games in this process, numbered from 0."""
+class LocalGames:
+    """Games in this process, by index."""
 
     def __init__(self, num_games):
         self.environments = [OpenSpielEnvironment(game="blackjack") for _ in range(num_games)]
         self.observations = [None] * num_games
 
-    def deal(self, seeds):
-        """The messages that each game begins with."""
+    def reset(self, seeds):
+        """Start all games and return their first messages."""
         for game, seed in enumerate(seeds):
             self.observations[game] = self.environments[game].reset(seed=seed).observation
-        return [self.shown(game, first=True) for game in range(len(seeds))]
+        return [self.render(game, first=True) for game in range(len(seeds))]
 
-    def answer(self, games, texts):
-        """(reward, messages) of each answer; None where it was no move, no messages at the end."""
-        return [self.answer_one(game, text) for game, text in zip(games, texts, strict=True)]
+    def step(self, games, texts):
+        """Return (reward, messages) for each completion.
 
-    def answer_one(self, game, text):
-        """What one answer leads to."""
+        The reward is None for a text that is not a move; messages are None at the end of a game.
+        """
+        return [self.step_game(game, text) for game, text in zip(games, texts, strict=True)]
+
+    def step_game(self, game, text):
+        """Apply one completion and return (reward, messages)."""
         environment = self.environments[game]
         try:
             action = environment.text_renderer.parse(text, self.observations[game])
@@ -65,23 +68,23 @@ class InProcess:
             return None, None
         self.observations[game] = result.observation
         is_over = result.terminated or result.truncated
-        return result.reward or 0.0, None if is_over else self.shown(game, first=False)
+        return result.reward or 0.0, None if is_over else self.render(game, first=False)
 
-    def shown(self, game, *, first):
-        """The game as text."""
+    def render(self, game, *, first):
+        """Return the messages for a game's observation."""
         renderer = self.environments[game].text_renderer
         return renderer.render(self.observations[game], first=first)
 
 
-class OverTheWire:
-    """The same games on a server, one WebSocket each."""
+class RemoteGames:
+    """Games on a server, with one WebSocket per game."""
 
     def __init__(self, address, num_games):
         self.client = EnvClient.connect(address)
         self.sessions = [self.client.open_session() for _ in range(num_games)]
 
-    def deal(self, seeds):
-        """The messages that each game begins with."""
+    def reset(self, seeds):
+        """Start all games and return their first messages."""
 
         async def reset_all():
             resets = zip(self.sessions, seeds, strict=True)
@@ -91,8 +94,11 @@ class OverTheWire:
 
         return [result.text.messages for result in self.client.loop.run(reset_all())]
 
-    def answer(self, games, texts):
-        """(reward, messages) of each answer; None where it was no move, no messages at the end."""
+    def step(self, games, texts):
+        """Return (reward, messages) for each completion.
+
+        The reward is None for a text that is not a move; messages are None at the end of a game.
+        """
 
         async def step_all():
             steps = zip(games, texts, strict=True)
@@ -101,10 +107,10 @@ class OverTheWire:
                 return_exceptions=True,
             )
 
-        return [self.outcome(result) for result in self.client.loop.run(step_all())]
+        return [self.convert(result) for result in self.client.loop.run(step_all())]
 
-    def outcome(self, result):
-        """What one answer led to."""
+    def convert(self, result):
+        """Convert a result to (reward, messages)."""
         if isinstance(result, ActionError):
             return None, None
         if isinstance(result, Exception):
@@ -113,7 +119,7 @@ class OverTheWire:
 
 
 class Game:
-    """One game's tokens."""
+    """The tokens of one game."""
 
     def __init__(self, number, prompt_ids):
         self.number = number
@@ -124,14 +130,14 @@ class Game:
         self.reward = 0.0
         self.is_over = False
 
-    def say(self, token_ids, logprobs):
-        """Takes what the policy has sampled."""
+    def add_completion(self, token_ids, logprobs):
+        """Append sampled tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.mask += [1] * len(token_ids)
 
-    def hear(self, reward, added):
-        """Takes what came of it: None is no move, and no tokens are added after the end."""
+    def add_result(self, reward, added):
+        """Append the result of a completion; `added` is None at the end of the game."""
         self.reward = INVALID_REWARD if reward is None else self.reward + reward
         self.is_over = added is None
         if added is not None:
@@ -141,7 +147,7 @@ class Game:
 
 
 class Rollouts:
-    """TRL's rollout_func: plays a round's games to their end."""
+    """TRL's rollout_func, which plays the games of a round."""
 
     def __init__(self, tokenizer, seed, table):
         self.tokenizer = tokenizer
@@ -150,19 +156,22 @@ class Rollouts:
         self.texts = {}
 
     def __call__(self, prompts, trainer):
-        """prompt_ids, completion_ids, logprobs, env_mask and game_return of each prompt."""
+        """Return prompt_ids, completion_ids, logprobs, env_mask and game_return for each prompt."""
         num_groups = len(prompts) // GROUP_SIZE
         seeds = [seed for seed in itertools.islice(self.seeds, num_groups) for _ in range(16)]
-        dealt = self.table.deal(seeds)
-        games = [Game(number, list(self.encoded(shown))) for number, shown in enumerate(dealt)]
+        prompt_messages = self.table.reset(seeds)
+        games = [
+            Game(number, list(self.encode(messages)))
+            for number, messages in enumerate(prompt_messages)
+        ]
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.eval()
-        while waiting := [game for game in games if not game.is_over]:
+        while active := [game for game in games if not game.is_over]:
             by_length = defaultdict(list)
-            for game in waiting:
+            for game in active:
                 by_length[len(game.token_ids)].append(game)
             for same_length in by_length.values():
-                self.answer(model, same_length)
+                self.sample(model, same_length)
         model.train()
         return {
             "prompt_ids": [game.prompt_ids for game in games],
@@ -173,11 +182,11 @@ class Rollouts:
         }
 
     @torch.inference_mode()
-    def answer(self, model, games):
-        """Samples one answer for each of the games, whose texts are equally long."""
+    def sample(self, model, games):
+        """Sample one completion for each game; the games have the same number of tokens."""
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([game.token_ids for game in games])
-        answers = [([], []) for _ in games]
+        completions = [([], []) for _ in games]
         alive = list(range(len(games)))
         while alive:
             output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -186,11 +195,11 @@ class Rollouts:
             chosen = logprobs.gather(1, sampled)
             kept = []
             for row, index in enumerate(alive):
-                token_ids, token_logprobs = answers[index]
+                token_ids, token_logprobs = completions[index]
                 token_ids.append(int(sampled[row]))
                 token_logprobs.append(float(chosen[row]))
                 ended = token_ids[-1] == self.tokenizer.eos_token_id
-                if not ended and len(token_ids) < MAX_ANSWER_TOKENS:
+                if not ended and len(token_ids) < MAX_COMPLETION_TOKENS:
                     kept.append(row)
             if not kept:
                 break
@@ -199,16 +208,16 @@ class Rollouts:
             ids = sampled[torch.tensor(kept)]
             alive = [alive[row] for row in kept]
         texts = []
-        for game, answer in zip(games, answers, strict=True):
-            game.say(*answer)
-            texts.append(self.tokenizer.decode(answer[0], skip_special_tokens=True))
-        outcomes = self.table.answer([game.number for game in games], texts)
-        for game, (reward, shown) in zip(games, outcomes, strict=True):
-            # The template of this model only ever appends.
-            game.hear(reward, None if shown is None else list(self.encoded(shown)))
+        for game, completion in zip(games, completions, strict=True):
+            game.add_completion(*completion)
+            texts.append(self.tokenizer.decode(completion[0], skip_special_tokens=True))
+        outcomes = self.table.step([game.number for game in games], texts)
+        for game, (reward, messages) in zip(games, outcomes, strict=True):
+            # This model's chat template only appends.
+            game.add_result(reward, None if messages is None else list(self.encode(messages)))
 
-    def encoded(self, messages):
-        """The messages through the chat template; the few different ones are kept."""
+    def encode(self, messages):
+        """Return the tokens of messages in the chat template, from a cache."""
         key = tuple((message["role"], message["content"]) for message in messages)
         if key not in self.texts:
             text = self.tokenizer.apply_chat_template(
@@ -219,42 +228,42 @@ class Rollouts:
 
 
 class Snapshots(TrainerCallback):
-    """Writes the weights now and then, off the clock."""
+    """Saves the weights at intervals; saving is not timed."""
 
     def __init__(self, model, folder, every_steps):
         self.model, self.folder, self.every_steps = model, folder, every_steps
-        self.begun = self.off_clock_s = 0.0
+        self.start_s = self.paused_s = 0.0
         self.seconds = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Starts the clock."""
-        self.begun = time.perf_counter()
+        """Start the clock."""
+        self.start_s = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Stops the clock while a snapshot is written."""
+        """Save a snapshot while the clock is paused."""
         if state.global_step % self.every_steps:
             return
-        paused = time.perf_counter()
+        pause_start_s = time.perf_counter()
         round_index = state.global_step // NUM_MINIBATCHES
-        self.seconds[round_index] = paused - self.begun - self.off_clock_s
+        self.seconds[round_index] = pause_start_s - self.start_s - self.paused_s
         weights = {k: v.detach().clone() for k, v in self.model.named_parameters()}
         save_file(weights, self.folder / f"round-{round_index:05d}.safetensors")
-        self.off_clock_s += time.perf_counter() - paused
+        self.paused_s += time.perf_counter() - pause_start_s
 
 
 def main():
-    """Trains, and writes snapshots and seconds.json."""
+    """Train, and write snapshots and seconds.json."""
     model_path, output, seed, num_rounds, snapshot_every, *addresses = sys.argv[1:]
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # two are slower for a model of this size
+    torch.set_num_threads(1)  # two threads are slower for a model of this size
     torch.manual_seed(int(seed))
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     snapshots = Snapshots(model, folder, int(snapshot_every) * NUM_MINIBATCHES)
-    table = InProcess(GAMES_PER_ROUND)
+    table = LocalGames(GAMES_PER_ROUND)
     if addresses:
-        table = OverTheWire(*addresses, GAMES_PER_ROUND)
+        table = RemoteGames(*addresses, GAMES_PER_ROUND)
     num_prompts = int(num_rounds) * GAMES_PER_ROUND // GROUP_SIZE
     trainer = GRPOTrainer(
         model=model,
