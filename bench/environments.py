@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "dev"))
 
-from upstream_environment import python_of  # noqa: E402
+from upstream_environment import install_upstream  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "env.json"
 UPSTREAM = ROOT / "bench" / "upstream"
@@ -378,7 +378,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.cpu_count() == 1:
         sys.exit("the benchmark needs two cores, one for servers and one for clients; got one")
-    upstream_python = python_of(OPENENV, extra=[OPENSPIEL])
+    upstream_python = install_upstream(OPENENV, extra=[OPENSPIEL])
     initial_machine = machine()
     with all_servers(upstream_python, not arguments.no_gateway) as servers:
         rows = contenders(servers, upstream_python)

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "dev"))
 
-from upstream_environment import python_in  # noqa: E402
+from upstream_environment import build_virtual_environment  # noqa: E402
 
 from ludus.proto.runs import read_metrics  # noqa: E402
 
@@ -124,7 +124,9 @@ def train_with_trl(
     Args:
         server: address of a server for the games. Default: games in TRL's process.
     """
-    python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *TRL_DEPENDENCIES])
+    python = build_virtual_environment(
+        f"upstream-{TRL.replace('==', '-')}", [TRL, *TRL_DEPENDENCIES]
+    )
     target = folder / f"trl-{seed}"
     program = ROOT / "bench" / "upstream" / "trl_blackjack.py"
     arguments = [model, target, seed, num_rounds, TRL_SNAPSHOT_ROUNDS, *server]

@@ -1,4 +1,4 @@
-"""Draws docs/images/autoscaling.svg: a recorded run of tests/cluster/test_autoscaling.py.
+"""Draw docs/images/autoscaling.svg from a recorded run of tests/cluster/test_autoscaling.py.
 
 .venv/bin/python dev/autoscaling_picture.py [runs/cluster-test/autoscaling.json]
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoscaler import Autoscaler, replayed
+from autoscaler import Autoscaler, simulate_demand
 from grafana import drawing
 from grafana.drawing import Box, Series, Span
 from grafana.model import Panel
@@ -28,74 +28,74 @@ _WIDTH, _HEIGHT = 900, 260
 
 @dataclass(frozen=True)
 class Recording:
-    """What was seen in each second, by name; a second that nobody saw is as the one before."""
+    """Observed values of each second by name; a missing second repeats the previous values."""
 
     scaled_object: Mapping[str, Any]
     seconds: Mapping[str, Sequence[float]]
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Recording:
-        """As the test has written it."""
-        rows = {round(row[0]): row for row in said["seconds"]}
-        row, filled = said["seconds"][0], []
+    def parse(cls, content: Mapping[str, Any]) -> Recording:
+        """Parse the content of the test's file."""
+        rows = {round(row[0]): row for row in content["seconds"]}
+        row, filled = content["seconds"][0], []
         for second in range(max(rows) + 1):
             row = rows.get(second, row)
             filled.append(row)
         columns = zip(*filled, strict=True)
-        return cls(said["scaled_object"], dict(zip(said["columns"], columns, strict=True)))
+        return cls(content["scaled_object"], dict(zip(content["columns"], columns, strict=True)))
 
     @property
-    def wanted(self) -> list[float]:
-        """Sessions to provide for."""
+    def num_sessions(self) -> list[float]:
+        """Active and waiting sessions in each second."""
         pairs = zip(self.seconds["active"], self.seconds["pending"], strict=True)
         return [active + pending for active, pending in pairs]
 
-    def simulated(self, scaled_object: Mapping[str, Any], phase_s: int = 0) -> list[int]:
-        """The pods that the simulation wants in each second of the same demand."""
+    def simulate(self, scaled_object: Mapping[str, Any], phase_s: int = 0) -> list[int]:
+        """Return the simulated number of pods in each second of the same demand."""
         first = int(self.seconds["replicas"][0])
         scaler = Autoscaler(dict(scaled_object), first, RECORDED_SYNC_S)
-        return replayed(scaler, self.wanted, phase_s)
+        return simulate_demand(scaler, self.num_sessions, phase_s)
 
 
 def draw(recording: Recording) -> str:
-    """Sessions, and below them pods."""
-    seen = recording.seconds
+    """Return the picture: sessions above, pods below."""
+    seconds = recording.seconds
     panels = {
         "Sessions": {
-            "on pods that take new ones": seen["active"],
-            "waiting in the gateway": seen["pending"],
-            "on pods that drain": seen["draining"],
+            "on pods that take new ones": seconds["active"],
+            "waiting in the gateway": seconds["pending"],
+            "on pods that drain": seconds["draining"],
         },
         "Pods": {
-            "wanted by KEDA and the HPA": seen["replicas"],
-            "ready": seen["ready"],
-            "wanted by the simulation": recording.simulated(recording.scaled_object),
+            "wanted by KEDA and the HPA": seconds["replicas"],
+            "ready": seconds["ready"],
+            "wanted by the simulation": recording.simulate(recording.scaled_object),
         },
     }
-    span = Span(0.0, float(len(recording.wanted) - 1))
+    span = Span(0.0, float(len(recording.num_sessions) - 1))
     parts = []
     for number, (title, lines) in enumerate(panels.items()):
         box = Box(0, number * _HEIGHT, _WIDTH, _HEIGHT)
         series = [Series(name, _steps(values), {}) for name, values in lines.items()]
-        shown = Panel(title, "", (), "", min=0)
-        parts.append(drawing.draw_panel(shown, title, series, box, span))
+        panel = Panel(title, "", (), "", min=0)
+        parts.append(drawing.draw_panel(panel, title, series, box, span))
     title = "Pods follow sessions, from zero and back"
     return drawing.draw_page(title, Box(0, 0, _WIDTH, len(panels) * _HEIGHT), parts)
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """A line that turns where a value changes."""
+    """Return the points of a step line."""
     points = [(0.0, values[0])]
-    for second, (before, value) in enumerate(itertools.pairwise(values), start=1):
-        if value != before:
-            points += [(float(second), before), (float(second), value)]
+    for second, (previous, value) in enumerate(itertools.pairwise(values), start=1):
+        if value != previous:
+            points += [(float(second), previous), (float(second), value)]
     return [*points, (float(len(values) - 1), values[-1])]
 
 
 def main() -> None:
-    """Draw the run that is named, or the one that is kept."""
+    """Draw the run of the command line; default: the recorded run of the repository."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORDED
-    recording = Recording.of(json.loads(path.read_text(encoding="utf-8")))
+    recording = Recording.parse(json.loads(path.read_text(encoding="utf-8")))
     TARGET.write_text(draw(recording), encoding="utf-8")
 
 

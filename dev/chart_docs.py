@@ -1,4 +1,4 @@
-"""Writes docs/kubernetes-values.md from the chart's values.yaml and its comments, or checks it.
+"""Write docs/kubernetes-values.md from the comments in the chart's values.yaml, or check it.
 
 Each value has a comment above it. A value without comments inside, such as requests and limits, is
 one row.

@@ -1,9 +1,9 @@
-"""Draws the dashboards with the data of a Prometheus: docs/images/ludus-*.svg.
+"""Draw the dashboards with data of a Prometheus: docs/images/ludus-*.svg.
 
     dashboards.py --expressions--> Prometheus --series--> grafana/drawing.py --> SVG
 
-No Grafana is needed: layout, expressions, units and colours are those of the dashboards; what
-Grafana draws looks otherwise. Times are Unix times in seconds.
+No Grafana is needed. Layout, expressions, units and colors are those of the dashboards, but the
+pictures look different from Grafana's. Times are Unix times in seconds.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ COLUMN_WIDTH, ROW_HEIGHT, HEADING_HEIGHT = 60, 26, 30
 NUM_POINTS = 100
 
 
-class Answers(Protocol):
-    """What is known of the time that is looked at, and what is chosen at the top of the page."""
+class SeriesSource(Protocol):
+    """A source of time series, with the time range and the selected variables of the page."""
 
     @property
     def span(self) -> Span: ...
     @property
-    def chosen(self) -> Mapping[str, str]: ...
+    def selection(self) -> Mapping[str, str]: ...
     def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
-        """The answer, named as the legend has it; by the query's letter in a table."""
+        """Return the series of a query, named by its legend, or by its letter in a table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A Prometheus."""
+class Prometheus:
+    """A Prometheus server."""
 
     address: str
     span: Span
-    chosen: Mapping[str, str]
+    selection: Mapping[str, str]
 
     def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
-        """The answer, named as the legend has it; by the query's letter in a table."""
+        """Return the series of a query, named by its legend, or by its letter in a table."""
         step = (self.span.end - self.span.start) / NUM_POINTS
-        expression = re.sub(r"\$(\w+)", lambda found: self.chosen[found[1]], query.expr)
-        asked = {
+        expression = re.sub(r"\$(\w+)", lambda match: self.selection[match[1]], query.expr)
+        parameters = {
             "query": expression,
             "start": self.span.start,
             "end": self.span.end,
             "step": f"{step:.3f}",
         }
-        url = f"{self.address}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
-        with urllib.request.urlopen(url) as reply:
-            found = json.load(reply)["data"]["result"]
-        return [_series(one, letter if is_table else query.legend) for one in found]
+        url = f"{self.address}/api/v1/query_range?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url) as response:
+            results = json.load(response)["data"]["result"]
+        return [_parse_series(result, letter if is_table else query.legend) for result in results]
 
 
-def draw(dashboard: Dashboard, source: Answers) -> str:
-    """The page as SVG."""
+def draw(dashboard: Dashboard, source: SeriesSource) -> str:
+    """Return the page as SVG."""
     parts, y = [], 0.0
     for row in dashboard.rows:
         parts.append(drawing.draw_heading(row.title, Box(0, y, 0, 0)))
@@ -80,27 +80,27 @@ def draw(dashboard: Dashboard, source: Answers) -> str:
     return drawing.draw_page(dashboard.title, Box(0, 0, GRID_COLUMNS * COLUMN_WIDTH, y + 4), parts)
 
 
-def _panel(panel: Panel, source: Answers, box: Box) -> str:
-    title = re.sub(r"\$(\w+)", lambda found: source.chosen[found[1]], panel.title)
+def _panel(panel: Panel, source: SeriesSource, box: Box) -> str:
+    title = re.sub(r"\$(\w+)", lambda match: source.selection[match[1]], panel.title)
     series = [
-        one
+        curve
         for number, query in enumerate(panel.queries)
-        for one in source.series(query, chr(ord("A") + number), panel.kind == "table")
+        for curve in source.series(query, chr(ord("A") + number), panel.kind == "table")
     ]
     return drawing.draw_panel(panel, title, series, box, source.span)
 
 
-def _series(answer: Mapping[str, Any], legend: str) -> Series:
-    labels = answer["metric"]
-    name = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), legend)
-    values = [(float(t), float(v)) for t, v in answer["values"]]
+def _parse_series(result: Mapping[str, Any], legend: str) -> Series:
+    labels = result["metric"]
+    name = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), legend)
+    values = [(float(t), float(v)) for t, v in result["values"]]
     return Series(name, [(t, v) for t, v in values if math.isfinite(v)], labels)
 
 
 def main() -> None:
     """Draw every dashboard."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prometheus", help="its address, for example http://127.0.0.1:9090")
+    parser.add_argument("prometheus", help="address, for example http://127.0.0.1:9090")
     parser.add_argument("--start", type=float, required=True)
     parser.add_argument("--end", type=float, required=True)
     parser.add_argument("--run", required=True)
@@ -108,17 +108,21 @@ def main() -> None:
     parser.add_argument("--window", default="1m")
     parser.add_argument("--rate-interval", default="1m", help="four scrapes or more")
     parser.add_argument("--to", type=Path, default=TARGET)
-    given = parser.parse_args()
-    chosen = {
+    arguments = parser.parse_args()
+    selection = {
         "namespace": ".*",
-        "run": given.run,
-        "environment": given.environment,
-        "window": given.window,
-        "__rate_interval": given.rate_interval,
+        "run": arguments.run,
+        "environment": arguments.environment,
+        "window": arguments.window,
+        "__rate_interval": arguments.rate_interval,
     }
-    source = Source(given.prometheus.rstrip("/"), Span(given.start, given.end), chosen)
+    source = Prometheus(
+        arguments.prometheus.rstrip("/"), Span(arguments.start, arguments.end), selection
+    )
     for dashboard in DASHBOARDS:
-        (given.to / f"{dashboard.uid}.svg").write_text(draw(dashboard, source), encoding="utf-8")
+        (arguments.to / f"{dashboard.uid}.svg").write_text(
+            draw(dashboard, source), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

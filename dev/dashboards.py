@@ -1,4 +1,4 @@
-"""Writes charts/ludus/dashboards from dev/grafana, or checks the existing files."""
+"""Write charts/ludus/dashboards from dev/grafana, or check the existing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the gRPC stubs of every .proto below proto/, or checks that they are up to date."""
+"""Write the gRPC stubs of every .proto file in proto/, or check that they are up to date."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "proto"
 
 
 def generate(output: Path) -> list[Path]:
-    """The stub files, written below `output`, relative to it."""
+    """Write the stubs to `output` and return their relative paths."""
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.proto"))]
     outputs = [f"--{kind}_out={output}" for kind in ("python", "pyi", "grpc_python")]
     code = protoc.main(["protoc", f"-I{ROOT}", *outputs, *sources])
@@ -22,8 +22,8 @@ def generate(output: Path) -> list[Path]:
     return sorted(path.relative_to(output) for path in output.rglob("*_pb2*.py*"))
 
 
-def drifted() -> list[Path]:
-    """The checked-in stubs that differ from what their .proto gives now."""
+def find_stale_stubs() -> list[Path]:
+    """Return the committed stubs that differ from newly generated stubs."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
         return [
@@ -35,8 +35,10 @@ def drifted() -> list[Path]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    parser.add_argument(
+        "--check", action="store_true", help="Write nothing; exit with 1 if a stub is stale."
+    )
     if not parser.parse_args().check:
         generate(ROOT)
-    elif stale := drifted():
+    elif stale := find_stale_stubs():
         sys.exit(f"stale stubs, run `make proto`: {', '.join(map(str, stale))}")

@@ -1,6 +1,6 @@
-"""Prints what packages of this repository require of others, for the Dockerfiles.
+"""Print the third-party requirements of the repository's packages, for the Dockerfiles.
 
-The layer that installs it is made anew when a pyproject.toml changes, not with every line of code.
+The layer that installs them is rebuilt only when a pyproject.toml changes.
 
     python dev/image_requirements.py [--without NAME]... [--extra NAME]... FOLDER...
 """
@@ -17,17 +17,20 @@ from pathlib import Path
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-def requirements(folders: list[Path], without: set[str], extras: Iterable[str] = ()) -> list[str]:
-    """The dependencies of the packages in `folders`, but for each other's and those left out.
+def list_requirements(
+    folders: list[Path], excluded: set[str], extras: Iterable[str] = ()
+) -> list[str]:
+    """Return the requirements of the packages in `folders`, sorted.
 
-    With what their optional parts in `extras` need, where they have such parts.
+    The packages themselves and `excluded` are left out. Optional dependencies in `extras` are
+    included.
     """
     projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in folders]
-    left_out = without | {project["project"]["name"] for project in projects}
-    wanted = {line for project in projects for line in project["project"]["dependencies"]}
+    excluded = excluded | {project["project"]["name"] for project in projects}
+    lines = {line for project in projects for line in project["project"]["dependencies"]}
     optional = [project["project"].get("optional-dependencies", {}) for project in projects]
-    wanted |= {line for parts in optional for extra in extras for line in parts.get(extra, ())}
-    return sorted(line for line in wanted if _name(line) not in left_out)
+    lines |= {line for parts in optional for extra in extras for line in parts.get(extra, ())}
+    return sorted(line for line in lines if _name(line) not in excluded)
 
 
 def _name(requirement: str) -> str:
@@ -36,13 +39,13 @@ def _name(requirement: str) -> str:
 
 
 def main() -> None:
-    """One requirement a line, as pip reads them."""
+    """Print one requirement per line, in pip's format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--extra", action="append", default=[])
     arguments = parser.parse_args()
-    lines = requirements(arguments.folders, set(arguments.without), arguments.extra)
+    lines = list_requirements(arguments.folders, set(arguments.without), arguments.extra)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 

@@ -1,15 +1,15 @@
-"""Builds the images with docker, podman or buildah, whichever is there, and prints their sizes.
+"""Build the images with docker, podman or buildah and print their sizes.
 
     python dev/images.py [--only gateway] [--tag dev] [--engine buildah] [--load]
     python dev/images.py --skaffold gateway
 
-LUDUS_IMAGE_LOADER is the command that brings an archive to a cluster's nodes. Skaffold says in
-IMAGE what an image shall be called, and in PUSH_IMAGE whether a registry gets it.
+LUDUS_IMAGE_LOADER is the command that loads an archive into the nodes of a cluster. Skaffold sets
+IMAGE to the name of the image, and PUSH_IMAGE to true if the image must be pushed.
 
-What the machine's pip is told (`pip config list`), apt's configuration and the certificates
-are handed in as secrets, and folders with packages as read-only volumes: no layer keeps them.
-PYTHON_IMAGE names another base; where no registry is reached, `dev/base_image.sh` makes one. On a
-CPU, TORCH_INDEX_URL names an index of PyTorch's CPU wheels.
+The configurations of pip (`pip config list`) and apt and the certificates of the machine are build
+secrets, and folders with packages are read-only volumes, so no layer contains them. PYTHON_IMAGE
+selects another base image; without a registry, `dev/base_image.sh` makes one. On a CPU,
+TORCH_INDEX_URL selects an index of PyTorch's CPU wheels.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ROOT = Path(__file__).parents[1]
 ENGINES = ("docker", "podman", "buildah")
 LOADER = "LUDUS_IMAGE_LOADER"
 FILE_OPTIONS = ("cert", "client-cert", "constraint", "requirement", "log")
-"""pip options whose values are paths of this machine."""
+"""Options of pip whose values are paths on this machine."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image: its name in a registry, its Dockerfile, and what the Dockerfile is told."""
+    """An image: its name in a registry, its Dockerfile and the build arguments."""
 
     name: str
     dockerfile: str
@@ -87,11 +87,11 @@ IMAGES = {
 DEFAULT = [name for name, image in IMAGES.items() if image.is_built_by_default]
 
 
-def pip_configuration(listed: str) -> dict[str, str]:
-    """What `pip config list` says, as options; the environment's have precedence, as in pip."""
+def parse_pip_configuration(listing: str) -> dict[str, str]:
+    """Parse the output of `pip config list`; variables override files, as in pip."""
     files: dict[str, str] = {}
     environment: dict[str, str] = {}
-    for line in listed.splitlines():
+    for line in listing.splitlines():
         key, _, value = line.partition("=")
         source, _, option = key.partition(".")
         if source in (":env:", "global"):
@@ -99,15 +99,15 @@ def pip_configuration(listed: str) -> dict[str, str]:
     return files | environment
 
 
-def package_folders(configuration: dict[str, str]) -> list[Path]:
-    """The folders of this machine that pip looks for packages in."""
+def find_package_folders(configuration: dict[str, str]) -> list[Path]:
+    """Return the folders of this machine in which pip looks for packages."""
     words = [
         word
         for option in ("find-links", "index-url", "extra-index-url")
         for word in configuration.get(option, "").split()
     ]
     paths = [unquote(urlsplit(word).path) for word in words if word.startswith(("/", "file://"))]
-    # An index's pages point to files beside it.
+    # The pages of an index link to files next to the index.
     folders = [
         Path(path).parent if path.rstrip("/").endswith("/simple") else Path(path) for path in paths
     ]
@@ -117,12 +117,12 @@ def package_folders(configuration: dict[str, str]) -> list[Path]:
 def build_command(
     engine: str, image: Image, reference: str, secrets: Path, folders: Sequence[Path]
 ) -> list[str]:
-    """The engine's command line for one image."""
-    accepted = (ROOT / image.dockerfile).read_text(encoding="utf-8")
+    """Return the engine's command for one image."""
+    dockerfile = (ROOT / image.dockerfile).read_text(encoding="utf-8")
     arguments = {
         name: os.environ[name]
         for name in ("PYTHON_IMAGE", "TORCH_INDEX_URL")
-        if os.environ.get(name) and f"ARG {name}" in accepted
+        if os.environ.get(name) and f"ARG {name}" in dockerfile
     }
     command = [engine, "build", "--file", image.dockerfile, "--tag", reference, "--network", "host"]
     if image.target is not None:
@@ -154,29 +154,29 @@ def write_secrets(folder: Path, configuration: dict[str, str]) -> None:
     (folder / "apt.conf").write_text(lines, encoding="utf-8")
 
 
-def configured(engine: str, secrets: Path) -> list[Path]:
-    """The folders with packages, once what pip is told here lies in `secrets`."""
-    configuration = pip_configuration(_output(sys.executable, "-m", "pip", "config", "list"))
-    folders = package_folders(configuration)
+def write_pip_configuration(engine: str, secrets: Path) -> list[Path]:
+    """Write the build secrets to a folder and return the folders with packages."""
+    configuration = parse_pip_configuration(_output(sys.executable, "-m", "pip", "config", "list"))
+    folders = find_package_folders(configuration)
     if engine == "docker" and folders:
         sys.exit(
-            f"error: pip looks into {', '.join(map(str, folders))}, and docker mounts no folders"
-            " while it builds; use --engine podman or buildah, or have pip ask an index"
+            f"error: pip uses the folders {', '.join(map(str, folders))}, which docker cannot mount"
+            " during a build; use --engine podman or buildah, or configure pip with an index"
         )
     write_secrets(secrets, configuration)
     return folders
 
 
-def size(engine: str, reference: str) -> int:
-    """Bytes of an image's layers, unpacked."""
+def image_size(engine: str, reference: str) -> int:
+    """Return the unpacked size of an image, in bytes."""
     if engine == "buildah":
-        described = json.loads(_output(engine, "inspect", "--type", "image", reference))
-        return sum(layer["size"] for layer in json.loads(described["Manifest"])["layers"])
+        description = json.loads(_output(engine, "inspect", "--type", "image", reference))
+        return sum(layer["size"] for layer in json.loads(description["Manifest"])["layers"])
     return int(_output(engine, "image", "inspect", "--format", "{{.Size}}", reference))
 
 
 def save(engine: str, reference: str, file: Path) -> None:
-    """Write an archive of the image that docker, kind and containerd load."""
+    """Write an archive of the image that docker, kind and containerd can load."""
     if engine == "buildah":
         _output(engine, "push", reference, f"docker-archive:{file}:{reference}")
     else:
@@ -184,14 +184,14 @@ def save(engine: str, reference: str, file: Path) -> None:
 
 
 def push(engine: str, reference: str) -> None:
-    """Bring the image to its registry; one on this machine may speak without TLS, as for docker."""
-    plain = engine != "docker" and reference.startswith(("localhost:", "127.0.0.1:"))
-    _output(engine, "push", *(["--tls-verify=false"] if plain else []), reference)
+    """Push the image to its registry; a registry on this machine may have no TLS."""
+    is_local = engine != "docker" and reference.startswith(("localhost:", "127.0.0.1:"))
+    _output(engine, "push", *(["--tls-verify=false"] if is_local else []), reference)
 
 
 def finish(engine: str, reference: str, loader: Sequence[str]) -> None:
-    """Say what the image takes, and bring it to a cluster where there is a loader."""
-    sys.stdout.write(f"{reference:44} {size(engine, reference) / 1e6:6.0f} MB unpacked\n")
+    """Print the size of the image and load it into a cluster if there is a loader."""
+    sys.stdout.write(f"{reference:44} {image_size(engine, reference) / 1e6:6.0f} MB unpacked\n")
     sys.stdout.flush()
     if loader:
         with tempfile.TemporaryDirectory() as folder:
@@ -200,15 +200,15 @@ def finish(engine: str, reference: str, loader: Sequence[str]) -> None:
             subprocess.run([*loader, str(archive)], check=True)
 
 
-def engine_there() -> str:
-    """The first of the engines that is installed and works: a docker without a daemon does not."""
+def find_engine() -> str:
+    """Return the first engine that is installed and works (docker needs its daemon)."""
     for engine in ENGINES:
         if (
             shutil.which(engine)
             and not subprocess.run([engine, "info"], capture_output=True).returncode
         ):
             return engine
-    sys.exit("error: expected docker, podman or buildah; for example apt-get install buildah")
+    sys.exit("error: there is no docker, podman or buildah; for example apt-get install buildah")
 
 
 def _output(*command: str) -> str:
@@ -216,37 +216,37 @@ def _output(*command: str) -> str:
 
 
 def main() -> None:
-    """Build, and print what each image takes."""
+    """Build the images and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=IMAGES, default=DEFAULT, metavar="IMAGE")
     parser.add_argument("--tag", default="dev")
     parser.add_argument("--engine", choices=ENGINES)
-    parser.add_argument("--load", action="store_true", help=f"bring them to a cluster: {LOADER}")
     parser.add_argument(
-        "--skaffold", choices=IMAGES, metavar="IMAGE", help="as skaffold asks for it"
+        "--load", action="store_true", help=f"load the images into a cluster with {LOADER}"
     )
+    parser.add_argument("--skaffold", choices=IMAGES, metavar="IMAGE", help="build for Skaffold")
     arguments = parser.parse_args()
-    wanted = {f"docker.io/{IMAGES[name].name}:{arguments.tag}": name for name in arguments.only}
+    references = {f"docker.io/{IMAGES[name].name}:{arguments.tag}": name for name in arguments.only}
     if arguments.skaffold:
-        wanted = {os.environ["IMAGE"]: arguments.skaffold}
-    engine = arguments.engine or engine_there()
+        references = {os.environ["IMAGE"]: arguments.skaffold}
+    engine = arguments.engine or find_engine()
     loader = shlex.split(os.environ.get(LOADER, ""))
     if arguments.load and not loader:
-        sys.exit(f"error: --load expected {LOADER}, for example 'kind load image-archive'")
+        sys.exit(f"error: --load needs {LOADER}, for example 'kind load image-archive'")
     if not (arguments.load or arguments.skaffold):
         loader = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            folders = configured(engine, Path(folder))
-            for reference, name in wanted.items():
+            folders = write_pip_configuration(engine, Path(folder))
+            for reference, name in references.items():
                 command = build_command(engine, IMAGES[name], reference, Path(folder), folders)
                 subprocess.run(command, cwd=ROOT, check=True)
                 if arguments.skaffold and os.environ.get("PUSH_IMAGE") == "true":
                     push(engine, reference)
                 finish(engine, reference, loader)
     except subprocess.CalledProcessError as error:
-        said = error.stderr or ""
-        sys.exit(f"error: {' '.join(error.cmd[:3])} ... ended with {error.returncode}\n{said}")
+        command = " ".join(error.cmd[:3])
+        sys.exit(f"error: {command} ... exited with {error.returncode}\n{error.stderr or ''}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where promtool and prometheus are: on the machine, or out of Debian's package.
+"""Paths of promtool and prometheus, from this machine or from Debian's package.
 
-    binary("promtool") --> $PROMTOOL_BINARY, or PATH, or .cache/prometheus/usr/bin/promtool
+    find_binary("promtool") --> $PROMTOOL_BINARY, or PATH, or .cache/prometheus/usr/bin/promtool
 
-The package is unpacked, not installed: nothing starts, and no right beyond one's own is needed.
-As a program: python dev/prometheus_tools.py promtool
+The package is unpacked and not installed, so no service starts and no root is needed.
+Command line: python dev/prometheus_tools.py promtool
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ DOWNLOAD_TIMEOUT_S = 180
 
 
 class PrometheusToolsError(RuntimeError):
-    """The program cannot be had here; the message says why, and the way out."""
+    """The program is not available; the message contains the reason and the remedy."""
 
 
-def binary(name: str) -> Path:
-    """The program `promtool` or `prometheus`.
+def find_binary(name: str) -> Path:
+    """Return the path of `promtool` or `prometheus`.
 
     Raises:
-        PrometheusToolsError: it is not on this machine, and cannot be fetched.
+        PrometheusToolsError: the program is not on this machine and cannot be downloaded.
     """
     variable = f"{name.upper()}_BINARY"
-    given = os.environ.get(variable) or shutil.which(name)
-    if given:
-        return Path(given)
+    path = os.environ.get(variable) or shutil.which(name)
+    if path:
+        return Path(path)
     folder = CACHE / "prometheus"
     CACHE.mkdir(exist_ok=True)
-    with _locked(CACHE / "prometheus.lock"):
+    with _lock(CACHE / "prometheus.lock"):
         if not folder.exists():
             _unpack_package(folder, variable)
     return folder / "usr" / "bin" / name
 
 
 def _unpack_package(folder: Path, variable: str) -> None:
-    aside = folder.with_suffix(".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     try:
-        _run(["apt-get", "download", "prometheus"], aside)
-        (package,) = aside.glob("prometheus_*.deb")
-        _run(["dpkg", "-x", package.name, "."], aside)
+        _run(["apt-get", "download", "prometheus"], partial)
+        (package,) = partial.glob("prometheus_*.deb")
+        _run(["dpkg", "-x", package.name, "."], partial)
         package.unlink()
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        reason = getattr(error, "stderr", None) or str(error)
         raise PrometheusToolsError(
-            f"no Prometheus here, and Debian's package cannot be had: {said.strip()}; install "
-            f"Prometheus, or set {variable} to its program"
+            f"Prometheus is not installed, and Debian's package cannot be downloaded: "
+            f"{reason.strip()}; install Prometheus, or set {variable} to its path"
         ) from error
-    aside.rename(folder)
+    partial.rename(folder)
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -68,8 +68,8 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Whoever comes second waits for the first, and finds what it made."""
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock, so that only one process unpacks the package."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -77,6 +77,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(f"{binary(sys.argv[1])}\n")
+        sys.stdout.write(f"{find_binary(sys.argv[1])}\n")
     except PrometheusToolsError as error:
         sys.exit(f"error: {error}")

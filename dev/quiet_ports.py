@@ -1,7 +1,7 @@
-"""Ports for programs that cannot choose one themselves, free now and still when they are used.
+"""Free ports for programs that cannot choose a port themselves.
 
-A port that the system gives out, it gives to somebody else as soon as it is free again. These lie
-below those that it gives out.
+The ports are below the range from which the system assigns ports, so that they are still free when
+the program starts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _QUIET_PORTS = range(20_000, 30_000)
 
 
 def quiet_ports(count: int) -> list[int]:
-    """So many ports of 127.0.0.1 on which nobody listens."""
+    """Return unused ports of 127.0.0.1."""
     candidates = random.SystemRandom().sample(_QUIET_PORTS, len(_QUIET_PORTS))
     return list(itertools.islice(filter(_is_free, candidates), count))
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as own:
+    with socket.socket() as probe:
         try:
-            own.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True

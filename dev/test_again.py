@@ -1,4 +1,4 @@
-"""Run the tests that failed last once more, alone, and count in which tests that helped.
+"""Run the tests that failed last again, alone, and count the tests that then pass.
 
     python dev/test_again.py
 

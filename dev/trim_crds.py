@@ -1,10 +1,10 @@
-"""Writes the schemas of custom resources that the chart's tests check against.
+"""Write the schemas of custom resources for the chart's tests.
 
     folder of CustomResourceDefinitions --> tests/charts/crds/KIND.json
 
-A definition is mostly prose and copies of a pod's schema. Left are the fields of its stored
-version, their types and their rules; where a pod's specification stands, a reference to the one
-of Kubernetes itself.
+A definition consists mostly of prose and copies of a pod's schema. The result contains only the
+fields of the stored version with their types and rules, and a reference to Kubernetes' schema for
+each pod specification.
 
     python dev/trim_crds.py FOLDER
 """
@@ -24,26 +24,26 @@ _PROSE = ("description", "title", "example", "externalDocs")
 _LISTS = ("x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type")
 
 
-def trimmed(schema: Any) -> Any:
-    """The schema without prose, with references for pods."""
+def trim(schema: Any) -> Any:
+    """Return the schema without prose and with references for pods."""
     if isinstance(schema, list):
-        return [trimmed(one) for one in schema]
+        return [trim(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     fields = schema.get("properties")
     if isinstance(fields, dict):
         if {"containers", "volumes", "nodeSelector"} <= fields.keys():
             return POD
-        rest = {key: one for key, one in schema.items() if key != "properties"}
-        return {**trimmed(rest), "properties": {name: trimmed(fields[name]) for name in fields}}
-    return {key: trimmed(one) for key, one in schema.items() if key not in (*_PROSE, *_LISTS)}
+        rest = {key: value for key, value in schema.items() if key != "properties"}
+        return {**trim(rest), "properties": {name: trim(fields[name]) for name in fields}}
+    return {key: trim(value) for key, value in schema.items() if key not in (*_PROSE, *_LISTS)}
 
 
-def resource(definition: dict[str, Any]) -> dict[str, Any]:
-    """What the tests have to know of one definition."""
+def make_schema(definition: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a definition that the tests need."""
     spec = definition["spec"]
-    stored = next(one for one in spec["versions"] if one.get("storage"))
-    schema = trimmed(stored["schema"]["openAPIV3Schema"])
+    stored = next(version for version in spec["versions"] if version.get("storage"))
+    schema = trim(stored["schema"]["openAPIV3Schema"])
     schema["properties"].pop("status", None)
     version = f"{spec['group']}/{stored['name']}"
     return {"apiVersion": version, "kind": spec["names"]["kind"], "schema": schema}
@@ -51,13 +51,15 @@ def resource(definition: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Write a file for each definition in the folder."""
-    parser = argparse.ArgumentParser(description="Writes the schemas of custom resources.")
-    parser.add_argument("folder", type=Path, help="with CustomResourceDefinitions as YAML files")
+    parser = argparse.ArgumentParser(description="Write the schemas of custom resources.")
+    parser.add_argument(
+        "folder", type=Path, help="folder of YAML files with CustomResourceDefinitions"
+    )
     for path in sorted(parser.parse_args().folder.glob("*.yaml")):
         for definition in yaml.load_all(path.read_text(), yaml.CSafeLoader):
-            found = resource(definition)
-            text = json.dumps(found, separators=(",", ":"), sort_keys=True)
-            (SCHEMAS / f"{found['kind']}.json").write_text(text + "\n")
+            result = make_schema(definition)
+            text = json.dumps(result, separators=(",", ":"), sort_keys=True)
+            (SCHEMAS / f"{result['kind']}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

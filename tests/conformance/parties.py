@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quiet_ports import quiet_ports
-from upstream_environment import python_of
+from upstream_environment import install_upstream
 
 from ludus.env.client import ConnectOptions, EnvClient
 from tests.conformance.upstream.policy import choose, shown, state_shown
@@ -60,7 +60,7 @@ class OurServer:
 
 def upstream_python(requirement: str) -> Path:
     """The interpreter of a virtual environment with an upstream package and the game."""
-    return python_of(requirement, extra=[OPEN_SPIEL])
+    return install_upstream(requirement, extra=[OPEN_SPIEL])
 
 
 def play_with_upstream_client(version: str, address: str) -> Games:

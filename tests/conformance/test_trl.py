@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from upstream_environment import python_in
+from upstream_environment import build_virtual_environment
 
 from ludus.env.client import EnvClient
 from ludus.trainer.compat.trl.settings.fields import DEFAULTS
@@ -52,7 +52,7 @@ print(json.dumps([dict(row) for row in PromptRows.of(Dataset.from_dict(columns),
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter with TRL and OpenEnv's client."""
-    return python_in("upstream-trl-1.16.0+openenv-0.10.0", REQUIREMENTS)
+    return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", REQUIREMENTS)
 
 
 def last_line(command: list[Any]) -> Any:

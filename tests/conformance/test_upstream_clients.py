@@ -5,7 +5,7 @@ import json
 import subprocess
 
 import pytest
-from upstream_environment import python_of
+from upstream_environment import install_upstream
 
 from ludus.env.client import EnvClient
 from tests.conformance.parties import (
@@ -101,7 +101,7 @@ def test_openenvs_own_validator_passes(address):
 
 
 def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
-    python = python_of("mcp==2.3.0")
+    python = install_upstream("mcp==2.3.0")
     answer = judge_rule(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
     assert {"start_episode", "take_action", "get_state"} <= set(answer["tools"])
     assert answer["results"] == our_games(server.grpc_address)[0]["results"]

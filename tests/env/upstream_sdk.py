@@ -11,7 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from upstream_environment import python_in
+from upstream_environment import build_virtual_environment
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
@@ -26,7 +26,7 @@ REQUIREMENT_OF = {
 def upstream_python(version: str) -> Path:
     """Return the interpreter of the environment with an OpenEnv version, which is created once."""
     requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
-    return python_in(f"upstream-sdk-openenv-{version}", requirements)
+    return build_virtual_environment(f"upstream-sdk-openenv-{version}", requirements)
 
 
 def run_beside_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:

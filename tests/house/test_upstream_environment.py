@@ -1,4 +1,4 @@
-"""The builder of virtual environments with somebody else's package."""
+"""The builder of virtual environments with third-party packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEV = Path(__file__).parents[2] / "dev"
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The module, building below a folder of the test's own, without an index to ask."""
+    """The module, which builds in the test's temporary folder."""
     monkeypatch.syspath_prepend(str(DEV))
     import upstream_environment
 
@@ -24,57 +24,57 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def builds(upstream, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What was built, in place of building it."""
-    built: list[list[str]] = []
-    begun = threading.Barrier(2, timeout=0.2)
+    """Requirements of each build, which a fake replaces."""
+    requirement_lists: list[list[str]] = []
+    barrier = threading.Barrier(2, timeout=0.2)
 
     def build(folder: Path, python: Path, requirements: list[str]) -> None:
         with pytest.raises(threading.BrokenBarrierError):
-            begun.wait()  # two builds at once would meet here
+            barrier.wait()  # two simultaneous builds would meet here
         folder.mkdir(exist_ok=True)
-        built.append(requirements)
+        requirement_lists.append(requirements)
 
     monkeypatch.setattr(upstream, "_build", build)
-    return built
+    return requirement_lists
 
 
-def test_two_that_want_the_same_environment_build_it_once(upstream, builds) -> None:
-    found: list[Path] = []
-    wanting = [
-        threading.Thread(target=lambda: found.append(upstream.python_of("openenv==0.10.0")))
+def test_two_threads_build_the_same_environment_once(upstream, builds) -> None:
+    paths: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: paths.append(upstream.install_upstream("openenv==0.10.0")))
         for _ in range(2)
     ]
-    for thread in wanting:
+    for thread in threads:
         thread.start()
-    for thread in wanting:
+    for thread in threads:
         thread.join(timeout=60)
     assert builds == [["openenv==0.10.0"]]
-    assert found == [upstream.CACHE / "upstream-openenv-0.10.0" / "bin" / "python"] * 2
+    assert paths == [upstream.CACHE / "upstream-openenv-0.10.0" / "bin" / "python"] * 2
 
 
-def test_an_environment_whose_build_was_cut_off_is_built_again(upstream, builds) -> None:
+def test_an_incomplete_environment_is_built_again(upstream, builds) -> None:
     (upstream.CACHE / "upstream-openenv-0.10.0").mkdir(parents=True)
-    upstream.python_of("openenv==0.10.0")
-    upstream.python_of("openenv==0.10.0")
+    upstream.install_upstream("openenv==0.10.0")
+    upstream.install_upstream("openenv==0.10.0")
     assert len(builds) == 1
 
 
-def test_other_packages_beside_it_make_another_environment(upstream, builds) -> None:
-    plain = upstream.python_of("openenv==0.10.0")
-    assert plain != upstream.python_of("openenv==0.10.0", extra=["open_spiel==2.0.2"])
+def test_extra_packages_make_a_separate_environment(upstream, builds) -> None:
+    plain = upstream.install_upstream("openenv==0.10.0")
+    assert plain != upstream.install_upstream("openenv==0.10.0", extra=["open_spiel==2.0.2"])
     assert builds[1] == ["openenv==0.10.0", "open_spiel==2.0.2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["openenv", "openenv>=0.10", "-e .", "openenv==0.10 --pre"])
 def test_a_requirement_without_a_version_is_refused(requirement: str) -> None:
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, DEV / "upstream_environment.py", "--", requirement],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: expected a requirement with its version")
-    assert repr(requirement) in ended.stderr
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith("error: a requirement must have a version")
+    assert repr(requirement) in process.stderr

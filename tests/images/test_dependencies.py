@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from image_requirements import requirements
+from image_requirements import list_requirements
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -46,7 +46,7 @@ def installed_by(dockerfile: str, **arguments: str) -> set[str]:
     without = {after for word, after in pairwise(words) if word == "--without"}
     patterns = [word for word in words if not word.startswith("--") and word not in without]
     folders = [folder for pattern in patterns for folder in ROOT.glob(pattern)]
-    return set(_with_what_they_require(requirements(folders, without), set()))
+    return set(_with_what_they_require(list_requirements(folders, without), set()))
 
 
 def _with_what_they_require(lines: Sequence[str], seen: set[tuple[str, str]]) -> Iterator[str]:

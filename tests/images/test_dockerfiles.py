@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from image_requirements import requirements
-from images import IMAGES, Image, build_command, package_folders, pip_configuration, write_secrets
+from image_requirements import list_requirements
+from images import (
+    IMAGES,
+    Image,
+    build_command,
+    find_package_folders,
+    parse_pip_configuration,
+    write_secrets,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted({image.dockerfile for image in IMAGES.values()})
@@ -105,7 +112,7 @@ def test_no_secret_of_a_checkout_can_reach_a_build() -> None:
 
 def test_requirements_are_other_peoples_packages() -> None:
     folders = [ROOT / name for name in ("proto", "envs/sdk", "services")]
-    wanted = requirements(folders, {"kubernetes"})
+    wanted = list_requirements(folders, {"kubernetes"})
     assert any(line.startswith("grpcio") for line in wanted)
     assert not any(line.startswith(("ludus", "kubernetes")) for line in wanted)
 
@@ -120,9 +127,9 @@ def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
         "global.constraint='/here/constraints.txt'\n"
     )
     listed += f"global.extra-index-url='file://{index}'\nglobal.find-links='{wheels} https://d/'\n"
-    configuration = pip_configuration(listed)
+    configuration = parse_pip_configuration(listed)
     assert configuration["index-url"] == "https://b/"
-    assert package_folders(configuration) == [tmp_path / "mirror", wheels]
+    assert find_package_folders(configuration) == [tmp_path / "mirror", wheels]
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     write_secrets(secrets, configuration)
