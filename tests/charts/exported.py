@@ -1,4 +1,4 @@
-"""What the code exports to Prometheus, read from what it really answers to a scrape."""
+"""The metric names that the code exports to Prometheus, read from real scrapes."""
 
 from __future__ import annotations
 
@@ -23,42 +23,47 @@ from ludus.trainer.run.sinks.prometheus import RunSeries
 from tests.env.counting_env import CountingEnv
 from tests.sinks.mixed_run import run_config
 
-OF_PROMETHEUS = {"up", "ALERTS"}
-"""Made by Prometheus itself."""
-OF_KUBERAY = {"kuberay_job_deployment_status"}
-"""Of KubeRay's operator, 1.4 and newer."""
-OF_WORKER_PROCESSES = {EnvServerMetric.WORKERS, f"{EnvServerMetric.WORKER_ENDS}_total"}
-"""Exported where sessions run in processes of their own; tests/env/test_health.py starts some."""
+PROMETHEUS_NAMES = {"up", "ALERTS"}
+"""Series that Prometheus itself creates."""
+KUBERAY_NAMES = {"kuberay_job_deployment_status"}
+"""Series of the KubeRay operator, 1.4 and newer."""
+WORKER_PROCESS_NAMES = {EnvServerMetric.WORKERS, f"{EnvServerMetric.WORKER_ENDS}_total"}
+"""Series that exist only if sessions run in worker processes (see tests/env/test_health.py)."""
 _RAY_GAUGE = re.compile(r'^    "(\w+)": Gauge\(', re.MULTILINE)
 
 
 @functools.cache
 def exported_names() -> frozenset[str]:
-    """Every name of a series that a dashboard or a rule may read."""
-    ours = _of_gateway() | _of_run() | asyncio.run(_of_server()) | OF_WORKER_PROCESSES
-    return frozenset(ours | OF_PROMETHEUS | OF_KUBERAY | _of_ray())
+    """Return the name of every series that a dashboard or a rule may read."""
+    ludus_names = (
+        _read_gateway_names()
+        | _read_run_names()
+        | asyncio.run(_read_server_names())
+        | WORKER_PROCESS_NAMES
+    )
+    return frozenset(ludus_names | PROMETHEUS_NAMES | KUBERAY_NAMES | _read_ray_names())
 
 
-def _of_gateway() -> set[str]:
+def _read_gateway_names() -> set[str]:
     body, _ = asyncio.run(GatewayMetrics(["counting"]).render())
-    return _names(text_string_to_metric_families(body.decode()))
+    return _series_names(text_string_to_metric_families(body.decode()))
 
 
-def _of_run() -> set[str]:
+def _read_run_names() -> set[str]:
     series = RunSeries(run_config())
-    return _names(series.collect())
+    return _series_names(series.collect())
 
 
-async def _of_server() -> set[str]:
+async def _read_server_names() -> set[str]:
     app = build_admin_app(SessionCore(make_local_host(CountingEnv), CoreOptions()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         reply = await client.get("/metrics")
-    return _names(text_string_to_metric_families(reply.text))
+    return _series_names(text_string_to_metric_families(reply.text))
 
 
-def _names(families: Iterable[Metric]) -> set[str]:
-    """Of the series of each family, measured or not."""
+def _series_names(families: Iterable[Metric]) -> set[str]:
+    """Return the names of the series of each family, including series without samples."""
     names: set[str] = set()
     for family in families:
         suffixes = {
@@ -66,16 +71,16 @@ def _names(families: Iterable[Metric]) -> set[str]:
             "info": ("_info",),
             "histogram": ("_bucket", "_sum", "_count"),
         }.get(family.type, ("",))
-        # The plain format calls an info a gauge, and leaves its suffix in the name.
+        # The plain text format reports an info metric as a gauge and keeps its suffix in the name.
         names |= {family.name.removesuffix("_info") + suffix for suffix in suffixes}
         names |= {sample.name for sample in family.samples}
     return names
 
 
-def _of_ray() -> set[str]:
-    """The gauges of a Ray node, as Ray's source declares them."""
+def _read_ray_names() -> set[str]:
+    """Return the gauges of a Ray node that Ray's source declares."""
     spec = importlib.util.find_spec("ray")
     assert spec is not None and spec.origin is not None
     reporter = Path(spec.origin).parent / "dashboard/modules/reporter/reporter_agent.py"
-    found = _RAY_GAUGE.findall(reporter.read_text(encoding="utf-8"))
-    return {f"ray_{name}" for name in found}
+    gauges = _RAY_GAUGE.findall(reporter.read_text(encoding="utf-8"))
+    return {f"ray_{name}" for name in gauges}

@@ -1,7 +1,7 @@
-"""Who may talk to whom: by a release's NetworkPolicies, and in the diagram of the docs.
+"""Allowed network flows: those of a release's NetworkPolicies and those of the docs' diagram.
 
-pods, policies     --> allowed()  --+
-docs/kubernetes.md --> drawn()    --+--> {(source, target): ports}
+pods, policies     --> compute_allowed_flows() --+
+docs/kubernetes.md --> read_diagram_flows()    --+--> {(source, target): ports}
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ Labels = dict[str, str]
 Policy = dict[str, Any]
 
 
-def drawn() -> Flows:
-    """The arrows of the diagram, with the ports that stand on them."""
+def read_diagram_flows() -> Flows:
+    """Return the arrows of the diagram with their ports."""
     diagram = PAGE.read_text(encoding="utf-8").split("```mermaid")[1].split("```")[0]
     arrows = re.findall(r"^ *(\w+) -->\|([^|]+)\| (\w+)$", diagram, re.MULTILINE)
     return {(source, target): frozenset(ports.split(", ")) for source, ports, target in arrows}
 
 
-def allowed(release: Rendered) -> Flows:
-    """What the policies let through, between components and from and to the outside.
+def compute_allowed_flows(release: Rendered) -> Flows:
+    """Return the flows that the policies allow, between components and with the outside.
 
     Raises:
-        AssertionError: one end allows what the other refuses.
+        AssertionError: one end of a flow allows it and the other end denies it.
     """
     pods = {name: labels for name, labels in _pods(release)}
-    found: Flows = {}
+    flows: Flows = {}
     for name, labels in pods.items():
-        for other, other_labels in pods.items():
-            sent = _ports(release, labels, "egress", other_labels)
-            taken = _ports(release, other_labels, "ingress", labels)
-            assert sent == taken, (
-                f"{name} may send {set(sent)} to {other}, which takes {set(taken)}"
+        for peer_name, peer_labels in pods.items():
+            egress_ports = _ports(release, labels, "egress", peer_labels)
+            ingress_ports = _ports(release, peer_labels, "ingress", labels)
+            assert egress_ports == ingress_ports, (
+                f"{name} may send {set(egress_ports)} to {peer_name}, "
+                f"which accepts {set(ingress_ports)}"
             )
-            if sent:
-                found[name, other] = sent
+            if egress_ports:
+                flows[name, peer_name] = egress_ports
         for direction in ("ingress", "egress"):
             for outside, ports in _outside(release, labels, direction):
                 ends = (name, outside) if direction == "egress" else (outside, name)
-                found[ends] = found.get(ends, frozenset()) | ports
-    return found
+                flows[ends] = flows.get(ends, frozenset()) | ports
+    return flows
 
 
-def policies_of(release: Rendered, labels: Labels) -> list[Policy]:
-    """What applies to a pod with such labels."""
-    return [one for one in _policies(release) if _selects(one["podSelector"], labels)]
+def list_policies(release: Rendered, labels: Labels) -> list[Policy]:
+    """Return the policies that apply to a pod with these labels."""
+    return [policy for policy in _policies(release) if _selects(policy["podSelector"], labels)]
 
 
 def _pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
@@ -64,11 +65,11 @@ def _pods(release: Rendered) -> Iterator[tuple[str, Labels]]:
 
 
 def _policies(release: Rendered) -> Iterator[Policy]:
-    for one in release.of_kind("NetworkPolicy"):
-        yield one["spec"]
-    for one in release.of_kind("SandboxTemplate"):
-        labels = one["spec"]["podTemplate"]["metadata"]["labels"]
-        yield {"podSelector": {"matchLabels": labels}, **one["spec"]["networkPolicy"]}
+    for resource in release.list_kind("NetworkPolicy"):
+        yield resource["spec"]
+    for resource in release.list_kind("SandboxTemplate"):
+        labels = resource["spec"]["podTemplate"]["metadata"]["labels"]
+        yield {"podSelector": {"matchLabels": labels}, **resource["spec"]["networkPolicy"]}
 
 
 def _selects(selector: dict[str, Any], labels: Labels) -> bool:
@@ -80,17 +81,19 @@ def _rules(
     release: Rendered, labels: Labels, direction: str
 ) -> Iterator[tuple[Any, frozenset[str]]]:
     end = {"egress": "to", "ingress": "from"}[direction]
-    for policy in policies_of(release, labels):
+    for policy in list_policies(release, labels):
         for rule in policy.get(direction) or ():
-            ports = frozenset(str(one["port"]) for one in rule.get("ports", ())) or ANY
+            ports = frozenset(str(port["port"]) for port in rule.get("ports", ())) or ANY
             for peer in rule.get(end, [{}]):
                 yield peer, ports
 
 
-def _ports(release: Rendered, labels: Labels, direction: str, other: Labels) -> frozenset[str]:
+def _ports(
+    release: Rendered, labels: Labels, direction: str, peer_labels: Labels
+) -> frozenset[str]:
     ports: frozenset[str] = frozenset()
     for peer, some in _rules(release, labels, direction):
-        if peer.keys() == {"podSelector"} and _selects(peer["podSelector"], other):
+        if peer.keys() == {"podSelector"} and _selects(peer["podSelector"], peer_labels):
             ports |= some
     return ports
 
@@ -103,8 +106,10 @@ def _outside(
             continue
         (name,) = (
             name
-            for name, other, its_ports in _ends_outside(release.chosen.all_values["networkPolicy"])
-            if other == peer and its_ports in (None, ports)
+            for name, outside_peer, its_ports in _ends_outside(
+                release.chosen.all_values["networkPolicy"]
+            )
+            if outside_peer == peer and its_ports in (None, ports)
         )
         yield name, ports
 
@@ -112,8 +117,10 @@ def _outside(
 def _ends_outside(
     network: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any], frozenset[str] | None]]:
-    """Peers that are not pods of the release, by the diagram's names; with ports where others may
-    have the same addresses."""
+    """Yield the diagram's name and peer of each component outside the release.
+
+    Ports are included if several components may have the same addresses.
+    """
     named = {"clients": "clients", "prometheus": "prometheus", "rayOperator": "operator"}
     for key, name in named.items():
         for peer in network[key]:
@@ -124,4 +131,4 @@ def _ends_outside(
         yield "api", {"ipBlock": {"cidr": cidr}}, frozenset(map(str, network["apiServer"]["ports"]))
     for rule in network["runs"]:
         for peer in rule.get("to", [{}]):
-            yield "storage", peer, frozenset(str(one["port"]) for one in rule["ports"])
+            yield "storage", peer, frozenset(str(port["port"]) for port in rule["ports"])

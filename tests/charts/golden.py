@@ -1,4 +1,4 @@
-"""Writes the golden files: what the shipped value sets are rendered to.
+"""Writer of the golden files: the rendered text of the shipped value sets.
 
 .venv/bin/python -m tests.charts.golden
 """
@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.charts.rendering import Rendered, ValueSet, rendered
+from tests.charts.rendering import Rendered, ValueSet, render
 from tests.charts.value_sets import SHIPPED
 
 FOLDER = Path(__file__).parent / "golden"
 GENERATED = ("monitoring/dashboards.yaml", "monitoring/rules.yaml")
-"""Templates that copy files which have tests of their own."""
+"""Templates that copy files which other tests cover."""
 
 
 def golden_text(release: Rendered) -> str:
-    """What helm wrote, without copies of other files."""
+    """Return helm's output without the documents that copy other files."""
     documents = release.text.split("---\n")
-    return "---\n".join(one for one in documents if not _first_line(one).endswith(GENERATED))
+    return "---\n".join(
+        document for document in documents if not _first_line(document).endswith(GENERATED)
+    )
 
 
 def golden_file(chosen: ValueSet) -> Path:
-    """Where it is kept."""
+    """Return the path of the golden file of a value set."""
     return FOLDER / f"{chosen.name}.yaml"
 
 
@@ -31,5 +33,5 @@ def _first_line(document: str) -> str:
 
 
 if __name__ == "__main__":
-    for one in SHIPPED:
-        golden_file(one).write_text(golden_text(rendered(one)), encoding="utf-8")
+    for chosen_set in SHIPPED:
+        golden_file(chosen_set).write_text(golden_text(render(chosen_set)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A real Prometheus over a real gateway, a real environment server and a run's exporter."""
+"""A real Prometheus that scrapes a real gateway, environment server and run exporter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ ENVIRONMENTS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
 def prometheus(
     folder: Path, targets: Mapping[str, str], rules: Sequence[Path] = ()
 ) -> Iterator[str]:
-    """A Prometheus that scrapes the addresses, labelled as the chart's monitors do; its own."""
+    """Start a Prometheus that scrapes the addresses with the labels of the chart's monitors.
+
+    Yields its address.
+    """
     jobs = [
         {
             "job_name": pod,
@@ -92,14 +95,14 @@ def prometheus(
             stderr=output,
         )
     try:
-        yield f"http://127.0.0.1:{_port_of(process.pid, log)}"
+        yield f"http://127.0.0.1:{_find_listening_port(process.pid, log)}"
     finally:
         process.terminate()
         process.wait(60)
 
 
 def ask(address: str, query: str) -> list[dict[str, Any]]:
-    """The series of the answer, each with its labels and its value."""
+    """Return the series of a query, each with its labels and its value."""
     encoded = urllib.parse.quote(query)
     try:
         with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
@@ -110,7 +113,7 @@ def ask(address: str, query: str) -> list[dict[str, Any]]:
 
 
 async def play(address: str, until: asyncio.Event) -> None:
-    """Open sessions, step, reset and close them, until it is told to stop."""
+    """Open, step, reset and close sessions until `until` is set."""
     async with await AsyncEnvClient.connect(address) as client:
         while not until.is_set():
             session, _ = await client.open(seed=1)
@@ -122,7 +125,7 @@ async def play(address: str, until: asyncio.Event) -> None:
 
 
 async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
-    """Write the rows of a run that learns, a step every half a second."""
+    """Write the rows of a run that learns, one step every half second."""
     exporter.set_environment_options(ENVIRONMENTS)
     exporter.write(phase(Phase.TRAIN))
     step = 0
@@ -134,29 +137,29 @@ async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
 
 
 def fail(exporter: PrometheusExporter) -> None:
-    """Tell of a failed canary, and of a learner that was restarted."""
+    """Report a failed canary and a restarted learner."""
     for metric in (TrainMetric.NUM_CANARY_FAILURES, TrainMetric.NUM_LEARNER_RESTARTS):
         exporter.write(_row("event", 1, {metric: 1.0}))
 
 
 def rows(step: int) -> list[MetricsRow]:
-    """A step in which everything that can be measured is."""
-    own = {m: value(m) for m in TrainMetric if m.spec.is_per_environment} | {
+    """Return the rows of a step in which every metric has a value."""
+    environment_values = {m: value(m) for m in TrainMetric if m.spec.is_per_environment} | {
         "reward_term.format": 0.5
     }
-    whole = {m: value(m) for m in TrainMetric if not m.spec.is_per_environment}
+    run_values = {m: value(m) for m in TrainMetric if not m.spec.is_per_environment}
     judged = dict.fromkeys(EvalMetric, 0.4)
     hashes = {0: "00000000000a", 1: "00000000000a"}
-    found = [_row("train", step, whole), weights_row(step, hashes)]
+    metrics_rows = [_row("train", step, run_values), weights_row(step, hashes)]
     for name in ENVIRONMENTS:
-        found.append(_row("environment", step, own, name))
-        found.append(_row("eval", step, judged, name))
-        found.append(_row("baseline", step, judged, name, "random"))
-    return found
+        metrics_rows.append(_row("environment", step, environment_values, name))
+        metrics_rows.append(_row("eval", step, judged, name))
+        metrics_rows.append(_row("baseline", step, judged, name, "random"))
+    return metrics_rows
 
 
 def value(metric: TrainMetric) -> float:
-    """A likely value: every count grows, and parts are less than their wholes."""
+    """Return a plausible value: every count grows, and parts are less than their totals."""
     if metric in _COUNTS:
         return _COUNTS[metric]
     if metric.spec.reduction is Reduction.SUM:
@@ -184,15 +187,18 @@ def _row(
     )
 
 
-def started_exporter() -> PrometheusExporter:
-    """Of the run `mixed`."""
+def start_exporter() -> PrometheusExporter:
+    """Start the exporter of the run `mixed`."""
     run = run_config(prometheus={})
     assert run.metrics.prometheus is not None
     return PrometheusExporter(run, run.metrics.prometheus)
 
 
-def _port_of(pid: int, log: Path) -> int:
-    """Where the process listens; asked of the kernel, since it logs the port it was given."""
+def _find_listening_port(pid: int, log: Path) -> int:
+    """Return the port that the process listens on, as the kernel reports it.
+
+    The log contains only the configured port.
+    """
     deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:
         sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}

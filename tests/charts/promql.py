@@ -1,4 +1,4 @@
-"""Expressions of dashboards and rules: variables filled in, the names of metrics picked out."""
+"""Functions that fill variables into PromQL expressions and read their metric names."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _WORD = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)\s*(\(?)")
 _KEYWORDS = {"and", "or", "unless", "bool", "offset"}
 
 
-def metrics_in(expression: str) -> set[str]:
-    """The names of the metrics that an expression reads."""
-    rest = _STRING.sub('""', expression)
+def read_metric_names(expression: str) -> set[str]:
+    """Return the names of the metrics that an expression reads."""
+    remainder = _STRING.sub('""', expression)
     for ignored in (_LABELS, _SELECTOR, _RANGE, _NUMBER):
-        rest = ignored.sub(" ", rest)
-    return {word for word, call in _WORD.findall(rest) if not call and word not in _KEYWORDS}
+        remainder = ignored.sub(" ", remainder)
+    return {word for word, call in _WORD.findall(remainder) if not call and word not in _KEYWORDS}
 
 
-def filled_in(expression: str, values: Mapping[str, str]) -> str:
-    """The expression with values in place of Grafana's variables.
+def fill_variables(expression: str, values: Mapping[str, str]) -> str:
+    """Return the expression with Grafana's variables replaced by values.
 
     Raises:
         ValueError: a variable has no value.
     """
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
         if name not in values:
             raise ValueError(f"${name} is no variable of this dashboard: {expression}")
         return values[name]

@@ -1,4 +1,4 @@
-"""promtool for tests, which skip aloud where it cannot be had."""
+"""promtool for tests; tests skip with a reason if it is not available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_tools import PrometheusToolsError, find_binary
 
 
 @functools.cache
-def _found(name: str) -> Path | str:
+def _locate(name: str) -> Path | str:
     try:
         return find_binary(name)
     except PrometheusToolsError as error:
@@ -19,16 +19,16 @@ def _found(name: str) -> Path | str:
 
 
 def program(name: str) -> Path:
-    """The program; skips the test where it cannot be had."""
-    found = _found(name)
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    """Return the path of the program, or skip the test if it is not available."""
+    path_or_reason = _locate(name)
+    if isinstance(path_or_reason, str):
+        pytest.skip(path_or_reason)
+    return path_or_reason
 
 
 def promtool(*arguments: object) -> str:
-    """What promtool says; fails the test where it finds fault."""
+    """Return the output of promtool; the test fails if promtool reports an error."""
     command = [program("promtool"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout

@@ -1,6 +1,6 @@
 """The chart as helm renders it.
 
-ValueSet --helm template--> Rendered: objects, and what a RayJob's template holds
+ValueSet --helm template--> Rendered: objects, and the objects in a RayJob's template
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ KINDS = (
     "ray.io/v1/RayCluster",
     "ray.io/v1/RayJob",
 )
-"""What a cluster with every operator knows beside Kubernetes' own."""
+"""API kinds of a cluster with every operator, in addition to those of Kubernetes."""
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ValueSet:
-    """Values that somebody could install the chart with."""
+    """A set of values to install the chart with."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     file: str = ""
-    """A file of the chart below `values`."""
+    """A values file of the chart that `values` override."""
     release: str = "ludus"
     namespace: str = "arena"
     kinds: tuple[str, ...] = KINDS
@@ -53,43 +53,45 @@ class ValueSet:
 
     @functools.cached_property
     def all_values(self) -> dict[str, Any]:
-        """With the defaults of the chart."""
+        """The values with the defaults of the chart."""
         files = ["values.yaml", *([self.file] if self.file else [])]
         merged: dict[str, Any] = {}
         for name in files:
-            merged = over(merged, yaml.safe_load((CHART / name).read_text(encoding="utf-8")))
-        return over(merged, self.values)
+            merged = merge_values(
+                merged, yaml.safe_load((CHART / name).read_text(encoding="utf-8"))
+            )
+        return merge_values(merged, self.values)
 
 
-def over(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The one map over the other, level by level."""
+def merge_values(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge two nested maps; `changes` override `base`."""
     merged = dict(base)
-    for key, value in given.items():
+    for key, value in changes.items():
         below = merged.get(key)
         is_below = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = over(below, value) if is_below else value
+        merged[key] = merge_values(below, value) if is_below else value
     return merged
 
 
 def helm() -> str:
-    """The program; from its package on PyPI, or this machine's own."""
+    """Return the path of helm: from its PyPI package, or from PATH."""
     packaged = Path(sys.executable).parent / "helm"
-    found = str(packaged) if packaged.exists() else shutil.which("helm")
-    if found is None:
+    path = str(packaged) if packaged.exists() else shutil.which("helm")
+    if path is None:
         pytest.skip("expected helm in .venv or PATH, got none: nothing of the chart is tested")
-    return found
+    return path
 
 
 def run_helm(command: str, chosen: ValueSet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `helm lint` or `helm template` says to the values."""
+    """Return the result of `helm lint` or `helm template` for the values."""
     with tempfile.TemporaryDirectory() as folder:
         values = Path(folder) / "values.yaml"
         values.write_text(yaml.safe_dump(chosen.values))
         files = [f"--values={CHART / chosen.file}"] if chosen.file else []
-        place = [] if command == "lint" else [chosen.release]
+        release_name = [] if command == "lint" else [chosen.release]
         return subprocess.run(
             [
-                *(helm(), command, *place, str(CHART), *files, f"--values={values}"),
+                *(helm(), command, *release_name, str(CHART), *files, f"--values={values}"),
                 *("--namespace", chosen.namespace, *arguments),
             ],
             capture_output=True,
@@ -100,34 +102,38 @@ def run_helm(command: str, chosen: ValueSet, *arguments: str) -> subprocess.Comp
 
 
 def template(chosen: ValueSet) -> subprocess.CompletedProcess[str]:
-    """`helm template` where the API server knows the set's kinds."""
+    """Run `helm template` for an API server that has the kinds of the value set."""
     return run_helm("template", chosen, *(f"--api-versions={kind}" for kind in chosen.kinds))
 
 
 class Rendered:
-    """The objects of a release, and those that `ludus submit` makes of it."""
+    """The objects of a release, and those that `ludus submit` creates from it."""
 
     def __init__(self, chosen: ValueSet, text: str) -> None:
         self.chosen = chosen
         self.text = text
         self.objects: list[Object] = [
-            one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None
+            document for document in yaml.load_all(text, yaml.CSafeLoader) if document is not None
         ]
 
-    def of_kind(self, kind: str) -> list[Object]:
-        """The objects of a kind."""
-        return [one for one in self.objects if one["kind"] == kind]
+    def list_kind(self, kind: str) -> list[Object]:
+        """Return the objects of a kind."""
+        return [resource for resource in self.objects if resource["kind"] == kind]
 
-    def one(self, kind: str, ending: str = "") -> Object:
-        """The one object of a kind whose name ends so."""
-        found = [one for one in self.of_kind(kind) if one["metadata"]["name"].endswith(ending)]
-        assert len(found) == 1, f"{len(found)} of {kind} *{ending}"
-        return found[0]
+    def find(self, kind: str, ending: str = "") -> Object:
+        """Return the only object of a kind whose name has this ending."""
+        matches = [
+            resource
+            for resource in self.list_kind(kind)
+            if resource["metadata"]["name"].endswith(ending)
+        ]
+        assert len(matches) == 1, f"{len(matches)} of {kind} *{ending}"
+        return matches[0]
 
     @property
     def gateway_toml(self) -> str:
         """The gateway's configuration."""
-        return str(self.one("ConfigMap", "-gateway")["data"]["gateway.toml"])
+        return str(self.find("ConfigMap", "-gateway")["data"]["gateway.toml"])
 
     @functools.cached_property
     def ray_job(self) -> Object:
@@ -136,42 +142,42 @@ class Rendered:
 
     @property
     def ray_job_text(self) -> str:
-        """The same as it stands in the ConfigMap."""
+        """The RayJob's text in the ConfigMap."""
         return str(self._runs["rayjob.yaml"])
 
     @functools.cached_property
     def platform(self) -> dict[str, Any]:
-        """What `ludus submit` knows of the release."""
+        """The description of the release that `ludus submit` reads."""
         return json.loads(self._runs["platform.json"])  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def everything(self) -> list[Object]:
+    def all_objects(self) -> list[Object]:
         """The objects and the RayJob."""
         return [*self.objects, self.ray_job]
 
     @property
     def _runs(self) -> dict[str, str]:
-        found = [
-            one
-            for one in self.of_kind("ConfigMap")
-            if one["metadata"]["labels"].get("ludus.dev/runs") == "true"
+        matches = [
+            resource
+            for resource in self.list_kind("ConfigMap")
+            if resource["metadata"]["labels"].get("ludus.dev/runs") == "true"
         ]
-        assert len(found) == 1
-        return found[0]["data"]  # type: ignore[no-any-return]
+        assert len(matches) == 1
+        return matches[0]["data"]  # type: ignore[no-any-return]
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Where it is, metadata and specification of every pod."""
-        for one in self.everything:
-            place = f"{one['kind']}/{one['metadata']['name']}"
-            for metadata, spec in _pods_of(one):
-                yield place, metadata, spec
+        """Yield the location, metadata and specification of every pod."""
+        for resource in self.all_objects:
+            location = f"{resource['kind']}/{resource['metadata']['name']}"
+            for metadata, spec in _iterate_pods(resource):
+                yield location, metadata, spec
 
 
-def _pods_of(found: Object) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    spec = found.get("spec", {})
-    match found["kind"]:
+def _iterate_pods(resource: Object) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    spec = resource.get("spec", {})
+    match resource["kind"]:
         case "Pod":
-            yield found["metadata"], spec
+            yield resource["metadata"], spec
         case "Deployment":
             yield spec["template"]["metadata"], spec["template"]["spec"]
         case "SandboxTemplate":
@@ -183,8 +189,8 @@ def _pods_of(found: Object) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @functools.cache
-def rendered(chosen: ValueSet) -> Rendered:
-    """The release that the values come to."""
-    done = template(chosen)
-    assert done.returncode == 0, done.stderr
-    return Rendered(chosen, done.stdout)
+def render(chosen: ValueSet) -> Rendered:
+    """Render the release of a value set."""
+    result = template(chosen)
+    assert result.returncode == 0, result.stderr
+    return Rendered(chosen, result.stdout)

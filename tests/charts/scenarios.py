@@ -1,4 +1,4 @@
-"""What Prometheus sees minute by minute: a platform without fault, and what makes each alert fire.
+"""Series that Prometheus scrapes each minute: a healthy platform, and the cause of each alert.
 
 Values are in promtool's notation: `0+6xN` is 0, 6, 12, ... for the N minutes of the scenario.
 """
@@ -12,24 +12,24 @@ Labels = Mapping[str, str]
 
 
 def series(name: str, labels: str = "") -> str:
-    """A selector of one series in the release's namespace."""
+    """Return the selector of one series in the release's namespace."""
     return f'{name}{{namespace="ludus"{", " * bool(labels)}{labels}}}'
 
 
-def at_gateway(name: str, labels: str = "", pod: str = "gateway-1") -> str:
-    """A gateway's series of the environment."""
+def gateway_series(name: str, labels: str = "", pod: str = "gateway-1") -> str:
+    """Return the selector of a gateway's series of the environment."""
     return series(name, f'pod="{pod}", env="blackjack"{", " * bool(labels)}{labels}')
 
 
-def of_run(name: str, labels: str = "", pod: str = "head-1") -> str:
-    """A series of the run as a whole."""
+def run_series(name: str, labels: str = "", pod: str = "head-1") -> str:
+    """Return the selector of a series of the whole run."""
     return series(name, f'pod="{pod}", run="first"{", " * bool(labels)}{labels}')
 
 
-def of_game(name: str, labels: str = "") -> str:
-    """A series of the run's environment."""
-    own = 'environment="blackjack", opponent="environment"'
-    return of_run(name, f"{own}{', ' * bool(labels)}{labels}")
+def game_series(name: str, labels: str = "") -> str:
+    """Return the selector of a series of the run's environment."""
+    environment_labels = 'environment="blackjack", opponent="environment"'
+    return run_series(name, f"{environment_labels}{', ' * bool(labels)}{labels}")
 
 
 def _build_info(pod: str) -> str:
@@ -41,39 +41,39 @@ def _up(pod: str, job: str) -> str:
 
 
 def _opens(outcome: str) -> str:
-    return at_gateway("ludus_gateway_opens_total", f'outcome="{outcome}"')
+    return gateway_series("ludus_gateway_opens_total", f'outcome="{outcome}"')
 
 
 def _calls(code: str) -> str:
-    return at_gateway("ludus_gateway_calls_total", f'call="step", code="{code}"')
+    return gateway_series("ludus_gateway_calls_total", f'call="step", code="{code}"')
 
 
 def _steps_within(le: str) -> str:
-    return at_gateway("ludus_gateway_call_seconds_bucket", f'call="step", le="{le}"')
+    return gateway_series("ludus_gateway_call_seconds_bucket", f'call="step", le="{le}"')
 
 
 def _waits_within(le: str) -> str:
-    return at_gateway("ludus_gateway_queue_wait_seconds_bucket", f'le="{le}"')
+    return gateway_series("ludus_gateway_queue_wait_seconds_bucket", f'le="{le}"')
 
 
 def _sessions(state: str) -> str:
-    return at_gateway("ludus_gateway_sessions", f'state="{state}"')
+    return gateway_series("ludus_gateway_sessions", f'state="{state}"')
 
 
 def _servers(state: str) -> str:
-    return at_gateway("ludus_gateway_servers", f'state="{state}"')
+    return gateway_series("ludus_gateway_servers", f'state="{state}"')
 
 
 def _phase(phase: str) -> str:
-    return of_run("ludus_train_phase", f'phase="{phase}"')
+    return run_series("ludus_train_phase", f'phase="{phase}"')
 
 
 def _worker(name: str, worker: int) -> str:
-    return of_run(f"ludus_train_worker_weights_{name}", f'worker="{worker}"')
+    return run_series(f"ludus_train_worker_weights_{name}", f'worker="{worker}"')
 
 
-def _evaluated(end: str) -> str:
-    return of_game(f"ludus_train_eval_win_rate_ci95_{end}", 'policy="trained"')
+def _win_rate(end: str) -> str:
+    return game_series(f"ludus_train_eval_win_rate_ci95_{end}", 'policy="trained"')
 
 
 def _job(status: str) -> str:
@@ -81,29 +81,29 @@ def _job(status: str) -> str:
     return series("kuberay_job_deployment_status", labels)
 
 
-def _head_memory(what: str) -> str:
-    return series(f"ray_node_mem_{what}", 'pod="head-1", IsHeadNode="true"')
+def _head_memory(quantity: str) -> str:
+    return series(f"ray_node_mem_{quantity}", 'pod="head-1", IsHeadNode="true"')
 
 
-_LOST = at_gateway("ludus_gateway_sessions_lost_total")
+_LOST = gateway_series("ludus_gateway_sessions_lost_total")
 _REFUSED = series("ludus_gateway_auth_failures_total", 'pod="gateway-1", kind="expired"')
 _WORKER_ENDS = series("env_server_worker_ends_total", 'pod="server-1", env="openspiel_env"')
-_EPISODES = of_game("ludus_train_episodes_total")
-_VOIDED = of_game("ludus_train_episodes_lost_total")
-_FAILED = of_game("ludus_train_episodes_failed_total")
-_GROUPS = of_game("ludus_train_groups_total")
-_DEAD = of_game("ludus_train_groups_dead_total")
-_LAST_STEP = of_run("ludus_train_last_step_timestamp_seconds")
-_LAST_CHECKPOINT = of_run("ludus_train_last_checkpoint_timestamp_seconds")
-_PHASE_START = of_run("ludus_train_phase_start_timestamp_seconds")
-_STEPS = of_run("ludus_train_steps_total")
-_STEP_SECONDS = of_run("ludus_train_step_seconds_total")
-_WAIT_SECONDS = of_run("ludus_train_wait_for_batch_seconds_total")
-_SYNC_SECONDS = of_run("ludus_train_weight_sync_seconds_total")
-_CANARY_FAILURES = of_run("ludus_train_canary_failures_total")
-_LEARNER_RESTARTS = of_run("ludus_train_learner_restarts_total")
-_MISMATCH = of_run("ludus_train_mismatch_kl")
-_RUN = of_run("ludus_train_run")
+_EPISODES = game_series("ludus_train_episodes_total")
+_VOIDED = game_series("ludus_train_episodes_lost_total")
+_FAILED = game_series("ludus_train_episodes_failed_total")
+_GROUPS = game_series("ludus_train_groups_total")
+_DEAD = game_series("ludus_train_groups_dead_total")
+_LAST_STEP = run_series("ludus_train_last_step_timestamp_seconds")
+_LAST_CHECKPOINT = run_series("ludus_train_last_checkpoint_timestamp_seconds")
+_PHASE_START = run_series("ludus_train_phase_start_timestamp_seconds")
+_STEPS = run_series("ludus_train_steps_total")
+_STEP_SECONDS = run_series("ludus_train_step_seconds_total")
+_WAIT_SECONDS = run_series("ludus_train_wait_for_batch_seconds_total")
+_SYNC_SECONDS = run_series("ludus_train_weight_sync_seconds_total")
+_CANARY_FAILURES = run_series("ludus_train_canary_failures_total")
+_LEARNER_RESTARTS = run_series("ludus_train_learner_restarts_total")
+_MISMATCH = run_series("ludus_train_mismatch_kl")
+_RUN = run_series("ludus_train_run")
 
 CLEAN: dict[str, str] = {
     _build_info("gateway-1"): "1xN",
@@ -113,8 +113,8 @@ CLEAN: dict[str, str] = {
     _up("head-1", "trainer"): "1xN",
     _sessions("active"): "50xN",
     _sessions("pending"): "0xN",
-    at_gateway("ludus_gateway_sessions", 'state="active"', pod="gateway-2"): "50xN",
-    at_gateway("ludus_gateway_session_capacity"): "100xN",
+    gateway_series("ludus_gateway_sessions", 'state="active"', pod="gateway-2"): "50xN",
+    gateway_series("ludus_gateway_session_capacity"): "100xN",
     _servers("ready"): "2xN",
     _servers("unreachable"): "0xN",
     _opens("opened"): "0+60xN",
@@ -141,7 +141,7 @@ CLEAN: dict[str, str] = {
     _PHASE_START: "0xN",
     _LAST_STEP: "0+60xN",
     _LAST_CHECKPOINT: "0+60xN",
-    of_run("ludus_train_step"): "0+1xN",
+    run_series("ludus_train_step"): "0+1xN",
     _STEPS: "0+1xN",
     _STEP_SECONDS: "0+60xN",
     _WAIT_SECONDS: "0+20xN",
@@ -154,108 +154,124 @@ CLEAN: dict[str, str] = {
     _worker("hash", 0): "7+1xN",
     _worker("hash", 1): "7+1xN",
     _EPISODES: "0+100xN",
-    of_game("ludus_train_episodes_finished_total"): "0+100xN",
-    of_game("ludus_train_wins_total"): "0+40xN",
-    of_game("ludus_train_draws_total"): "0+10xN",
-    of_game("ludus_train_losses_total"): "0+50xN",
+    game_series("ludus_train_episodes_finished_total"): "0+100xN",
+    game_series("ludus_train_wins_total"): "0+40xN",
+    game_series("ludus_train_draws_total"): "0+10xN",
+    game_series("ludus_train_losses_total"): "0+50xN",
     _VOIDED: "0+1xN",
     _FAILED: "0+1xN",
     _GROUPS: "0+100xN",
     _DEAD: "0+50xN",
-    _evaluated("low"): "0.4xN",
-    _evaluated("high"): "0.5xN",
+    _win_rate("low"): "0.4xN",
+    _win_rate("high"): "0.5xN",
 }
-"""Two gateways, a server and a run that does a step a minute."""
+"""Series of two gateways, a server and a run that trains one step per minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A condition, and what is told of it.
+    """A condition and the alert that it causes.
 
     Args:
-        changes: what is otherwise than in `CLEAN`.
-        at: a minute at which the alert fires, and nothing else does.
-        labels: of the alert, beside its name and its severity.
-        value: as the annotations show it.
-        silent_at: a minute at which it does not fire: not yet, or no more.
+        changes: series that differ from `CLEAN`.
+        minute: a minute at which this alert fires and no other alert does.
+        labels: labels of the alert, in addition to its name and its severity.
+        value: the value that the annotations show.
+        silent_minute: a minute at which the alert does not fire: not yet, or no longer.
     """
 
     alert: str
     changes: Mapping[str, str]
-    at: int
+    minute: int
     labels: Labels
     value: str = ""
-    silent_at: int = 0
+    silent_minute: int = 0
 
 
 _NAMESPACE = {"namespace": "ludus"}
 _ENV = {**_NAMESPACE, "env": "blackjack"}
-_OF_RUN = {**_NAMESPACE, "run": "first"}
-_OF_GAME = {**_OF_RUN, "environment": "blackjack"}
-_OF_JOB = {**_NAMESPACE, "name": "first"}
+_RUN_LABELS = {**_NAMESPACE, "run": "first"}
+_GAME_LABELS = {**_RUN_LABELS, "environment": "blackjack"}
+_JOB_LABELS = {**_NAMESPACE, "name": "first"}
 
 FLEET = (
     Scenario(
         "LudusGatewayMissing",
         {_build_info("gateway-1"): "1x20 stale", _build_info("gateway-2"): "1x22 stale"},
-        at=27,
+        minute=27,
         labels=_NAMESPACE,
-        silent_at=24,
+        silent_minute=24,
     ),
     Scenario(
         "LudusTargetDown",
         {_up("server-1", "environment"): "1x5 0xN"},
-        at=12,
+        minute=12,
         labels={**_NAMESPACE, "job": "environment", "pod": "server-1", "release": "main"},
-        silent_at=8,
+        silent_minute=8,
     ),
     Scenario(
         "LudusNoServers",
         {_sessions("pending"): "0x5 3xN", _servers("ready"): "0xN"},
-        at=10,
+        minute=10,
         labels=_ENV,
         value="3",
-        silent_at=7,
+        silent_minute=7,
     ),
     Scenario(
-        "LudusFleetSaturated", {_sessions("active"): "95xN"}, 12, _ENV, value="95%", silent_at=8
-    ),
-    Scenario("LudusOpensWait", {_waits_within("10.0"): "0xN"}, 8, _ENV, value="19.5s", silent_at=4),
-    Scenario(
-        "LudusOpensFail", {_opens("no_capacity"): "0+15xN"}, 8, _ENV, value="20%", silent_at=4
-    ),
-    # 10 within ten minutes, of the 50 that are open and the 600 that were opened.
-    Scenario(
-        "LudusSessionsLost", {_LOST: "0x9 0+1x10 10xN"}, 20, _ENV, value="1.538%", silent_at=60
+        "LudusFleetSaturated", {_sessions("active"): "95xN"}, 12, _ENV, value="95%", silent_minute=8
     ),
     Scenario(
-        "LudusServersUnreachable", {_servers("unreachable"): "1xN"}, 6, _ENV, value="1", silent_at=3
+        "LudusOpensWait", {_waits_within("10.0"): "0xN"}, 8, _ENV, value="19.5s", silent_minute=4
     ),
-    Scenario("LudusStepsSlow", {_steps_within("5.0"): "0xN"}, 14, _ENV, value="9.95s", silent_at=9),
     Scenario(
-        "LudusCallsFail", {_calls("UNAVAILABLE"): "0+100xN"}, 8, _ENV, value="8.333%", silent_at=4
+        "LudusOpensFail", {_opens("no_capacity"): "0+15xN"}, 8, _ENV, value="20%", silent_minute=4
+    ),
+    # 10 within ten minutes; 50 sessions are open and 600 were opened.
+    Scenario(
+        "LudusSessionsLost", {_LOST: "0x9 0+1x10 10xN"}, 20, _ENV, value="1.538%", silent_minute=60
+    ),
+    Scenario(
+        "LudusServersUnreachable",
+        {_servers("unreachable"): "1xN"},
+        6,
+        _ENV,
+        value="1",
+        silent_minute=3,
+    ),
+    Scenario(
+        "LudusStepsSlow", {_steps_within("5.0"): "0xN"}, 14, _ENV, value="9.95s", silent_minute=9
+    ),
+    Scenario(
+        "LudusCallsFail",
+        {_calls("UNAVAILABLE"): "0+100xN"},
+        8,
+        _ENV,
+        value="8.333%",
+        silent_minute=4,
     ),
     Scenario(
         "LudusWorkersDie",
         {_WORKER_ENDS: "0+1xN"},
-        at=30,
+        minute=30,
         labels={**_NAMESPACE, "pod": "server-1", "env": "openspiel_env"},
         value="15",
-        silent_at=3,
+        silent_minute=3,
     ),
-    Scenario("LudusTokensRefused", {_REFUSED: "0+120xN"}, 14, _NAMESPACE, value="2", silent_at=9),
+    Scenario(
+        "LudusTokensRefused", {_REFUSED: "0+120xN"}, 14, _NAMESPACE, value="2", silent_minute=9
+    ),
 )
 
 PLATFORM = (
-    Scenario("LudusRunFailed", {_job("Failed"): "_x9 1xN"}, 12, _OF_JOB, silent_at=85),
-    Scenario("LudusRunWaits", {_job("Suspended"): "1xN"}, 32, _OF_JOB, silent_at=28),
+    Scenario("LudusRunFailed", {_job("Failed"): "_x9 1xN"}, 12, _JOB_LABELS, silent_minute=85),
+    Scenario("LudusRunWaits", {_job("Suspended"): "1xN"}, 32, _JOB_LABELS, silent_minute=28),
     Scenario(
         "LudusHeadMemoryHigh",
         {_head_memory("used"): "9.5xN"},
-        at=7,
+        minute=7,
         labels={**_NAMESPACE, "pod": "head-1"},
         value="95%",
-        silent_at=3,
+        silent_minute=3,
     ),
 )
 
@@ -263,61 +279,88 @@ TRAINING = (
     Scenario(
         "LudusTrainingStalled",
         {_LAST_STEP: "0+60x10 600xN", _STEPS: "0+1x10 10xN", _STEP_SECONDS: "0+60x10 600xN"},
-        at=27,
-        labels=_OF_RUN,
+        minute=27,
+        labels=_RUN_LABELS,
         value="17m 0s",
-        silent_at=23,
+        silent_minute=23,
     ),
     Scenario(
         "LudusRunNotTraining",
         {_phase("train"): "0xN", _phase("start_workers"): "1xN"},
-        at=40,
-        labels=_OF_RUN,
+        minute=40,
+        labels=_RUN_LABELS,
         value="40m 0s",
-        silent_at=29,
+        silent_minute=29,
     ),
-    Scenario("LudusEpisodesVoided", {_VOIDED: "0+3xN"}, 20, _OF_GAME, value="3%", silent_at=4),
-    Scenario("LudusEpisodesFailed", {_FAILED: "0+3xN"}, 20, _OF_GAME, value="3%", silent_at=4),
-    Scenario("LudusNoLearningSignal", {_DEAD: "0+98xN"}, 40, _OF_GAME, value="98%", silent_at=14),
+    Scenario(
+        "LudusEpisodesVoided", {_VOIDED: "0+3xN"}, 20, _GAME_LABELS, value="3%", silent_minute=4
+    ),
+    Scenario(
+        "LudusEpisodesFailed", {_FAILED: "0+3xN"}, 20, _GAME_LABELS, value="3%", silent_minute=4
+    ),
+    Scenario(
+        "LudusNoLearningSignal", {_DEAD: "0+98xN"}, 40, _GAME_LABELS, value="98%", silent_minute=14
+    ),
     Scenario(
         "LudusEvaluationFell",
-        {_evaluated("low"): "0.4x20 0.2xN", _evaluated("high"): "0.5x20 0.3xN"},
-        at=30,
-        labels={**_OF_GAME, "opponent": "environment"},
+        {_win_rate("low"): "0.4x20 0.2xN", _win_rate("high"): "0.5x20 0.3xN"},
+        minute=30,
+        labels={**_GAME_LABELS, "opponent": "environment"},
         value="30%",
-        silent_at=23,
+        silent_minute=23,
     ),
-    Scenario("LudusMismatchHigh", {_MISMATCH: "0.25xN"}, 15, _OF_RUN, value="0.25", silent_at=8),
-    Scenario("LudusCanaryFailed", {_CANARY_FAILURES: "0x9 1xN"}, 11, _OF_RUN, silent_at=60),
-    Scenario("LudusWeightsDiffer", {_worker("hash", 1): "8+1xN"}, 5, _OF_RUN, silent_at=1),
     Scenario(
-        "LudusWeightSyncSlow", {_SYNC_SECONDS: "0+45xN"}, 15, _OF_RUN, value="75%", silent_at=8
+        "LudusMismatchHigh", {_MISMATCH: "0.25xN"}, 15, _RUN_LABELS, value="0.25", silent_minute=8
     ),
-    Scenario("LudusLearnerRestarted", {_LEARNER_RESTARTS: "0x9 1xN"}, 20, _OF_RUN, silent_at=60),
+    Scenario("LudusCanaryFailed", {_CANARY_FAILURES: "0x9 1xN"}, 11, _RUN_LABELS, silent_minute=60),
+    Scenario("LudusWeightsDiffer", {_worker("hash", 1): "8+1xN"}, 5, _RUN_LABELS, silent_minute=1),
     Scenario(
-        "LudusCheckpointOld", {_LAST_CHECKPOINT: "0xN"}, 70, _OF_RUN, "1h 10m 0s", silent_at=62
+        "LudusWeightSyncSlow",
+        {_SYNC_SECONDS: "0+45xN"},
+        15,
+        _RUN_LABELS,
+        value="75%",
+        silent_minute=8,
     ),
-    Scenario("LudusLearnerIdle", {_WAIT_SECONDS: "0+54xN"}, 40, _OF_RUN, value="90%", silent_at=29),
+    Scenario(
+        "LudusLearnerRestarted", {_LEARNER_RESTARTS: "0x9 1xN"}, 20, _RUN_LABELS, silent_minute=60
+    ),
+    Scenario(
+        "LudusCheckpointOld",
+        {_LAST_CHECKPOINT: "0xN"},
+        70,
+        _RUN_LABELS,
+        "1h 10m 0s",
+        silent_minute=62,
+    ),
+    Scenario(
+        "LudusLearnerIdle",
+        {_WAIT_SECONDS: "0+54xN"},
+        40,
+        _RUN_LABELS,
+        value="90%",
+        silent_minute=29,
+    ),
     Scenario(
         "LudusRunRetried",
-        {_RUN: "1x20 stale", of_run("ludus_train_run", pod="head-2"): "_x20 1xN"},
-        at=30,
-        labels=_OF_RUN,
+        {_RUN: "1x20 stale", run_series("ludus_train_run", pod="head-2"): "_x20 1xN"},
+        minute=30,
+        labels=_RUN_LABELS,
         value="2",
-        silent_at=19,
+        silent_minute=19,
     ),
 )
 SCENARIOS = (*FLEET, *PLATFORM, *TRAINING)
 
 HARMLESS: dict[str, Mapping[str, str]] = {
     "a tenant's quota refuses opens": {_opens("rate_limited"): "0+60xN"},
-    "a caller's actions do not fit": {_calls("VALIDATION_ERROR"): "0+900xN"},
-    "nobody plays, and no server runs": {
+    "a caller's actions are invalid": {_calls("VALIDATION_ERROR"): "0+900xN"},
+    "no session is open, and no server runs": {
         _opens("opened"): "9xN",
         _calls("OK"): "9xN",
         _sessions("active"): "0xN",
-        at_gateway("ludus_gateway_sessions", 'state="active"', pod="gateway-2"): "0xN",
-        at_gateway("ludus_gateway_session_capacity"): "0xN",
+        gateway_series("ludus_gateway_sessions", 'state="active"', pod="gateway-2"): "0xN",
+        gateway_series("ludus_gateway_session_capacity"): "0xN",
         _servers("ready"): "0xN",
     },
     "a gateway is replaced": {
@@ -329,21 +372,21 @@ HARMLESS: dict[str, Mapping[str, str]] = {
         _LAST_STEP: "0+0x15 900+0x15 1800+0x15 2700+0x15 3600+0x15 4500+0x15 5400+0xN",
         _STEPS: "1+0x15 2+0x15 3+0x15 4+0x15 5+0x15 6+0x15 7+0xN",
         _STEP_SECONDS: "900+0x15 1800+0x15 2700+0x15 3600+0x15 4500+0x15 5400+0x15 6300+0xN",
-        of_run("ludus_train_step"): "1xN",
+        run_series("ludus_train_step"): "1xN",
         _worker("version", 0): "1xN",
         _worker("version", 1): "1xN",
     },
     "an evaluation is a little worse": {
-        _evaluated("low"): "0.4x20 0.35xN",
-        _evaluated("high"): "0.5x20 0.45xN",
+        _win_rate("low"): "0.4x20 0.35xN",
+        _win_rate("high"): "0.5x20 0.45xN",
     },
     "a run has ended well": {
         _phase("train"): "1x20 0xN",
-        of_run("ludus_train_phase", 'phase="done"'): "0x20 1xN",
+        run_series("ludus_train_phase", 'phase="done"'): "0x20 1xN",
         _LAST_STEP: "0+60x20 1200xN",
         _LAST_CHECKPOINT: "0+60x20 1200xN",
         _job("Running"): "1x20 stale",
         _job("Complete"): "_x20 1xN",
     },
 }
-"""What may be otherwise without an alert."""
+"""Changes that must not cause an alert."""

@@ -15,11 +15,11 @@ from grafana.model import Dashboard
 
 from ludus.proto.metrics import EnvServerMetric
 from tests.charts.exported import exported_names
-from tests.charts.promql import filled_in, metrics_in
+from tests.charts.promql import fill_variables, read_metric_names
 from tests.charts.promtool import promtool
 
 MAX_BYTES = 150_000
-"""The release stores a dashboard twice, in at most a mebibyte together with all else."""
+"""Maximum size: a release stores a dashboard twice, and a whole release has at most 1 MiB."""
 MAX_UID = 40
 KINDS = {"timeseries", "stat", "heatmap", "state-timeline", "table"}
 UNITS = {"none", "short", "percentunit", "percent", "s", "bytes", "sci"}
@@ -38,22 +38,22 @@ FILES = sorted(TARGET.glob("*.json"))
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def board(request: pytest.FixtureRequest) -> Json:
-    """The dashboard as it is committed."""
+    """Return a committed dashboard."""
     path: Path = request.param
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def panels(board: Json) -> Iterator[Json]:
-    """All but the headings."""
+    """Yield all panels except headings."""
     yield from (panel for panel in board["panels"] if panel["type"] != "row")
 
 
-def test_the_files_are_what_the_program_writes() -> None:
+def test_committed_files_are_up_to_date() -> None:
     assert find_stale_files() == [], "run .venv/bin/python dev/dashboards.py"
     assert len(FILES) == len(DASHBOARDS) >= 4
 
 
-def test_every_page_has_an_address_of_its_own_and_none_of_a_database() -> None:
+def test_every_dashboard_has_a_unique_uid_and_no_database_id() -> None:
     boards = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
     uids = [board["uid"] for board in boards]
     assert len(set(uids)) == len(uids)
@@ -65,28 +65,37 @@ def test_every_page_has_an_address_of_its_own_and_none_of_a_database() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_page_fits_into_the_release(path: Path) -> None:
+def test_a_dashboard_is_small_enough_for_the_release(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
 
 
-def test_panels_have_numbers_of_their_own_and_lie_beside_each_other(board: Json) -> None:
-    everything = board["panels"]
-    numbers = [panel["id"] for panel in everything]
+def test_panels_have_unique_ids_and_do_not_overlap(board: Json) -> None:
+    all_panels = board["panels"]
+    numbers = [panel["id"] for panel in all_panels]
     assert len(set(numbers)) == len(numbers)
-    for panel in everything:
-        place = panel["gridPos"]
-        assert place["x"] >= 0 and place["x"] + place["w"] <= 24, panel["title"]
-    for one, other in combinations(everything, 2):
-        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+    for panel in all_panels:
+        grid = panel["gridPos"]
+        assert grid["x"] >= 0 and grid["x"] + grid["w"] <= 24, panel["title"]
+    for panel, next_panel in combinations(all_panels, 2):
+        assert not do_overlap(panel["gridPos"], next_panel["gridPos"]), (
+            panel["title"],
+            next_panel["title"],
+        )
 
 
-def overlap(one: Json, other: Json) -> bool:
-    beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-    under = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-    return not (beside or under)
+def do_overlap(left_grid: Json, right_grid: Json) -> bool:
+    has_horizontal_gap = (
+        left_grid["x"] + left_grid["w"] <= right_grid["x"]
+        or right_grid["x"] + right_grid["w"] <= left_grid["x"]
+    )
+    has_vertical_gap = (
+        left_grid["y"] + left_grid["h"] <= right_grid["y"]
+        or right_grid["y"] + right_grid["h"] <= left_grid["y"]
+    )
+    return not (has_horizontal_gap or has_vertical_gap)
 
 
-def test_every_panel_says_what_it_shows_and_in_what_unit(board: Json) -> None:
+def test_every_panel_has_a_description_and_a_unit(board: Json) -> None:
     for panel in panels(board):
         assert panel["type"] in KINDS, panel["title"]
         assert panel["datasource"] == DATASOURCE
@@ -108,7 +117,7 @@ def test_every_series_has_a_name(board: Json) -> None:
         assert len(set(refs)) == len(refs)
 
 
-def test_what_is_chosen_comes_first_and_comes_from_the_data(board: Json) -> None:
+def test_variables_come_first_and_get_their_values_from_the_data(board: Json) -> None:
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     names = list(variables)
     assert names[:2] == ["datasource", "namespace"]
@@ -122,18 +131,18 @@ def test_what_is_chosen_comes_first_and_comes_from_the_data(board: Json) -> None
             assert variable["refresh"] == 2
 
 
-def test_a_repeated_panel_names_what_it_is_repeated_for(board: Json) -> None:
+def test_a_repeated_panel_has_its_variable_in_the_title(board: Json) -> None:
     for panel in panels(board):
         if "repeat" in panel:
             assert f"${panel['repeat']}" in panel["title"]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_every_expression_is_promql(dashboard: Dashboard, tmp_path: Path) -> None:
     declared = {variable.name for variable in dashboard.variables} | {"__rate_interval"}
     values = {name: value for name, value in VALUES.items() if name in declared}
     rules = [
-        {"record": f"dashboard:expression_{number}", "expr": filled_in(query.expr, values)}
+        {"record": f"dashboard:expression_{number}", "expr": fill_variables(query.expr, values)}
         for number, query in enumerate(dashboard.queries)
     ]
     path = tmp_path / "expressions.yaml"
@@ -141,21 +150,21 @@ def test_every_expression_is_promql(dashboard: Dashboard, tmp_path: Path) -> Non
     assert f"{len(rules)} rules found" in promtool("check", "rules", path)
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
-def test_every_metric_is_one_that_is_exported(dashboard: Dashboard) -> None:
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
+def test_every_metric_is_exported(dashboard: Dashboard) -> None:
     for query in dashboard.queries:
-        names = metrics_in(query.expr)
+        names = read_metric_names(query.expr)
         assert names, query.expr
         assert names <= exported_names(), query.expr
 
 
-def test_the_names_of_metrics_are_found() -> None:
+def test_metric_names_are_read_from_an_expression() -> None:
     expression = (
         "sum by (run, x) (rate(a_total{b=~\"c|{d}\", e='f'}[5m])) / on (run) group_left (g)"
         " (max by (run) (h:i:j) > 0) * 1.96e3 or vector(0) and k offset 5m"
     )
-    assert metrics_in(expression) == {"a_total", "h:i:j", "k"}
+    assert read_metric_names(expression) == {"a_total", "h:i:j", "k"}
     assert f"{EnvServerMetric.STEPS}_total" in exported_names()
     assert EnvServerMetric.STEPS not in exported_names()
     with pytest.raises(ValueError, match=r"\$nothing is no variable"):
-        filled_in("up{x='$nothing'}", VALUES)
+        fill_variables("up{x='$nothing'}", VALUES)

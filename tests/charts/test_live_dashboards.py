@@ -1,4 +1,4 @@
-"""Where the platform really runs, every expression has data, and only what is wrong is told of."""
+"""Every expression has data on a running platform, and only real failures cause alerts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import yaml
 from dashboards import DASHBOARDS, TARGET
 
-from tests.charts.live import ask, fail, play, prometheus, started_exporter, train
-from tests.charts.promql import filled_in
+from tests.charts.live import ask, fail, play, prometheus, start_exporter, train
+from tests.charts.promql import fill_variables
 from tests.gateway.gateways import run_gateway
 
 VALUES = {
@@ -22,13 +22,13 @@ VALUES = {
     "window": "10m",
     "__rate_interval": "10m",
 }
-"""Windows longer than the test: two scrapes give a rate, however far apart they are."""
+"""Windows that are longer than the test, so that any two scrapes give a rate."""
 
 PATIENCE_S = 240.0
 RULES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 UNLESS_OPENS_WAIT = "ludus:env_queue_wait_seconds:p95_rate5m"
 IGNORED = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
-"""Pending alerts, too: their conditions hold."""
+"""Query for the alerts whose conditions hold, including pending alerts."""
 
 FAILURES = {"LudusCanaryFailed", "LudusLearnerRestarted"}
 FAILED = tuple(f'ALERTS{{alertname="{name}", alertstate="firing"}}' for name in FAILURES)
@@ -40,15 +40,17 @@ pytestmark = [
 ]
 
 
-async def test_every_expression_has_data_and_alerts_tell_of_failures_alone(tmp_path: Path) -> None:
-    wanted = {
-        filled_in(query.expr, VALUES): f"{board.uid}: {query.legend}"
+async def test_every_expression_has_data_and_only_failures_cause_alerts(tmp_path: Path) -> None:
+    kinds_by_expression = {
+        fill_variables(query.expr, VALUES): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS
         for query in board.queries
         if query.empty_unless is None
     }
-    wanted |= {name: "record" for name in records() if name != UNLESS_OPENS_WAIT}
-    exporter, end = started_exporter(), asyncio.Event()
+    kinds_by_expression |= {
+        name: "record" for name in recording_rule_names() if name != UNLESS_OPENS_WAIT
+    }
+    exporter, end = start_exporter(), asyncio.Event()
     try:
         async with run_gateway() as (gateway, [server]), asyncio.TaskGroup() as tasks:
             tasks.create_task(play(gateway.grpc_address, end))
@@ -59,30 +61,34 @@ async def test_every_expression_has_data_and_alerts_tell_of_failures_alone(tmp_p
                 "driver": f"http://127.0.0.1:{exporter.port}",
             }
             with prometheus(tmp_path, targets, RULES) as address:
-                missing = await asyncio.to_thread(still_missing, address, wanted)
-                told_of_nothing = await asyncio.to_thread(told, address, set(), len(targets))
+                missing = await asyncio.to_thread(still_missing, address, kinds_by_expression)
+                alerts_before_failures = await asyncio.to_thread(
+                    wait_for_alerts, address, set(), len(targets)
+                )
                 fail(exporter)
                 unmet = await asyncio.to_thread(still_missing, address, dict.fromkeys(FAILED, ""))
-                told_of_failures = await asyncio.to_thread(told, address, FAILURES, len(targets))
+                alerts_after_failures = await asyncio.to_thread(
+                    wait_for_alerts, address, FAILURES, len(targets)
+                )
             end.set()
     finally:
         exporter.close()
-    assert not missing, "\n".join(f"{what}: {expr}" for expr, what in missing.items())
-    assert told_of_nothing == set()
+    assert not missing, "\n".join(f"{kind}: {expr}" for expr, kind in missing.items())
+    assert alerts_before_failures == set()
     assert not unmet
-    assert told_of_failures == FAILURES
+    assert alerts_after_failures == FAILURES
 
 
-def records() -> list[str]:
-    """The names of the recording rules."""
+def recording_rule_names() -> list[str]:
+    """Return the names of the recording rules."""
     groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
     return [rule["record"] for group in groups for rule in group["rules"] if "record" in rule]
 
 
-def told(address: str, expected: set[str], num_targets: int) -> set[str]:
-    """The alerts whose conditions hold, all targets answering: the expected ones, in time.
+def wait_for_alerts(address: str, expected: set[str], num_targets: int) -> set[str]:
+    """Wait for the expected alerts while all targets respond; return the alerts that hold.
 
-    A scrape that a busy machine answers too late may tell of a gateway that is missing.
+    A late response on a busy machine may cause an alert about a missing gateway.
     """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
@@ -93,16 +99,16 @@ def told(address: str, expected: set[str], num_targets: int) -> set[str]:
         time.sleep(0.5)
 
 
-def still_missing(address: str, wanted: dict[str, str]) -> dict[str, str]:
-    """The expressions without data, after everything had the time to appear."""
+def still_missing(address: str, kinds_by_expression: dict[str, str]) -> dict[str, str]:
+    """Return the expressions that have no data after a generous wait."""
     deadline_s = time.monotonic() + PATIENCE_S
-    missing = wanted
+    missing = kinds_by_expression
     while missing and time.monotonic() < deadline_s:
         time.sleep(1.0)
-        missing = {expr: what for expr, what in missing.items() if not has_data(address, expr)}
+        missing = {expr: kind for expr, kind in missing.items() if not has_data(address, expr)}
     return missing
 
 
 def has_data(address: str, expression: str) -> bool:
-    """Whether any series of the answer is a number."""
+    """Return True if any series of the response has a number."""
     return any(series["value"][1] != "NaN" for series in ask(address, expression))

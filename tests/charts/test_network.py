@@ -1,45 +1,47 @@
-"""The network denies everything but what the docs draw."""
+"""The network denies every flow that the diagram in the docs does not contain."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.charts.flows import allowed, drawn, policies_of
-from tests.charts.rendering import ValueSet, rendered
+from tests.charts.flows import compute_allowed_flows, list_policies, read_diagram_flows
+from tests.charts.rendering import ValueSet, render
 from tests.charts.value_sets import ALL, EVERYTHING
 
 pytestmark = pytest.mark.slow
-CLOSED = [one for one in ALL if one.all_values["networkPolicy"]["enabled"]]
-OF_ONES_OWN = {"network"}
-"""Sets with rules of their own beside the drawn ones."""
+CLOSED = [value_set for value_set in ALL if value_set.all_values["networkPolicy"]["enabled"]]
+CUSTOM_RULE_SETS = {"network"}
+"""Names of the value sets with rules in addition to those of the diagram."""
 
 
-def test_the_flows_are_those_of_the_diagram() -> None:
-    assert allowed(rendered(EVERYTHING)) == drawn()
+def test_allowed_flows_equal_the_diagram() -> None:
+    assert compute_allowed_flows(render(EVERYTHING)) == read_diagram_flows()
 
 
 @pytest.mark.parametrize(
-    "chosen", [one for one in CLOSED if one.name not in OF_ONES_OWN], ids=lambda one: one.name
+    "chosen",
+    [value_set for value_set in CLOSED if value_set.name not in CUSTOM_RULE_SETS],
+    ids=lambda value_set: value_set.name,
 )
-def test_no_values_open_more_than_the_diagram_draws(chosen: ValueSet) -> None:
-    everything = drawn()
-    for ends, ports in allowed(rendered(chosen)).items():
-        assert ports <= everything.get(ends, frozenset()), ends
+def test_no_values_allow_more_than_the_diagram(chosen: ValueSet) -> None:
+    diagram_flows = read_diagram_flows()
+    for ends, ports in compute_allowed_flows(render(chosen)).items():
+        assert ports <= diagram_flows.get(ends, frozenset()), ends
 
 
-@pytest.mark.parametrize("chosen", CLOSED, ids=lambda one: one.name)
-def test_every_pod_is_denied_what_nothing_allows(chosen: ValueSet) -> None:
-    release = rendered(chosen)
-    for place, metadata, _ in release.pods():
+@pytest.mark.parametrize("chosen", CLOSED, ids=lambda value_set: value_set.name)
+def test_policies_deny_by_default_for_every_pod(chosen: ValueSet) -> None:
+    release = render(chosen)
+    for location, metadata, _ in release.pods():
         closed = {
             direction
-            for policy in policies_of(release, metadata["labels"])
+            for policy in list_policies(release, metadata["labels"])
             for direction in policy.get("policyTypes", ())
             if not policy.get("egress") and not policy.get("ingress")
         }
-        assert closed == {"Ingress", "Egress"}, place
+        assert closed == {"Ingress", "Egress"}, location
 
 
-def test_the_network_is_open_where_that_was_asked_for() -> None:
-    release = rendered(next(one for one in ALL if one.name == "open-network"))
-    assert release.of_kind("NetworkPolicy") == []
+def test_the_network_can_be_opened() -> None:
+    release = render(next(value_set for value_set in ALL if value_set.name == "open-network"))
+    assert release.list_kind("NetworkPolicy") == []

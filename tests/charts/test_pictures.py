@@ -1,4 +1,4 @@
-"""Dashboards as SVG, from made-up answers of a Prometheus."""
+"""SVG pictures of dashboards, from invented Prometheus responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOSEN = {"environment": "blackjack"}
 
 
 class MadeUp:
-    """Answers every query with two series."""
+    """A data source that returns two series for every query."""
 
     span, selection = SPAN, CHOSEN
 
@@ -26,7 +26,7 @@ class MadeUp:
         return [Series(letter if is_table else name, points, labels) for name in ("x", "x low")]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard_: dashboard_.uid)
 def test_every_panel_is_in_the_picture(dashboard: Dashboard) -> None:
     root = ElementTree.fromstring(draw(dashboard, MadeUp()))
     texts = {element.text for element in root.iter() if element.text}

@@ -1,4 +1,4 @@
-"""Each alert fires for its condition and for no other; a platform without fault is silent."""
+"""Each alert fires only for its condition; no alert fires on a healthy platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from dashboards import TARGET
 
 from tests.charts.exported import exported_names
-from tests.charts.promql import metrics_in
+from tests.charts.promql import read_metric_names
 from tests.charts.promtool import promtool
 from tests.charts.scenarios import CLEAN, HARMLESS, SCENARIOS, Scenario
 
@@ -37,14 +37,14 @@ ALERTS: dict[str, Json] = {
 
 
 def test_the_rules_are_well_formed() -> None:
-    said = promtool("check", "rules", *RULES)
-    found = [int(number) for number in re.findall(r"(\d+) rules found", said)]
-    assert sum(found) == len(RECORDS) + len(ALERTS) == sum(len(g["rules"]) for g in GROUPS)
+    output = promtool("check", "rules", *RULES)
+    num_rules = [int(number) for number in re.findall(r"(\d+) rules found", output)]
+    assert sum(num_rules) == len(RECORDS) + len(ALERTS) == sum(len(g["rules"]) for g in GROUPS)
 
 
-def test_every_metric_is_one_that_is_exported_or_recorded() -> None:
+def test_every_metric_is_exported_or_recorded() -> None:
     for name, rule in (RECORDS | ALERTS).items():
-        names = metrics_in(rule["expr"])
+        names = read_metric_names(rule["expr"])
         names |= set(re.findall(r"ludus_train_\w+", rule["expr"]))
         assert names <= exported_names() | set(RECORDS), name
 
@@ -54,12 +54,12 @@ def test_every_record_has_a_name_of_level_metric_and_operation() -> None:
         assert _RECORD.fullmatch(name)
 
 
-def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
+def test_every_alert_has_a_severity_and_a_documentation_link() -> None:
     for name, alert in ALERTS.items():
         assert name.startswith("Ludus")
         assert alert["labels"] == {"severity": alert["labels"]["severity"]}
         assert alert["labels"]["severity"] in SEVERITIES
-        # A condition that comes and goes is one alert, not many.
+        # An intermittent condition is one alert, not many.
         assert {"for", "keep_firing_for"} <= set(alert), name
         assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
         assert alert["annotations"]["description"].endswith("."), name
@@ -68,7 +68,7 @@ def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
         assert page == ROOT / "docs" / "runbooks" / f"{name}.md"
 
 
-def test_every_alert_has_a_page_that_says_what_to_do() -> None:
+def test_every_alert_has_a_page_with_remedies() -> None:
     folder = ROOT / "docs" / "runbooks"
     pages = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("Ludus*.md")}
     assert set(pages) == set(ALERTS)
@@ -92,23 +92,25 @@ def test_the_condition_makes_the_alert_fire_and_no_other(
     fires = {
         "exp_labels": {**scenario.labels, **alert["labels"]},
         "exp_annotations": {
-            key: filled_in(text, scenario) for key, text in alert["annotations"].items()
+            key: fill_labels(text, scenario) for key, text in alert["annotations"].items()
         },
     }
-    cases = [_case(name, scenario.at, [fires] if name == scenario.alert else []) for name in ALERTS]
-    cases.append(_case(scenario.alert, scenario.silent_at, []))
+    cases = [
+        _case(name, scenario.minute, [fires] if name == scenario.alert else []) for name in ALERTS
+    ]
+    cases.append(_case(scenario.alert, scenario.silent_minute, []))
     run(tmp_path, scenario.changes, cases, minutes=90)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, *HARMLESS.values()], ids=["clean", *HARMLESS])
-def test_what_is_no_fault_is_silent(changes: Mapping[str, str], tmp_path: Path) -> None:
+def test_harmless_changes_cause_no_alert(changes: Mapping[str, str], tmp_path: Path) -> None:
     run(tmp_path, changes, [_fired_within(CLEAN_MINUTES, "")], CLEAN_MINUTES, "promql_expr_test")
 
 
 @pytest.mark.slow
-def test_what_has_fired_at_any_time_is_seen(tmp_path: Path) -> None:
-    (brief,) = (one for one in SCENARIOS if one.alert == "LudusCanaryFailed")
+def test_any_earlier_alert_is_detected(tmp_path: Path) -> None:
+    (brief,) = (scenario for scenario in SCENARIOS if scenario.alert == "LudusCanaryFailed")
     case = _fired_within(CLEAN_MINUTES, '{alertname="LudusCanaryFailed"}')
     run(tmp_path, brief.changes, [case], CLEAN_MINUTES, "promql_expr_test")
 
@@ -129,9 +131,9 @@ def test_shares_are_recorded(tmp_path: Path) -> None:
     run(tmp_path, {}, cases, 30, kind="promql_expr_test")
 
 
-def filled_in(text: str, scenario: Scenario) -> str:
-    """The annotation as it is told; a label that the alert does not have is an error."""
-    text = _LABEL.sub(lambda found: scenario.labels[found[1]], text)
+def fill_labels(text: str, scenario: Scenario) -> str:
+    """Fill labels into an annotation; a label that the alert does not have is an error."""
+    text = _LABEL.sub(lambda match: scenario.labels[match[1]], text)
     assert scenario.value or "$value" not in text
     return _VALUE.sub(scenario.value, text)
 
@@ -143,7 +145,7 @@ def run(
     minutes: int,
     kind: str = "alert_rule_test",
 ) -> None:
-    """Evaluate the rules minute by minute, and check the cases."""
+    """Evaluate the rules every minute, and check the cases."""
     values = {name: text.replace("xN", f"x{minutes}") for name, text in (CLEAN | changes).items()}
     test = {
         "interval": "1m",
@@ -156,7 +158,7 @@ def run(
             {
                 "rule_files": [str(path) for path in RULES],
                 "evaluation_interval": "1m",
-                # As they stand in the files: what is recorded comes before what reads it.
+                # In the order of the files: recording rules come before their readers.
                 "group_eval_order": [group["name"] for group in GROUPS],
                 "tests": [test],
             }

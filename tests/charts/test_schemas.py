@@ -1,4 +1,4 @@
-"""Every object that the chart renders is one that an API server takes, whole."""
+"""An API server accepts every rendered object and drops no field."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 import pytest
 
-from tests.charts.rendering import Object, Rendered, ValueSet, rendered, run_helm
+from tests.charts.rendering import Object, Rendered, ValueSet, render, run_helm
 from tests.charts.schemas import VERSIONS, problems
 from tests.charts.value_sets import ALL, CPU, FEATURES
 
 pytestmark = pytest.mark.slow
-ROUTES = next(one for one in FEATURES if one.name == "routes")
+ROUTES = next(value_set for value_set in FEATURES if value_set.name == "routes")
 
 _seen: set[str] = set()
 
 
 def new_objects(release: Rendered) -> list[Object]:
-    """Those that no other value set has rendered alike."""
-    fresh = []
-    for one in release.everything:
-        text = json.dumps(one, sort_keys=True)
+    """Return the objects that no earlier value set has rendered."""
+    unseen_objects = []
+    for resource in release.all_objects:
+        text = json.dumps(resource, sort_keys=True)
         if text not in _seen:
             _seen.add(text)
-            fresh.append(one)
-    return fresh
+            unseen_objects.append(resource)
+    return unseen_objects
 
 
 def test_there_are_enough_value_sets() -> None:
     assert len(ALL) >= 20
-    assert len({one.name for one in ALL}) == len(ALL)
+    assert len({value_set.name for value_set in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("chosen", ALL, ids=lambda one: one.name)
-def test_helm_lint_has_nothing_to_say(chosen: ValueSet) -> None:
-    done = run_helm("lint", chosen, "--strict", "--quiet")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("chosen", ALL, ids=lambda value_set: value_set.name)
+def test_helm_lint_reports_nothing(chosen: ValueSet) -> None:
+    result = run_helm("lint", chosen, "--strict", "--quiet")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("chosen", ALL, ids=lambda one: one.name)
+@pytest.mark.parametrize("chosen", ALL, ids=lambda value_set: value_set.name)
 def test_every_object_is_valid(chosen: ValueSet) -> None:
-    for one in new_objects(rendered(chosen)):
+    for resource in new_objects(render(chosen)):
         for version in VERSIONS:
-            assert problems(one, version) == []
+            assert problems(resource, version) == []
 
 
-def _changed(found: Object, value: Any, *path: Any) -> Object:
-    changed = copy.deepcopy(found)
+def _replace_value(resource: Object, value: Any, *path: Any) -> Object:
+    changed = copy.deepcopy(resource)
     below = changed
     for key in path[:-1]:
         below = below[key]
@@ -66,14 +66,14 @@ def _changed(found: Object, value: Any, *path: Any) -> Object:
         ({}, ("spec", "deletionStrategy")),
     ],
 )
-def test_mistakes_in_a_ray_job_are_seen(value: Any, path: tuple[Any, ...]) -> None:
-    ray_job = rendered(CPU).ray_job
+def test_mistakes_in_a_ray_job_are_detected(value: Any, path: tuple[Any, ...]) -> None:
+    ray_job = render(CPU).ray_job
     assert problems(ray_job, VERSIONS[0]) == []
-    assert problems(_changed(ray_job, value, *path), VERSIONS[0]) != []
+    assert problems(_replace_value(ray_job, value, *path), VERSIONS[0]) != []
 
 
-def test_rules_in_cel_are_seen() -> None:
-    route = rendered(ROUTES).one("HTTPRoute")
-    twice = _changed(route, route["spec"]["parentRefs"] * 2, "spec", "parentRefs")
+def test_violations_of_cel_rules_are_detected() -> None:
+    route = render(ROUTES).find("HTTPRoute")
+    twice = _replace_value(route, route["spec"]["parentRefs"] * 2, "spec", "parentRefs")
     assert problems(route, VERSIONS[0]) == []
-    assert any("sectionName" in one for one in problems(twice, VERSIONS[0]))
+    assert any("sectionName" in problem for problem in problems(twice, VERSIONS[0]))

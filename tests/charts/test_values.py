@@ -1,4 +1,4 @@
-"""Values, their schema and their page know the same names."""
+"""Values, their schema and their page contain the same names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def paths(schema: Json, root: Json, above: str = "") -> Iterator[str]:
-    """The names of all values that the schema lets through."""
+    """Yield the names of all values that the schema accepts."""
     for part in (schema, *schema.get("allOf", ())):
         if "$ref" in part:
             yield from paths(root["definitions"][part["$ref"].rpartition("/")[2]], root, above)
@@ -24,22 +24,25 @@ def paths(schema: Json, root: Json, above: str = "") -> Iterator[str]:
             yield from paths(below, root, f"{above}{name}.")
 
 
-def test_the_schema_knows_no_value_that_has_no_default_and_no_comment() -> None:
+def test_every_value_of_the_schema_has_a_default_and_a_comment() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     text = VALUES.read_text(encoding="utf-8")
-    # Helm itself gives every chart a `global`.
-    known = {".".join(one.path) for one in read_keys(text)} | {"global"}
-    whole = ("resources.", "affinity.", "environments.")
+    # Helm itself adds `global` to every chart.
+    documented = {".".join(key.path) for key in read_keys(text)} | {"global"}
+    free_form_prefixes = ("resources.", "affinity.", "environments.")
     for path in paths(schema, schema):
-        assert path in known or any(one in f"{path}." for one in whole), path
+        assert path in documented or any(prefix in f"{path}." for prefix in free_form_prefixes), (
+            path
+        )
 
 
 def test_the_schema_is_closed() -> None:
     text = (CHART / "values.schema.json").read_text(encoding="utf-8")
-    open_ones = [one for one in _objects(json.loads(text)) if "additionalProperties" not in one]
-    # Parts of pods and policies, and options of environments, which Kubernetes and the
-    # environment check themselves.
-    assert all("properties" not in one for one in open_ones)
+    open_schemas = [
+        part for part in _objects(json.loads(text)) if "additionalProperties" not in part
+    ]
+    # Kubernetes validates parts of pods and policies; environments validate their options.
+    assert all("properties" not in part for part in open_schemas)
 
 
 def _objects(schema: Any) -> Iterator[Json]:
@@ -56,7 +59,7 @@ def _objects(schema: Any) -> Iterator[Json]:
 def test_every_comment_is_a_sentence_about_a_value() -> None:
     text = VALUES.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
-    for one in read_keys(text):
-        find_value(values, one.path)
-        assert one.comment.endswith("."), one.path
-        assert len(one.comment) > 5, one.path
+    for key in read_keys(text):
+        find_value(values, key.path)
+        assert key.comment.endswith("."), key.path
+        assert len(key.comment) > 5, key.path

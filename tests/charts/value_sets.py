@@ -1,11 +1,10 @@
-"""Value sets that the chart's tests render: each feature on and off, names and numbers at their
-limits."""
+"""Value sets of the chart's tests: each feature on and off, names and numbers at their limits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.charts.rendering import ValueSet, over
+from tests.charts.rendering import ValueSet, merge_values
 
 BLACKJACK: dict[str, Any] = {
     "image": {"repository": "ludus/env-openspiel"},
@@ -19,13 +18,13 @@ LEAST: dict[str, Any] = {
 MONITORED: dict[str, Any] = {"monitoring": {"monitors": {"enabled": True}}}
 
 
-def with_environment(**fields: Any) -> dict[str, Any]:
-    """The least values, with fields of the environment."""
-    return over(LEAST, {"environments": {"blackjack": fields}})
+def merge_environment(**fields: Any) -> dict[str, Any]:
+    """Return the minimal values with fields of the environment."""
+    return merge_values(LEAST, {"environments": {"blackjack": fields}})
 
 
-def _set(name: str, given: dict[str, Any], **fields: Any) -> ValueSet:
-    return ValueSet(name, over(LEAST, given), **fields)
+def _set(name: str, values: dict[str, Any], **fields: Any) -> ValueSet:
+    return ValueSet(name, merge_values(LEAST, values), **fields)
 
 
 CPU = ValueSet("values-cpu", file="values-cpu.yaml")
@@ -59,9 +58,11 @@ _EGRESS: dict[str, Any] = {"runs": [{"ports": [{"protocol": "TCP", "port": 443}]
 
 FEATURES = (
     _set("least", {}),
-    _set("keda-from-zero", over(with_environment(autoscaling=_KEDA), MONITORED)),
-    _set("keda-from-one", over(with_environment(autoscaling={**_KEDA, "min": 1}), MONITORED)),
-    _set("hpa", over(with_environment(autoscaling={"kind": "hpa"}), MONITORED)),
+    _set("keda-from-zero", merge_values(merge_environment(autoscaling=_KEDA), MONITORED)),
+    _set(
+        "keda-from-one", merge_values(merge_environment(autoscaling={**_KEDA, "min": 1}), MONITORED)
+    ),
+    _set("hpa", merge_values(merge_environment(autoscaling={"kind": "hpa"}), MONITORED)),
     _set("sandbox", {"environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}}}),
     _set(
         "sandbox-alone",
@@ -88,7 +89,7 @@ FEATURES = (
             }
         },
     ),
-    _set("environment-placed", with_environment(**_EXTRA)),
+    _set("environment-placed", merge_environment(**_EXTRA)),
     _set("store", {"storage": _STORE}),
     _set(
         "bucket",
@@ -209,7 +210,7 @@ EVERYTHING = _set(
         "environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}},
     },
 )
-"""Every flow that the diagram in the docs draws."""
+"""Values that use every flow of the diagram in the docs."""
 
 LIMITS = (
     ValueSet("long-release", LEAST, release="a" * 50 + "-b1"),
@@ -217,7 +218,7 @@ LIMITS = (
     _set("full-name", {"fullnameOverride": "x", "nameOverride": "play"}),
     _set(
         "long-environment",
-        # `helm lint` gives the release a name of its own.
+        # `helm lint` chooses another release name.
         {"fullnameOverride": "ludus", "environments": {"e" * 44: BLACKJACK}},
     ),
     _set(

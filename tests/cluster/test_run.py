@@ -10,7 +10,7 @@ import pytest
 from dashboards import DASHBOARDS
 
 from ludus.proto.runs import Summary
-from tests.charts.promql import filled_in
+from tests.charts.promql import fill_variables
 from tests.cluster.installed import CHART, TIMEOUT_S, installed, until, why_not
 from tests.cluster.prometheus import firing, has_data, is_there
 from tests.cluster.training import ROLES, submitted
@@ -66,7 +66,7 @@ def silent_expressions(namespace: str) -> Mapping[str, str]:
     """What still has no data when patience ends."""
     values = VALUES | {"namespace": namespace}
     silent = {
-        filled_in(query.expr, values): f"{board.uid}: {query.legend}"
+        fill_variables(query.expr, values): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS
         for query in board.queries
         if query.empty_unless is None
