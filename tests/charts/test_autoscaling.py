@@ -20,8 +20,8 @@ from tests.charts.rendering import ValueSet, merge_values, render
 from tests.charts.value_sets import MONITORED, merge_environment
 
 CLUSTER = Path(__file__).parents[1] / "cluster"
-SAID: Any = json.loads((CLUSTER / "autoscaling.json").read_text())
-RECORDED = Recording.parse(SAID)
+RECORDED_DATA: Any = json.loads((CLUSTER / "autoscaling.json").read_text())
+RECORDED = Recording.parse(RECORDED_DATA)
 TOLERANCE_S = 15
 """Allowed delay in seconds: two HPA cycles, one poll and one scrape, each of them late."""
 SHARE = 0.95
@@ -42,7 +42,7 @@ RECORDED_VALUES = ValueSet(
     "autoscaling-recorded",
     yaml.safe_load((CLUSTER / "autoscaling.yaml").read_text()),
     file="values-cpu.yaml",
-    namespace=SAID["namespace"],
+    namespace=RECORDED_DATA["namespace"],
 )
 KEDA = {"kind": "keda", "min": 0, "max": 16}
 SHIPPED = ValueSet("keda-shipped", merge_values(merge_environment(autoscaling=KEDA), MONITORED))
@@ -55,7 +55,7 @@ def count_turns(replicas: list[int]) -> int:
 
 
 def test_the_recorded_run_had_the_settings_that_the_chart_renders() -> None:
-    recorded = SAID["scaled_object"]
+    recorded = RECORDED_DATA["scaled_object"]
     assert merge_values(recorded, render_scaled_object(RECORDED_VALUES)) == recorded
 
 

@@ -1,9 +1,9 @@
-"""Players on an environment that scales, and what is seen of its pods meanwhile.
+"""Players on an environment that scales, and a record of its pods during play.
 
     Crowd --sessions--> gateway --> pods
-    Watch --each second--> a row of numbers, and a Removal for every pod that begins to terminate
+    Watch --each second--> a row of numbers, and a Removal for every pod that starts to terminate
 
-The players come through `kubectl port-forward`, which works on every cluster and past every
+The players connect through `kubectl port-forward`, which works on every cluster and bypasses every
 NetworkPolicy.
 """
 
@@ -34,14 +34,14 @@ COLUMNS = (
     *("pending", "active", "draining"),
     *("replicas", "ready", "terminating", "void"),
 )
-"""Of a row. Sessions that are pending, active or on draining pods are the gateway's count."""
+"""Columns of a row. The gateway counts pending and active sessions, and those on draining pods."""
 _STEP_S = 0.5
 _FORWARDED = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) -> (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A pod that a scale-in has chosen, and those that it has not."""
+    """A pod that a scale-in removes, and the pods that it keeps."""
 
     at_s: float
     num_sessions: int
@@ -52,22 +52,22 @@ class Removal:
 
 @dataclass(slots=True)
 class Crowd:
-    """Players who come one after the other, each with a session for a few seconds."""
+    """A number of concurrent players, each with a session for a few seconds."""
 
     client: AsyncEnvClient
     shortest_s: float = 4.0
     longest_s: float = 12.0
     size: int = 0
-    """How many play at once; who ends a session is followed by another player."""
+    """Number of concurrent players. A new player replaces each player who leaves."""
     servers: Counter[str] = field(default_factory=Counter)
     """Open sessions by server."""
     num_finished: int = 0
     num_moved: int = 0
-    """Sessions that ended well on a pod that was being removed."""
+    """Number of sessions that ended normally on a pod that was being removed."""
     void: list[str] = field(default_factory=list)
-    """Sessions that were lost, and why."""
+    """Errors of the sessions that were lost."""
     refused: list[str] = field(default_factory=list)
-    """Players who got no session, and why."""
+    """Errors of the players who got no session."""
     longest_wait_s: float = 0.0
     leaving: set[str] = field(default_factory=set)
     """Servers whose pods are being removed."""
@@ -75,7 +75,7 @@ class Crowd:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Keep `size` players there, for ever."""
+        """Keep `size` players in play until canceled."""
         try:
             while True:
                 for _ in range(self.size - len(self._tasks)):
@@ -89,8 +89,8 @@ class Crowd:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
-    def num_there(self) -> int:
-        """Players who play or wait."""
+    def num_players(self) -> int:
+        """Number of players who play or wait."""
         return len(self._tasks)
 
     async def _play(self) -> None:
@@ -125,11 +125,11 @@ class Crowd:
 
 
 class Watch:
-    """Looks at an environment once a second.
+    """A recorder of an environment's state, once per second.
 
     Args:
-        environment: name of its Deployment.
-        metrics: address of the metrics of the gateway that the players use.
+        environment: name of the environment's Deployment.
+        metrics: metrics address of the gateway that the players use.
     """
 
     def __init__(
@@ -140,25 +140,25 @@ class Watch:
         self._began_s = time.monotonic()
         self.rows: list[tuple[float, ...]] = []
         self.removals: list[Removal] = []
-        self.missed: list[str] = []
-        """Looks that failed, and why."""
+        self.failures: list[str] = []
+        """Errors of the observations that failed."""
         self.num_ready = self.num_replicas = 0
 
     @property
     def now_s(self) -> float:
-        """Seconds since the first look."""
+        """Seconds since the first observation."""
         return time.monotonic() - self._began_s
 
     async def run(self) -> None:
-        """Look, for ever."""
+        """Record observations until canceled."""
         async with aiohttp.ClientSession() as http:
             while True:
                 began_s = time.monotonic()
-                # A second that nobody saw is a row less.
+                # A failed observation leaves out one row.
                 try:
                     await self._look(http)
                 except (ClusterError, aiohttp.ClientError, TimeoutError) as error:
-                    self.missed.append(f"{self.now_s:.0f} s: {error!r}")
+                    self.failures.append(f"{self.now_s:.0f} s: {error!r}")
                 await asyncio.sleep(max(0.0, began_s + 1 - time.monotonic()))
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
@@ -174,7 +174,7 @@ class Watch:
         self._note_removals(at_s, pods["items"])
         self.rows.append(
             (
-                *(at_s, self._crowd.num_there, sum(self._crowd.servers.values())),
+                *(at_s, self._crowd.num_players, sum(self._crowd.servers.values())),
                 *(metrics.get(state, 0) for state in ("pending", "active", "draining")),
                 *(self.num_replicas, self.num_ready, len(self._crowd.leaving)),
                 len(self._crowd.void),
@@ -184,18 +184,20 @@ class Watch:
     async def _sessions(self, http: aiohttp.ClientSession) -> dict[str, int]:
         async with http.get(self._metrics) as answer:
             text = await answer.text()
-        found = re.findall(r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', text, re.MULTILINE)
-        return {state: int(float(value)) for state, value in found}
+        samples = re.findall(
+            r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', text, re.MULTILINE
+        )
+        return {state: int(float(value)) for state, value in samples}
 
     def _note_removals(self, at_s: float, pods: list[dict[str, Any]]) -> None:
-        kept, chosen, leaving = [], [], set()
+        kept_loads, chosen, leaving = [], [], set()
         for pod in pods:
             metadata = pod["metadata"]
             server = pod_server_id(metadata["uid"])
             cost = int(metadata.get("annotations", {}).get(COST, 0))
             load = (self._crowd.servers[server], cost)
             if "deletionTimestamp" not in metadata:
-                kept.append(load)
+                kept_loads.append(load)
                 continue
             leaving.add(server)
             if server not in self._crowd.leaving:
@@ -203,35 +205,35 @@ class Watch:
         self._crowd.leaving.clear()
         self._crowd.leaving.update(leaving)
         sessions, costs = (
-            (tuple(column) for column in zip(*kept, strict=True)) if kept else ((), ())
+            (tuple(column) for column in zip(*kept_loads, strict=True)) if kept_loads else ((), ())
         )
         self.removals += [Removal(at_s, num, cost, sessions, costs) for num, cost in chosen]
 
 
 @asynccontextmanager
-async def forwarded(namespace: str, pod: str, *ports: int) -> AsyncIterator[list[int]]:
-    """Ports of this machine that lead to a pod's, for as long as the context lasts.
+async def forward_ports(namespace: str, pod: str, *ports: int) -> AsyncIterator[list[int]]:
+    """Forward local ports to ports of a pod until the context exits; yield the local ports.
 
-    kubectl gives a tunnel up when one connection in it fails, which within an hour one does. It is
-    made anew then, on the same ports, and clients come back to their sessions.
+    kubectl closes a tunnel when one of its connections fails, which happens within an hour. The
+    tunnel is then reopened on the same ports, and clients reconnect to their sessions.
     """
-    there = [f":{port}" for port in ports]
-    process, found = await _tunnel(namespace, pod, there)
-    here = [found[port] for port in ports]
-    both = [f"{found[port]}:{port}" for port in ports]
+    remote_ports = [f":{port}" for port in ports]
+    process, assigned_ports = await _tunnel(namespace, pod, remote_ports)
+    local_ports = [assigned_ports[port] for port in ports]
+    port_pairs = [f"{assigned_ports[port]}:{port}" for port in ports]
 
     async def keep() -> None:
         nonlocal process
         while True:
             assert process.stdout is not None
-            await process.stdout.read()  # a line for each connection, until it ends
+            await process.stdout.read()  # one line per connection, until kubectl exits
             await process.wait()
             sys.stderr.write("kubectl port-forward has ended; it is started again\n")
-            process, _ = await _tunnel(namespace, pod, both)
+            process, _ = await _tunnel(namespace, pod, port_pairs)
 
     keeping = asyncio.create_task(keep())
     try:
-        yield here
+        yield local_ports
     finally:
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -244,17 +246,17 @@ async def forwarded(namespace: str, pod: str, *ports: int) -> AsyncIterator[list
 async def _tunnel(
     namespace: str, pod: str, ports: Sequence[str]
 ) -> tuple[asyncio.subprocess.Process, dict[int, int]]:
-    """kubectl, once it forwards, and the port of this machine for each of the pod's."""
+    """Start kubectl; return it once it forwards, and the local port for each port of the pod."""
     process = await asyncio.create_subprocess_exec(
         *("kubectl", "-n", namespace, "port-forward", pod, *ports),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     assert process.stdout is not None
-    found: dict[int, int] = {}
-    while len(found) < len(ports):
+    assigned_ports: dict[int, int] = {}
+    while len(assigned_ports) < len(ports):
         line = await asyncio.wait_for(process.stdout.readline(), 30)
         assert line, "kubectl port-forward has ended"
         if match := _FORWARDED.search(line):
-            found[int(match[2])] = int(match[1])
-    return process, found
+            assigned_ports[int(match[2])] = int(match[1])
+    return process, assigned_ports

@@ -1,4 +1,4 @@
-"""A pod like that of `helm test`, which runs a program of a test instead."""
+"""A pod like that of `helm test` that runs a program of a test."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from pathlib import Path
 
 import yaml
 
-from tests.cluster.installed import Installed, helm, kubectl
+from tests.cluster.installed import Release, helm, kubectl
 
 NAME = "player"
 
 
 @contextmanager
-def client_pod(
-    release: Installed, environment: str, program: Path, *words: str
+def run_client_pod(
+    release: Release, environment: str, program: Path, *words: str
 ) -> Iterator[tuple[str, ...]]:
-    """What begins a kubectl command in the pod; it runs `program ADDRESS WORDS` until the end.
+    """Run `program ADDRESS WORDS` in a pod; yield the start of a kubectl command for that pod.
 
-    The address is the gateway's for that environment, its token stands in LUDUS_ENV_TOKEN.
+    ADDRESS is the gateway's address for the environment. LUDUS_ENV_TOKEN contains its token.
     """
-    place = ("--namespace", release.namespace)
-    hooks = yaml.safe_load_all(helm("get", "hooks", release.name, *place))
+    namespace_options = ("--namespace", release.namespace)
+    hooks = yaml.safe_load_all(helm("get", "hooks", release.name, *namespace_options))
     (hook,) = (hook for hook in hooks if hook["metadata"]["name"].endswith(f"-test-{environment}"))
     hook["metadata"] |= {"name": NAME, "annotations": {}}
     (container,) = hook["spec"]["containers"]
     address = next(word for word in container.pop("args") if word.startswith("grpc://"))
     text = program.read_text(encoding="utf-8")
     container["command"] = ["python", "-c", text, address, *words]
-    kubectl(*place, "apply", "-f", "-", given=json.dumps(hook))
+    kubectl(*namespace_options, "apply", "-f", "-", stdin=json.dumps(hook))
     try:
-        kubectl(*place, "wait", f"pod/{NAME}", "--for=condition=Ready", "--timeout=120s")
-        yield (*place, "exec", NAME, "--")
+        kubectl(
+            *namespace_options, "wait", f"pod/{NAME}", "--for=condition=Ready", "--timeout=120s"
+        )
+        yield (*namespace_options, "exec", NAME, "--")
     finally:
-        kubectl(*place, "delete", "pod", NAME, "--grace-period=1")
+        kubectl(*namespace_options, "delete", "pod", NAME, "--grace-period=1")

@@ -1,7 +1,7 @@
-"""The long forms, which `make cluster-test ARGS=--all` adds: tests marked `long`.
+"""Hooks of the cluster tests: `make cluster-test ARGS=--all` adds the tests marked `long`.
 
-How each test of the cluster ended, on which commit and after how long, goes to
-runs/cluster-test/results.json beside what is known of the others. A copy lies beside this file.
+The outcome, commit and duration of each cluster test are added to
+runs/cluster-test/results.json. This folder contains a copy.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import pytest
 from tests.cluster.installed import (
     AUTOSCALING_VALUES,
     ROOT,
-    Installed,
-    installed,
+    Release,
+    find_skip_reason,
+    install,
     kubectl,
-    why_not,
 )
-from tests.cluster.prometheus import is_there
+from tests.cluster.prometheus import has_prometheus
 
 RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
 _ended: dict[str, dict[str, object]] = {}
 _seconds: dict[str, float] = {}
-"""Since the test's own fixtures began."""
+"""Seconds of each test, including its fixtures."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --all."""
+    """Add the option --all."""
     parser.addoption("--all", action="store_true", help="run the long forms of cluster tests, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long forms unless they were asked for; what was installed first comes last."""
+    """Skip long tests unless --all is set; run the tests of the autoscaled release last."""
     items.sort(key=is_autoscaled)
     if not config.getoption("--all", default=False):
         reason = "a long form; `make cluster-test ARGS=--all`"
@@ -45,35 +45,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def autoscaled() -> Iterator[Installed]:
-    """A release that KEDA scales by what Prometheus says."""
+def autoscaled_release() -> Iterator[Release]:
+    """Install a release that KEDA scales by Prometheus metrics."""
     if not has_keda():
         pytest.skip("SKIPPED, NOT PASSED: KEDA or the Prometheus operator is not installed")
-    with installed(AUTOSCALING_VALUES) as release:
+    with install(AUTOSCALING_VALUES) as release:
         yield release
 
 
 @pytest.fixture(scope="session", autouse=True)
-def installed_first(request: pytest.FixtureRequest) -> None:
-    """Install the one that is tested last: Prometheus finds a release after two minutes."""
+def install_autoscaled_release_first(request: pytest.FixtureRequest) -> None:
+    """Install the autoscaled release first, because Prometheus needs two minutes to discover it."""
     items = filter(is_autoscaled, request.session.items)
     is_wanted = any(item.get_closest_marker("skip") is None for item in items)
-    if is_wanted and not why_not() and has_keda():
-        request.getfixturevalue("autoscaled")
+    if is_wanted and not find_skip_reason() and has_keda():
+        request.getfixturevalue("autoscaled_release")
 
 
 def has_keda() -> bool:
-    """Whether the cluster has what autoscaling by sessions needs."""
-    return "scaledobjects.keda.sh" in kubectl("get", "crd", "-o", "name") and is_there()
+    """Return True if the cluster has KEDA and the Prometheus operator."""
+    return "scaledobjects.keda.sh" in kubectl("get", "crd", "-o", "name") and has_prometheus()
 
 
 def is_autoscaled(item: pytest.Item) -> bool:
-    """Whether a test needs the release that KEDA scales."""
-    return "autoscaled" in getattr(item, "fixturenames", ())
+    """Return True if a test needs the release that KEDA scales."""
+    return "autoscaled_release" in getattr(item, "fixturenames", ())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep how a test ended, and after how long; one that was skipped did not."""
+    """Record the outcome and duration of a test, unless it was skipped."""
     if "tests/cluster/" not in report.nodeid:
         return
     _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
@@ -83,12 +83,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write it down."""
+    """Write the outcomes to the results file."""
     if not _ended or not os.environ.get("KUBECONFIG"):
         return
     head = ("git", "describe", "--always", "--dirty")
     commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    known |= {name: end | {"commit": commit} for name, end in _ended.items()}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results |= {name: end | {"commit": commit} for name, end in _ended.items()}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a pod of a test runs: players who are a fleet's trouble, until the pod is deleted.
+"""Players that cause trouble for a fleet, in a pod of a test, until the pod is deleted.
 
 python fault_player.py ADDRESS TROUBLE NUM_PLAYERS
 """
@@ -19,14 +19,14 @@ PAUSE_S = 0.3
 
 
 async def _crowd(session: AsyncSession) -> None:
-    """Keep a seat for a while, then leave it to the next."""
+    """Use a seat for a while, then free it for the next player."""
     for _ in range(round(SEAT_S)):
         await session.step({})
         await asyncio.sleep(1.0)
 
 
 async def _hold(session: AsyncSession) -> None:
-    """Never leave."""
+    """Play without end."""
     while True:
         await session.step({})
         await asyncio.sleep(PAUSE_S)
@@ -48,7 +48,7 @@ async def _die(session: AsyncSession) -> None:
 TROUBLES = {"crowd": _crowd, "hold": _hold, "slow": _slow, "raise": _raise, "die": _die}
 
 
-async def _plays(address: str, trouble: str) -> None:
+async def _play(address: str, trouble: str) -> None:
     """Open session after session."""
     async with await AsyncEnvClient.connect(
         address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
@@ -63,8 +63,8 @@ async def _plays(address: str, trouble: str) -> None:
                 await asyncio.sleep(PAUSE_S)
 
 
-async def _is_refused(address: str) -> None:
-    """Come with a token that was never given out."""
+async def _connect_without_access(address: str) -> None:
+    """Connect again and again with an invalid token."""
     while True:
         try:
             await AsyncEnvClient.connect(
@@ -79,7 +79,9 @@ async def _main(address: str, trouble: str, num_players: int) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(num_players):
             group.create_task(
-                _is_refused(address) if trouble == "refused" else _plays(address, trouble)
+                _connect_without_access(address)
+                if trouble == "refused"
+                else _play(address, trouble)
             )
 
 

@@ -1,6 +1,6 @@
-"""An environment that waits, raises or ends its process when its player says so.
+"""An environment that waits, raises or exits its process when an action requests it.
 
-A pod gets this file as text and serves it from there, so it imports nothing of the tests.
+A pod receives this file as text and serves it, so the file imports no test code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Wish(Action):
 
 
 class FaultyEnvironment(Environment[Wish, Observation, State]):
-    """It has no rules and no end."""
+    """An environment without rules that never terminates."""
 
     action_type = Wish
     observation_type = Observation

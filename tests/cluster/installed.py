@@ -1,4 +1,4 @@
-"""The chart, installed for a test in a namespace of its own that enforces Pod Security."""
+"""Releases of the chart for tests, each in a new namespace that enforces Pod Security."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ AUTOSCALING_VALUES = [CHART / "values-cpu.yaml", Path(__file__).with_name("autos
 TIMEOUT_S = 300.0
 
 
-def why_not() -> str:
-    """What keeps a test of a real cluster from running here; empty where nothing does."""
+def find_skip_reason() -> str:
+    """Return the reason to skip cluster tests on this machine, or '' if they can run."""
     if not os.environ.get("KUBECONFIG"):
         return "SKIPPED, NOT PASSED: no cluster; set KUBECONFIG, and `make cluster-test`"
     missing = [program for program in ("kubectl", "helm") if _program(program) is None]
     return f"SKIPPED, NOT PASSED: {', '.join(missing)} not found in PATH" if missing else ""
 
 
-def kubectl(*arguments: str, given: str | None = None) -> str:
-    """What kubectl says; its complaint is the error."""
-    return _run([str(_program("kubectl")), *arguments], given)
+def kubectl(*arguments: str, stdin: str | None = None) -> str:
+    """Run kubectl and return its output; a failure raises its error message."""
+    return _run([str(_program("kubectl")), *arguments], stdin)
 
 
 def helm(*arguments: str) -> str:
-    """What helm says; its complaint is the error."""
+    """Run helm and return its output; a failure raises its error message."""
     return _run([str(_program("helm")), *arguments])
 
 
-def create(api_version: str, kind: str, name: str, namespace: str = "default", **rest: Any) -> None:
-    """Create an object; where its kind belongs to no namespace, none is looked at."""
+def create(
+    api_version: str, kind: str, name: str, namespace: str = "default", **fields: Any
+) -> None:
+    """Create an object; Kubernetes ignores the namespace of a cluster-wide kind."""
     metadata = {"name": name, "namespace": namespace}
-    given = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **rest}
-    kubectl("create", "-f", "-", given=json.dumps(given))
+    manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
+    kubectl("create", "-f", "-", manifest=json.dumps(manifest))
 
 
 @dataclass(frozen=True)
-class Installed:
+class Release:
     """A release in its namespace."""
 
     name: str
     namespace: str
 
-    def get(self, kind: str, *more: str) -> Any:
-        """Objects of the namespace, as `kubectl get -o json` gives them."""
-        return json.loads(kubectl("-n", self.namespace, "get", kind, *more, "-o", "json"))
+    def get(self, kind: str, *options: str) -> Any:
+        """Return objects of the namespace as `kubectl get -o json` outputs them."""
+        return json.loads(kubectl("-n", self.namespace, "get", kind, *options, "-o", "json"))
 
     def upgrade(self, values: Sequence[Path], settings: Mapping[str, str] | None = None) -> None:
-        """Install or upgrade, and wait until every pod is ready."""
+        """Install or upgrade the release, and wait until every pod is ready."""
         words = [word for path in values for word in ("--values", str(path))]
         words += [word for item in (settings or {}).items() for word in ("--set", "=".join(item))]
         helm("upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *words)
@@ -67,8 +69,8 @@ class Installed:
     def wait_until_ready(self) -> None:
         """Return once every pod is the newest and ready.
 
-        Not `helm --wait`, which waits for the runs' volume, too; many clusters bind a volume when
-        a pod first needs it.
+        `helm --wait` would also wait for the runs' volume, which many clusters bind only when a pod
+        first needs it.
         """
         for deployment in self.get("deployments")["items"]:
             name = f"deployment/{deployment['metadata']['name']}"
@@ -78,7 +80,7 @@ class Installed:
 
 @contextmanager
 def namespace() -> Iterator[str]:
-    """A namespace that enforces Pod Security and has the Secrets that values-cpu.yaml names."""
+    """Create a namespace with Pod Security and the Secrets that values-cpu.yaml names."""
     name = f"ludus-test-{secrets.token_hex(3)}"
     kubectl("create", "namespace", name)
     try:
@@ -98,40 +100,40 @@ def namespace() -> Iterator[str]:
 
 
 @contextmanager
-def installed(
+def install(
     values: Sequence[Path], settings: Mapping[str, str] | None = None, name: str = "ludus"
-) -> Iterator[Installed]:
-    """A release whose pods are ready; its namespace is gone afterwards."""
-    with namespace() as place:
-        release = Installed(name, place)
+) -> Iterator[Release]:
+    """Install a release and yield it when its pods are ready; delete its namespace afterwards."""
+    with namespace() as target_namespace:
+        release = Release(name, target_namespace)
         release.upgrade(values, settings)
         yield release
 
 
-def until(condition: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:
+def wait_until(condition: Any, goal: str, timeout_s: float = TIMEOUT_S) -> None:
     """Return once `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {goal}"
         time.sleep(1)
 
 
 def _state(namespace: str) -> str:
-    """What a person would look at first."""
-    said = ""
+    """Return a description of the namespace's pods and events for an error message."""
+    report = ""
     for words in (("get", "pods", "-o", "wide"), ("get", "events", "--sort-by=.lastTimestamp")):
-        said += subprocess.run(
+        report += subprocess.run(
             [str(_program("kubectl")), "-n", namespace, *words], capture_output=True, text=True
         ).stdout[-4000:]
-    return said
+    return report
 
 
 def _program(name: str) -> str | None:
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name)
+    neighbor = Path(sys.executable).parent / name
+    return str(neighbor) if neighbor.exists() else shutil.which(name)
 
 
-def _run(command: list[str], given: str | None = None) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, input=given)
+def _run(command: list[str], stdin: str | None = None) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, input=stdin)
     assert result.returncode == 0, f"{' '.join(command[1:6])} ...: {result.stderr.strip()}"
     return result.stdout

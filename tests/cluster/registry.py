@@ -1,4 +1,7 @@
-"""A registry for tests: takes what is pushed, keeps manifests; nodes get images otherwise."""
+"""An image registry for tests that accepts pushes but stores only manifests.
+
+The nodes receive images another way.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The part of the distribution protocol that a push, and a question for a digest, need."""
+    """The part of the distribution protocol for pushes and digest queries."""
 
     protocol_version = "HTTP/1.1"
     server: _Registry
 
     def do_GET(self) -> None:
-        """Answer whether the registry, a blob or a manifest is there."""
+        """Respond whether the registry, a blob or a manifest exists."""
         if self.path == "/v2/":
             self._answer(200)
         elif "/manifests/" in self.path and self.path in self.server.manifests:
@@ -29,28 +32,28 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Begin an upload."""
+        """Start an upload."""
         self._body()
         self._answer(202, {"Location": f"{self.path.rstrip('/')}/upload", "Range": "0-0"})
 
     def do_PATCH(self) -> None:
-        """Take a part of an upload."""
+        """Receive a part of an upload."""
         size = len(self._body())
         self._answer(202, {"Location": self.path, "Range": f"0-{size}"})
 
     def do_PUT(self) -> None:
-        """End an upload, or keep a manifest."""
-        body, where = self._body(), urlsplit(self.path)
-        if "/manifests/" in where.path:
+        """Finish an upload, or store a manifest."""
+        body, url = self._body(), urlsplit(self.path)
+        if "/manifests/" in url.path:
             digest = _digest(body)
-            self.server.manifests[where.path] = (self.headers["Content-Type"], body)
+            self.server.manifests[url.path] = (self.headers["Content-Type"], body)
         else:
-            (digest,) = parse_qs(where.query)["digest"]
+            (digest,) = parse_qs(url.query)["digest"]
             self.server.blobs.add(digest)
-        self._answer(201, {"Location": where.path, "Docker-Content-Digest": digest})
+        self._answer(201, {"Location": url.path, "Docker-Content-Digest": digest})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -83,8 +86,8 @@ class _Registry(ThreadingHTTPServer):
 
 
 @contextmanager
-def registry() -> Iterator[str]:
-    """A registry that listens; its name, as images have it."""
+def run_registry() -> Iterator[str]:
+    """Start a registry; yield its host and port, the prefix of its image names."""
     server = _Registry()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

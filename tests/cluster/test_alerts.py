@@ -1,8 +1,8 @@
-"""Each alert's condition, caused on the cluster; its real Prometheus tells of it.
+"""Alerts of the real Prometheus, for conditions that the tests cause on the cluster.
 
-By a clock that runs faster (faster_rules.py). LudusCanaryFailed and LudusWeightsDiffer are not
-here: nothing that can be done to a cluster from outside gives a worker other weights than it says.
-Nor is LudusEpisodesFailed: the run that is trained here plays in an environment without faults.
+The rules use a faster clock (faster_rules.py). LudusCanaryFailed and LudusWeightsDiffer are not
+tested, because no outside action gives a worker different weights than it reports.
+LudusEpisodesFailed is not tested, because the run here trains in an environment without faults.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import pytest
 import yaml
 
 from tests.cluster import fault_player, faulty_environment
-from tests.cluster.client_pod import client_pod
+from tests.cluster.client_pod import run_client_pod
 from tests.cluster.faster_rules import INTERVAL, apply_faster_rules
 from tests.cluster.installed import (
     CHART,
     ROOT,
-    Installed,
+    Release,
     create,
-    installed,
+    find_skip_reason,
+    install,
     kubectl,
-    until,
-    why_not,
+    wait_until,
 )
-from tests.cluster.prometheus import ask, firing, is_there
-from tests.cluster.training import end_runs, submitted
+from tests.cluster.prometheus import ask, firing_alerts, has_prometheus
+from tests.cluster.training import end_runs, submit
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.long,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 PATIENCE_S = 180.0
 CAPACITY = 4
@@ -51,22 +51,22 @@ STORE = "deployment/ludus-store"
 STORE_AWAY_S = 25.0
 DASHBOARDS_PAGE = ROOT / "docs" / "dashboards.md"
 EDGE_OF_MEMORY = 0.93
-"""Ray itself begins to end workers at 0.95."""
+"""Share of memory to use; Ray starts to kill workers at 0.95."""
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    if not is_there():
+def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    if not has_prometheus():
         pytest.skip("SKIPPED, NOT PASSED: no Prometheus operator is installed")
     values = tmp_path_factory.mktemp("values") / "faulty.yaml"
     values.write_text(yaml.safe_dump(faulty_values()), encoding="utf-8")
-    with installed([CHART / "values-cpu.yaml", values]) as found:
-        apply_faster_rules(found)
-        yield found
+    with install([CHART / "values-cpu.yaml", values]) as release:
+        apply_faster_rules(release)
+        yield release
 
 
 def faulty_values() -> dict[str, object]:
-    """Beside blackjack, an environment from this folder; and scrapes that follow the rules."""
+    """Return values that add an environment from this folder and scrape at the rules' interval."""
     program = Path(faulty_environment.__file__)
     serve = f'printf %s "$PROGRAM" > {program.name}; exec dumb-init -- python -m ludus.env "$@"'
     environment = {
@@ -86,45 +86,45 @@ def faulty_values() -> dict[str, object]:
     }
 
 
-def tells_of(
-    release: Installed, *alerts: str, meanwhile: Callable[[], object] = lambda: None
+def wait_for_alerts(
+    release: Release, *alerts: str, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
-    """Return once each of the alerts has been firing; each second something may be done."""
+    """Wait until each of the alerts has fired; call `meanwhile` each second."""
     missing, deadline = set(alerts), time.monotonic() + PATIENCE_S
     while missing:
         time.sleep(1)
         meanwhile()
-        told = firing(release.namespace)
-        assert time.monotonic() < deadline, f"{missing} are silent; firing: {told}"
-        for alert in missing & told:
+        alerts_firing = firing_alerts(release.namespace)
+        assert time.monotonic() < deadline, f"{missing} did not fire; firing: {alerts_firing}"
+        for alert in missing & alerts_firing:
             missing.remove(alert)
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {alert}\n")
 
 
-def scale(release: Installed, deployment: str, replicas: int) -> None:
-    """Set a number of pods and, where there are some, wait for them."""
+def scale(release: Release, deployment: str, replicas: int) -> None:
+    """Set the number of pods of a Deployment and wait for them."""
     words = (deployment, f"--replicas={replicas}")
     kubectl("-n", release.namespace, "scale", *words)
     if replicas:
         release.wait_until_ready()
 
 
-def servers_of(environment: str) -> str:
-    """The labels of an environment's servers; who plays there has the second one, too."""
+def server_labels(environment: str) -> str:
+    """Return the label selector of an environment's servers; players have only the second label."""
     return f"app.kubernetes.io/component=environment,ludus.dev/environment={environment}"
 
 
-def kill_pods(release: Installed, labels: str) -> None:
+def kill_pods(release: Release, labels: str) -> None:
     """Kill all pods with these labels at once."""
     words = ("delete", "pods", "-l", labels, "--grace-period=0", "--force")
     kubectl("-n", release.namespace, *words)
 
 
-def kill_if_ready(release: Installed, environment: str) -> None:
-    """Kill all servers of an environment if none of them is only starting."""
+def kill_if_ready(release: Release, environment: str) -> None:
+    """Kill all servers of an environment if all of them are ready."""
     deployment = release.get("deployment", f"ludus-env-{environment}")
     if deployment["status"].get("readyReplicas", 0) == deployment["spec"]["replicas"]:
-        kill_pods(release, servers_of(environment))
+        kill_pods(release, server_labels(environment))
 
 
 # The fleet.
@@ -140,49 +140,49 @@ def kill_if_ready(release: Installed, environment: str) -> None:
         ("refused", 2, ("LudusTokensRefused",)),
     ],
 )
-def test_players_are_the_cause(
-    release: Installed, trouble: str, num_players: int, alerts: tuple[str, ...]
+def test_players_cause_alerts(
+    release: Release, trouble: str, num_players: int, alerts: tuple[str, ...]
 ) -> None:
-    with client_pod(release, FAULTY, PLAYER, trouble, str(num_players)):
-        tells_of(release, *alerts)
+    with run_client_pod(release, FAULTY, PLAYER, trouble, str(num_players)):
+        wait_for_alerts(release, *alerts)
 
 
-def test_a_server_is_killed_with_its_sessions(release: Installed) -> None:
-    with client_pod(release, FAULTY, PLAYER, "hold", str(CAPACITY)):
+def test_a_server_is_killed_with_its_sessions(release: Release) -> None:
+    with run_client_pod(release, FAULTY, PLAYER, "hold", str(CAPACITY)):
         time.sleep(5)
-        kill_pods(release, servers_of(FAULTY))
-        tells_of(release, "LudusSessionsLost")
+        kill_pods(release, server_labels(FAULTY))
+        wait_for_alerts(release, "LudusSessionsLost")
 
 
-def test_there_is_no_server(release: Installed) -> None:
+def test_no_server_is_running(release: Release) -> None:
     scale(release, SERVERS.format(FAULTY), 0)
-    with client_pod(release, FAULTY, PLAYER, "hold", "1"):
-        tells_of(release, "LudusNoServers")
+    with run_client_pod(release, FAULTY, PLAYER, "hold", "1"):
+        wait_for_alerts(release, "LudusNoServers")
     scale(release, SERVERS.format(FAULTY), 1)
 
 
-def test_the_network_lets_nobody_to_a_server(release: Installed) -> None:
+def test_the_network_blocks_a_server(release: Release) -> None:
     policy = ("networkpolicy", f"ludus-env-{FAULTY}")
-    told = release.get(*policy)["spec"]["ingress"]
+    ingress_rules = release.get(*policy)["spec"]["ingress"]
     try:
         patch(release, policy, [])
-        # Connections that there are may be let live.
-        kill_pods(release, servers_of(FAULTY))
-        tells_of(release, "LudusTargetDown", "LudusServersUnreachable")
+        # Existing connections may survive the policy.
+        kill_pods(release, server_labels(FAULTY))
+        wait_for_alerts(release, "LudusTargetDown", "LudusServersUnreachable")
     finally:
-        patch(release, policy, told)
+        patch(release, policy, ingress_rules)
 
 
-def patch(release: Installed, policy: tuple[str, ...], ingress: Iterable[object]) -> None:
-    """Replace what a policy lets in."""
+def patch(release: Release, policy: tuple[str, ...], ingress: Iterable[object]) -> None:
+    """Replace the ingress rules of a policy."""
     change = [{"op": "replace", "path": "/spec/ingress", "value": ingress}]
     words = ("--type=json", "-p", json.dumps(change))
     kubectl("-n", release.namespace, "patch", *policy, *words)
 
 
-def test_the_gateways_are_gone(release: Installed) -> None:
+def test_the_gateways_are_gone(release: Release) -> None:
     scale(release, "deployment/ludus-gateway", 0)
-    tells_of(release, "LudusGatewayMissing")
+    wait_for_alerts(release, "LudusGatewayMissing")
     scale(release, "deployment/ludus-gateway", 2)
 
 
@@ -190,44 +190,46 @@ def test_the_gateways_are_gone(release: Installed) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_run_afterwards(release: Installed) -> Iterator[None]:
+def no_run_afterwards(release: Release) -> Iterator[None]:
     yield
     end_runs(release)
 
 
 @pytest.fixture
 def kuberay_monitor() -> Iterator[None]:
-    """The monitor that docs/dashboards.md shows."""
+    """Apply the monitor of docs/dashboards.md."""
     page = DASHBOARDS_PAGE.read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)
-    kubectl("apply", "-f", "-", given=shown)
+    (manifest,) = re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)
+    kubectl("apply", "-f", "-", stdin=manifest)
     yield
-    kubectl("delete", "-f", "-", given=shown)
+    kubectl("delete", "-f", "-", stdin=manifest)
 
 
-def test_runs_fail_and_wait(release: Installed, kuberay_monitor: None) -> None:
+def test_a_failed_and_a_waiting_run(release: Release, kuberay_monitor: None) -> None:
     container = {"name": "ray", "image": "docker.io/ludus/trainer:dev"}
     head = {"rayStartParams": {}, "template": {"spec": {"containers": [container]}}}
     waits = {"suspend": True, "rayClusterSpec": {"headGroupSpec": head}}
-    place = release.namespace
-    # KubeRay suspends only what it may take away, and says so after it was admitted.
-    create("ray.io/v1", "RayJob", "fails", place, spec=waits)
-    create("ray.io/v1", "RayJob", "waits", place, spec=waits | {"shutdownAfterJobFinishes": True})
+    namespace = release.namespace
+    # KubeRay can suspend only a job that it shuts down, and reports that after admission.
+    create("ray.io/v1", "RayJob", "fails", namespace, spec=waits)
+    create(
+        "ray.io/v1", "RayJob", "waits", namespace, spec=waits | {"shutdownAfterJobFinishes": True}
+    )
     try:
-        until(
-            lambda: ask(f'kuberay_job_deployment_status{{namespace="{place}"}}'),
+        wait_until(
+            lambda: ask(f'kuberay_job_deployment_status{{namespace="{namespace}"}}'),
             "metrics",
             PATIENCE_S,
         )
     except AssertionError:
         pytest.skip("SKIPPED, NOT PASSED: KubeRay has no metrics; start it with --enable-metrics")
-    tells_of(release, "LudusRunFailed", "LudusRunWaits")
+    wait_for_alerts(release, "LudusRunFailed", "LudusRunWaits")
 
 
 # Training.
 
 
-def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
+def test_a_run_has_every_trouble(release: Release, tmp_path: Path) -> None:
     settings = (
         "training.num_steps=100000",
         "training.groups_per_step=64",
@@ -235,48 +237,48 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
         "eval.num_games=200",
         "eval.every_steps=100000",
     )
-    with submitted(release, tmp_path / "results", *settings) as training:
-        training.go_on(3)
-        # Not at every moment does somebody play.
-        again = partial(kill_if_ready, release, BLACKJACK)
-        tells_of(release, "LudusEpisodesVoided", meanwhile=again)
-        with memory_of(release, training.pod_of("head")):
-            tells_of(release, "LudusHeadMemoryHigh")
+    with submit(release, tmp_path / "results", *settings) as training:
+        training.wait_for_steps(3)
+        # Sessions are not open at every moment.
+        kill_server = partial(kill_if_ready, release, BLACKJACK)
+        wait_for_alerts(release, "LudusEpisodesVoided", meanwhile=kill_server)
+        with fill_memory(release, training.find_pod("head")):
+            wait_for_alerts(release, "LudusHeadMemoryHigh")
         scale(release, STORE, 0)
         time.sleep(STORE_AWAY_S)
         scale(release, STORE, 1)
-        tells_of(release, "LudusWeightSyncSlow")
-        with halting(release, servers_of(BLACKJACK), stop_s=2.5, go_s=0.3):
-            tells_of(release, "LudusLearnerIdle", "LudusCheckpointOld")
+        wait_for_alerts(release, "LudusWeightSyncSlow")
+        with pause_repeatedly(release, server_labels(BLACKJACK), stop_s=2.5, go_s=0.3):
+            wait_for_alerts(release, "LudusLearnerIdle", "LudusCheckpointOld")
         scale(release, SERVERS.format(BLACKJACK), 0)
-        tells_of(release, "LudusTrainingStalled")
+        wait_for_alerts(release, "LudusTrainingStalled")
         scale(release, SERVERS.format(BLACKJACK), 2)
-        kubectl("-n", release.namespace, "delete", "pod", training.pod_of("learner"), "--force")
-        tells_of(release, "LudusLearnerRestarted")
-        kubectl("-n", release.namespace, "delete", "pod", training.pod_of("head"), "--force")
-        tells_of(release, "LudusRunRetried")
+        kubectl("-n", release.namespace, "delete", "pod", training.find_pod("learner"), "--force")
+        wait_for_alerts(release, "LudusLearnerRestarted")
+        kubectl("-n", release.namespace, "delete", "pod", training.find_pod("head"), "--force")
+        wait_for_alerts(release, "LudusRunRetried")
 
 
-def test_a_run_plays_baselines_for_long(release: Installed, tmp_path: Path) -> None:
-    with submitted(release, tmp_path / "results", "name=slow", "eval.num_games=1000000"):
-        tells_of(release, "LudusRunNotTraining")
+def test_a_run_plays_baselines_for_long(release: Release, tmp_path: Path) -> None:
+    with submit(release, tmp_path / "results", "name=slow", "eval.num_games=1000000"):
+        wait_for_alerts(release, "LudusRunNotTraining")
 
 
-def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
+def test_a_run_unlearns(release: Release, tmp_path: Path) -> None:
     settings = (
         "name=wild",
         "training.num_steps=100000",
         "training.groups_per_step=4",
         "training.max_staleness=24",
-        # More, and the policy is certain of one move before the mismatch has lasted.
+        # A higher rate makes the policy deterministic before the mismatch lasts long enough.
         "learner.learning_rate=0.03",
         "learner.warmup_steps=0",
         "eval.num_games=200",
         "eval.num_games_during=1000",
         "eval.every_steps=40",
     )
-    with submitted(release, tmp_path / "results", *settings):
-        tells_of(
+    with submit(release, tmp_path / "results", *settings):
+        wait_for_alerts(
             release,
             "LudusMismatchHigh",
             "LudusEvaluationFell",
@@ -285,9 +287,11 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def halting(release: Installed, labels: str, *, stop_s: float, go_s: float) -> Iterator[None]:
-    """Pods whose program stands still again and again; they are new ones afterwards."""
-    # The program is what the container's init has started.
+def pause_repeatedly(
+    release: Release, labels: str, *, stop_s: float, go_s: float
+) -> Iterator[None]:
+    """Pause and continue the program of the pods repeatedly; replace the pods afterwards."""
+    # The program is the child of the container's init.
     loop = (
         "for p in /proc/[0-9]*; do read -r _ _ _ parent _ < $p/stat;"
         ' [ "$parent" = 1 ] && n=${p#/proc/}; done;'
@@ -306,8 +310,8 @@ def halting(release: Installed, labels: str, *, stop_s: float, go_s: float) -> I
 
 
 @contextlib.contextmanager
-def memory_of(release: Installed, pod: str) -> Iterator[None]:
-    """A process that takes nearly all the memory that is left in a pod."""
+def fill_memory(release: Release, pod: str) -> Iterator[None]:
+    """Run a process that uses nearly all free memory of a pod."""
     program = (
         "import select, sys\n"
         "from ray._private.utils import get_system_memory, get_used_memory\n"
@@ -317,6 +321,6 @@ def memory_of(release: Installed, pod: str) -> Iterator[None]:
         "        taken.append(b'1' * 2**24)\n"
     )
     command = ("kubectl", "-n", release.namespace, "exec", "-i", pod, "--", "python", "-c", program)
-    # It ends with its input.
+    # The process exits at the end of its input.
     with subprocess.Popen(command, stdin=subprocess.PIPE):
         yield

@@ -1,6 +1,6 @@
-"""Everything dies once while a run trains: it ends well, has learned, and counts what it lost.
+"""Runs that finish, learn and count their losses although each component fails once.
 
-Two commands, to which a node's name is added, let a node's power fail and come back:
+Two commands, each followed by a node's name, stop and start a node:
 LUDUS_NODE_KILL and LUDUS_NODE_START (for kind: `docker kill` and `docker start`).
 """
 
@@ -19,53 +19,53 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.runs import Summary
-from tests.cluster.installed import CHART, Installed, installed, kubectl, until, why_not
-from tests.cluster.training import STALL_S, Training, end_runs, submitted
+from tests.cluster.installed import CHART, Release, find_skip_reason, install, kubectl, wait_until
+from tests.cluster.training import STALL_S, Training, end_runs, submit
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 STORE_AWAY_S = 30.0
 CHECKPOINTS = "training.checkpoint_every_steps={}"
 NODE_KILL, NODE_START = "LUDUS_NODE_KILL", "LUDUS_NODE_START"
-Fault = Callable[[Installed, Training, str], None]
+Fault = Callable[[Release, Training, str], None]
 OFF = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 
 
-def say(training: Training, what: Fault | str) -> None:
-    """Tell whoever watches how far the test is."""
-    name = what if isinstance(what, str) else what.__name__.replace("_", " ")
+def report_progress(training: Training, event: Fault | str) -> None:
+    """Write the progress of the test to stderr."""
+    name = event if isinstance(event, str) else event.__name__.replace("_", " ")
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} step {training.step}: {name}\n")
 
 
-def environment_server_killed(release: Installed, training: Training, victim: str) -> None:
-    """A server's pod is gone at once, with all sessions."""
-    delete(release, environment_pods(release)[0], now=True)
+def environment_server_killed(release: Release, training: Training, victim: str) -> None:
+    """Kill a server's pod with all its sessions."""
+    delete(release, environment_pods(release)[0], immediately=True)
 
 
-def environment_server_evicted(release: Installed, training: Training, victim: str) -> None:
-    """One server may be evicted; the other not before the first has a successor."""
-    until(lambda: len(environment_pods(release)) == 2, "two servers that are ready")
-    first, second = environment_pods(release)
-    evict(release, first)
+def environment_server_evicted(release: Release, training: Training, victim: str) -> None:
+    """Evict one server; the second is protected until the first has a replacement."""
+    wait_until(lambda: len(environment_pods(release)) == 2, "two servers that are ready")
+    first_pod, second_pod = environment_pods(release)
+    evict(release, first_pod)
     with pytest.raises(AssertionError, match="disruption budget"):
-        evict(release, second)
+        evict(release, second_pod)
 
 
-def gateway_killed(release: Installed, training: Training, victim: str) -> None:
-    """One of two gateways is gone at once."""
-    delete(release, ready_pods(release, "gateway")[0], now=True)
+def gateway_killed(release: Release, training: Training, victim: str) -> None:
+    """Kill one of two gateways."""
+    delete(release, ready_pods(release, "gateway")[0], immediately=True)
 
 
-def rollout_worker_killed(release: Installed, training: Training, victim: str) -> None:
-    """The only rollout worker is gone at once; its successor is on the node that goes next."""
-    move_to(victim, release, training)
+def rollout_worker_killed(release: Release, training: Training, victim: str) -> None:
+    """Kill the only rollout worker; its replacement starts on the node that fails next."""
+    move_worker(victim, release, training)
 
 
-def store_away(release: Installed, training: Training, victim: str) -> None:
-    """No weights can be written or read for a while."""
+def store_away(release: Release, training: Training, victim: str) -> None:
+    """Make the weight store unavailable for a while."""
     store = f"deployment/{release.name}-store"
     kubectl("-n", release.namespace, "scale", store, "--replicas=0")
     time.sleep(STORE_AWAY_S)
@@ -73,46 +73,48 @@ def store_away(release: Installed, training: Training, victim: str) -> None:
     release.wait_until_ready()
 
 
-def environment_image_rolled_out(release: Installed, training: Training, victim: str) -> None:
-    """Every server is replaced, each after it has ended its sessions."""
+def environment_image_rolled_out(release: Release, training: Training, victim: str) -> None:
+    """Replace every server after its sessions have ended."""
     servers = f"deployment/{release.name}-env-blackjack"
     kubectl("-n", release.namespace, "rollout", "restart", servers)
     release.wait_until_ready()
 
 
-def node_drained(release: Installed, training: Training, victim: str) -> None:
-    """A node is emptied for maintenance."""
+def node_drained(release: Release, training: Training, victim: str) -> None:
+    """Drain a node."""
     options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s")
     kubectl("drain", victim, *options)
-    assert training.node_of("rollout") != victim
+    assert training.find_node("rollout") != victim
     kubectl("uncordon", victim)
 
 
-def node_killed(release: Installed, training: Training, victim: str) -> None:
-    """The power of a node with a server and the rollout worker fails, and somebody says so.
+def node_killed(release: Release, training: Training, victim: str) -> None:
+    """Power off a node with a server and the rollout worker, and mark the node with a taint.
 
-    Without the taint, KubeRay waits for the dead worker until the node is back.
+    Without the taint, KubeRay waits for the dead worker until the node returns.
     """
     if NODE_KILL not in os.environ:
         sys.stderr.write(f"SKIPPED, NOT PASSED: {NODE_KILL} does not say how a node is killed\n")
         return
-    with cordoned(others_than(victim)):
-        delete(release, environment_pods(release)[0], now=True)
-        move_to(victim, release, training)
+    with cordon(other_nodes(victim)):
+        delete(release, environment_pods(release)[0], immediately=True)
+        move_worker(victim, release, training)
         release.wait_until_ready()
     power(NODE_KILL, victim)
     try:
-        until(lambda: not is_ready(victim), "the node to be missed")
-        with off(victim):
-            until(lambda: training.node_of("rollout") != victim, "another rollout worker", STALL_S)
-            training.go_on()
+        wait_until(lambda: not is_ready(victim), "the node to be not ready")
+        with power_off(victim):
+            wait_until(
+                lambda: training.find_node("rollout") != victim, "another rollout worker", STALL_S
+            )
+            training.wait_for_steps()
     finally:
         power(NODE_START, victim)
 
 
-def head_killed(release: Installed, training: Training, victim: str) -> None:
-    """The driver is gone at once; a retry continues from the checkpoint."""
-    delete(release, training.pod_of("head"), now=True)
+def head_killed(release: Release, training: Training, victim: str) -> None:
+    """Kill the driver; a retry resumes from the checkpoint."""
+    delete(release, training.find_pod("head"), immediately=True)
 
 
 FAULTS = (
@@ -128,57 +130,51 @@ FAULTS = (
 )
 
 
-# What must hold.
+# Tests.
 
 
 @pytest.fixture(scope="module")
-def release() -> Iterator[Installed]:
-    with installed([CHART / "values-cpu.yaml"]) as found:
-        yield found
+def release() -> Iterator[Release]:
+    with install([CHART / "values-cpu.yaml"]) as release:
+        yield release
 
 
 @pytest.fixture(autouse=True)
-def no_run_afterwards(release: Installed) -> Iterator[None]:
+def no_run_afterwards(release: Release) -> Iterator[None]:
     yield
     end_runs(release)
 
 
-def test_a_run_in_which_everything_dies_ends_well_and_has_learned(
-    release: Installed, tmp_path: Path
-) -> None:
+def test_a_run_survives_all_faults_and_learns(release: Release, tmp_path: Path) -> None:
     summary = run_through(FAULTS, release, tmp_path / "results", CHECKPOINTS.format(10))
     assert summary.gap_closed is not None and summary.gap_closed >= 0.90
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_run_in_which_one_thing_dies_ends_well(
-    fault: Fault, release: Installed, tmp_path: Path
-) -> None:
+def test_a_run_survives_one_fault(fault: Fault, release: Release, tmp_path: Path) -> None:
     if fault is node_killed and NODE_KILL not in os.environ:
         pytest.skip(f"SKIPPED, NOT PASSED: {NODE_KILL} does not say how a node is killed")
     name = fault.__name__.replace("_", "-")
-    # Long enough for what a drain or a roll-out takes.
+    # Long enough for a drain or a roll-out.
     short = (f"name={name}", "training.num_steps=100", "eval.num_games=200", CHECKPOINTS.format(2))
     run_through([fault], release, tmp_path / "results", *short)
 
 
-def run_through(
-    faults: Iterable[Fault], release: Installed, folder: Path, *settings: str
-) -> Summary:
-    """What a run came to in which all of this happened; each step and each episode counts once."""
+def run_through(faults: Iterable[Fault], release: Release, folder: Path, *settings: str) -> Summary:
+    """Return the summary of a run with these faults; check that no step or episode counts twice."""
     nodes = kubectl("get", "nodes", "-o", "name").split()
-    assert len(nodes) >= 2, "one node is to go away while another goes on"
+    assert len(nodes) >= 2, "the test needs two nodes, because it stops one"
     victim = nodes[-1].removeprefix("node/")
-    with cordoned([victim]), submitted(release, folder, *settings) as training:
+    with cordon([victim]), submit(release, folder, *settings) as training:
         # Head and learner are on nodes that stay.
-        training.go_on(1)
+        training.wait_for_steps(1)
         kubectl("uncordon", victim)
         for fault in faults:
-            say(training, fault)
+            report_progress(training, fault)
             fault(release, training, victim)
-            training.go_on()
-        say(training, "no more faults")
+            training.wait_for_steps()
+        report_progress(training, "no more faults")
         summary = training.finish()
     assert summary.finished
     assert summary.canary_failures == 0
@@ -190,11 +186,11 @@ def run_through(
     return summary
 
 
-# What a fault is made of.
+# Parts of faults.
 
 
-def ready_pods(release: Installed, component: str) -> list[str]:
-    """Names of the pods of a part that are ready and not about to end."""
+def ready_pods(release: Release, component: str) -> list[str]:
+    """Return the names of a component's pods that are ready and not terminating."""
     label = f"app.kubernetes.io/component={component}"
     return [
         pod["metadata"]["name"]
@@ -205,52 +201,54 @@ def ready_pods(release: Installed, component: str) -> list[str]:
     ]
 
 
-def environment_pods(release: Installed) -> list[str]:
-    """Names of the servers that are ready."""
+def environment_pods(release: Release) -> list[str]:
+    """Return the names of the ready environment servers."""
     return ready_pods(release, "environment")
 
 
-def delete(release: Installed, pod: str, *, now: bool) -> None:
-    """Delete a pod; now: as if it had been killed."""
-    options = ("--grace-period=0", "--force") if now else ()
+def delete(release: Release, pod: str, *, immediately: bool) -> None:
+    """Delete a pod, `immediately` without a grace period."""
+    options = ("--grace-period=0", "--force") if immediately else ()
     kubectl("-n", release.namespace, "delete", "pod", pod, "--wait=false", *options)
 
 
-def evict(release: Installed, pod: str) -> None:
-    """Evict a pod as `kubectl drain` does; a refusal is the error."""
+def evict(release: Release, pod: str) -> None:
+    """Evict a pod as `kubectl drain` does; a refusal raises an error."""
     path = f"/api/v1/namespaces/{release.namespace}/pods/{pod}/eviction"
     body = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": pod, "namespace": release.namespace},
     }
-    kubectl("create", "--raw", path, "-f", "-", given=json.dumps(body))
+    kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
-def move_to(node: str, release: Installed, training: Training) -> None:
-    """Kill the rollout worker; the next one starts on that node."""
-    with cordoned(others_than(node)):
-        before = training.pod_of("rollout")
-        delete(release, before, now=True)
-        until(lambda: training.pod_of("rollout") != before, "another rollout worker", STALL_S)
-    assert training.node_of("rollout") == node
+def move_worker(node: str, release: Release, training: Training) -> None:
+    """Kill the rollout worker so that its replacement starts on this node."""
+    with cordon(other_nodes(node)):
+        previous_pod = training.find_pod("rollout")
+        delete(release, previous_pod, immediately=True)
+        wait_until(
+            lambda: training.find_pod("rollout") != previous_pod, "another rollout worker", STALL_S
+        )
+    assert training.find_node("rollout") == node
 
 
-def others_than(node: str) -> list[str]:
-    """Names of the other nodes."""
+def other_nodes(node: str) -> list[str]:
+    """Return the names of the other nodes."""
     names = kubectl("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}").split()
     return [name for name in names if name != node]
 
 
 def is_ready(node: str) -> bool:
-    """Whether the node says that it is."""
+    """Return True if the node reports that it is ready."""
     ready = '{.status.conditions[?(@.type=="Ready")].status}'
     return kubectl("get", "node", node, "-o", f"jsonpath={ready}") == "True"
 
 
 @contextmanager
-def cordoned(nodes: list[str]) -> Iterator[None]:
-    """No pod is placed on these nodes meanwhile."""
+def cordon(nodes: list[str]) -> Iterator[None]:
+    """Keep new pods off these nodes inside the context."""
     try:
         for node in nodes:
             kubectl("cordon", node)
@@ -261,8 +259,8 @@ def cordoned(nodes: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def off(node: str) -> Iterator[None]:
-    """Its pods are given up at once, which nothing else does while the node is silent."""
+def power_off(node: str) -> Iterator[None]:
+    """Mark the node as powered off, so that Kubernetes gives up its pods at once."""
     kubectl("taint", "node", node, OFF)
     try:
         yield
@@ -271,5 +269,5 @@ def off(node: str) -> Iterator[None]:
 
 
 def power(variable: str, node: str) -> None:
-    """Run the command of that variable for a node."""
+    """Run the command in this environment variable for a node."""
     subprocess.run([*shlex.split(os.environ[variable]), node], check=True)

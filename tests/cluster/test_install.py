@@ -1,4 +1,4 @@
-"""The chart on a real cluster, as values-cpu.yaml says, under Pod Security `restricted`."""
+"""The chart with values-cpu.yaml on a real cluster, under Pod Security `restricted`."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.installed import CHART, Installed, helm, installed, why_not
+from tests.cluster.installed import CHART, Release, find_skip_reason, helm, install
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 
 
 @pytest.fixture(scope="module")
-def release() -> Iterator[Installed]:
-    with installed([CHART / "values-cpu.yaml"]) as found:
-        yield found
+def release() -> Iterator[Release]:
+    with install([CHART / "values-cpu.yaml"]) as release:
+        yield release
 
 
-def restarts(release: Installed) -> dict[str, int]:
-    """By pod, how often its containers were started again."""
+def count_restarts(release: Release) -> dict[str, int]:
+    """Return the number of container restarts of each pod."""
     return {
         pod["metadata"]["name"]: sum(c["restartCount"] for c in pod["status"]["containerStatuses"])
         for pod in release.get("pods")["items"]
     }
 
 
-def test_every_pod_is_ready_and_none_was_started_twice(release: Installed) -> None:
+def test_every_pod_is_ready_without_restarts(release: Release) -> None:
     pods = release.get("pods")["items"]
     parts = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
     assert parts == {"gateway", "environment", "store"}
     for pod in pods:
         ready = {c["type"]: c["status"] for c in pod["status"]["conditions"]}
         assert ready["Ready"] == "True", pod["metadata"]["name"]
-    assert set(restarts(release).values()) == {0}
+    assert set(count_restarts(release).values()) == {0}
     assert release.get("networkpolicies")["items"]
 
 
-def test_the_charts_own_test_plays_through_the_gateway(release: Installed) -> None:
-    said = helm("test", release.name, "--namespace", release.namespace, "--timeout", "180s")
-    assert "Succeeded" in said
-    assert "Failed" not in said
+def test_the_charts_own_test_plays_through_the_gateway(release: Release) -> None:
+    output = helm("test", release.name, "--namespace", release.namespace, "--timeout", "180s")
+    assert "Succeeded" in output
+    assert "Failed" not in output

@@ -157,7 +157,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 2.0}}])
 
 
-async def place(run: LanguageModelRun) -> Placement:
+async def make_placement(run: LanguageModelRun) -> Placement:
     async with cluster.place_in_ray(run) as placement:
         return placement
 
@@ -167,14 +167,14 @@ async def test_workers_without_room_are_not_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rank = {"num_gpus_per_rank": 1}
-    placement = await place(
+    placement = await make_placement(
         config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
     )
     assert placement.max_workers == 1
     message = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
     assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"no room.*2 rollout workers with 1 GPU"):
-        await place(
+        await make_placement(
             config(
                 learner=rank,
                 rollout={"num_workers": 2, "min_workers": 2, "num_gpus_per_worker": 1},
@@ -186,7 +186,7 @@ async def test_workers_without_room_are_not_started(
 async def test_workers_without_gpus_always_have_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    placement = await place(config(rollout={"num_workers": 4}))
+    placement = await make_placement(config(rollout={"num_workers": 4}))
     assert placement.max_workers >= 4
     assert capsys.readouterr().err == ""
 

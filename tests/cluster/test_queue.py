@@ -1,4 +1,4 @@
-"""Runs that share a quota, through the real Kueue."""
+"""Runs that share a quota of the real Kueue."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.installed import CHART, Installed, create, installed, kubectl, until, why_not
-from tests.cluster.training import submitted
+from tests.cluster.installed import (
+    CHART,
+    Release,
+    create,
+    find_skip_reason,
+    install,
+    kubectl,
+    wait_until,
+)
+from tests.cluster.training import submit
 
 KUEUE = "kueue.x-k8s.io/v1beta1"
 QUEUE = "runs"
@@ -19,7 +27,7 @@ SHORT = ("training.num_steps=4", "training.groups_per_step=64", "eval.num_games=
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 
 
@@ -27,25 +35,27 @@ def test_a_run_waits_in_its_queue_until_another_has_ended(tmp_path: Path) -> Non
     if "clusterqueues" not in kubectl("api-resources", "--api-group=kueue.x-k8s.io"):
         pytest.skip("SKIPPED, NOT PASSED: Kueue is not installed")
     settings = {"runs.queue.name": QUEUE}
-    with installed([CHART / "values-cpu.yaml"], settings) as release, room_for_one_run(release):
-        first_one = submitted(release, tmp_path / "first", "name=first", *SHORT)
-        second_one = submitted(release, tmp_path / "second", "name=second", *SHORT)
-        with first_one as first:
-            until(lambda: first.pods(), "the first run's pods")
-            with second_one as second:
-                until(lambda: f"waits in queue '{QUEUE}'" in second.said, "the second to wait")
+    with install([CHART / "values-cpu.yaml"], settings) as release, limit_quota_to_one_run(release):
+        first_one = submit(release, tmp_path / "first", "name=first", *SHORT)
+        second_one = submit(release, tmp_path / "second", "name=second", *SHORT)
+        with first_one as first_run:
+            wait_until(lambda: first_run.pods(), "the first run's pods")
+            with second_one as second_run:
+                wait_until(
+                    lambda: f"waits in queue '{QUEUE}'" in second_run.output, "the second to wait"
+                )
                 clusters = {
                     pod["metadata"]["labels"]["ray.io/cluster"]
                     for pod in release.get("pods", "-l", "ray.io/cluster")["items"]
                 }
                 assert len(clusters) == 1
-                assert first.finish().finished
-                assert second.finish().finished
+                assert first_run.finish().finished
+                assert second_run.finish().finished
 
 
 @contextmanager
-def room_for_one_run(release: Installed) -> Iterator[None]:
-    """A queue of the release's namespace whose quota two runs together exceed."""
+def limit_quota_to_one_run(release: Release) -> Iterator[None]:
+    """Create a queue whose quota is enough for one run but not for two."""
     name = f"ludus-test-{secrets.token_hex(3)}"
     quota = {"cpu": "1", "memory": "8Gi"}
     resources = [{"name": kind, "nominalQuota": amount} for kind, amount in quota.items()]

@@ -1,4 +1,4 @@
-"""Every command of docs/kubernetes-quickstart.md, in order, in a namespace of its own."""
+"""Every command of docs/kubernetes-quickstart.md, in order, in a new namespace."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.installed import ROOT, kubectl, why_not
+from tests.cluster.installed import ROOT, find_skip_reason, kubectl
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 PAGE = ROOT / "docs/kubernetes-quickstart.md"
 BLOCKS = re.findall(r"^```bash *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 NUM_STEPS = 10
-"""Of the run; the whole one is test_run.py's."""
+"""Number of training steps; test_run.py trains a full run."""
 
 
 @dataclass
 class Walk:
-    """What becomes of the page's namespace, and the command that failed."""
+    """The namespace of the page's commands, and the command that failed."""
 
     namespace: str = field(default_factory=lambda: f"ludus-test-{secrets.token_hex(3)}")
     failed: str = ""
 
     def run(self, block: str) -> None:
-        """Run a command of the page as a reader does."""
-        beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        begun = time.monotonic()
-        done = subprocess.run(
+        """Run a command of the page in a shell."""
+        search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        start_s = time.monotonic()
+        result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.replace("arena", self.namespace)],
             cwd=ROOT,
-            env=os.environ | {"PATH": beside},
+            env=os.environ | {"PATH": search_path},
             capture_output=True,
             text=True,
         )
-        sys.stdout.write(f"\n$ {block}{done.stdout}({time.monotonic() - begun:.1f} s)\n")
-        if done.returncode:
+        sys.stdout.write(f"\n$ {block}{result.stdout}({time.monotonic() - start_s:.1f} s)\n")
+        if result.returncode:
             self.failed = block
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert result.returncode == 0, result.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def walk() -> Iterator[Walk]:
     kubectl("delete", "namespace", walk.namespace, "--ignore-not-found", "--wait=false")
 
 
-def why_left_out(kind: str, block: str) -> str:
-    """Why a command of this kind is not run here; empty where it is."""
+def find_block_skip_reason(kind: str, block: str) -> str:
+    """Return the reason to skip a command of this kind, or '' if it runs."""
     if kind == "setup":
         return "SKIPPED, NOT PASSED: `make cluster-test` has begun with it"
     if kind == "cluster":
@@ -78,8 +78,8 @@ def why_left_out(kind: str, block: str) -> str:
 )
 def test_a_command_of_the_page(walk: Walk, kind: str, block: str, tmp_path: Path) -> None:
     assert not walk.failed, f"failed before: {walk.failed}"
-    if why := why_left_out(kind, block):
-        pytest.skip(why)
+    if reason := find_block_skip_reason(kind, block):
+        pytest.skip(reason)
     results = f"--folder {tmp_path}/results\n"
     if kind == "submit":
         walk.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")

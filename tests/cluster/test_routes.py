@@ -1,8 +1,8 @@
-"""Sessions from outside the cluster's network, over TLS that ends at a real edge.
+"""Sessions from outside the cluster's network, with TLS that terminates at a real edge.
 
 LUDUS_EDGE is NAMESPACE/SERVICE/CLASS/PORT of an edge that serves Ingress and the Gateway API: the
-name that both its classes have, and the port for TLS of a Gateway's listener. Where it is not
-set, a Traefik is looked for.
+common name of its classes, and the TLS port of its Gateway listener. Default: a Traefik service in
+the cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import UnavailableError
-from tests.cluster.installed import CHART, Installed, create, installed, kubectl, why_not
+from tests.cluster.installed import CHART, Release, create, find_skip_reason, install, kubectl
 
 DEFAULT_EDGE = "traefik/traefik/traefik/8443"
 NAMESPACE, SERVICE, CLASS, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
@@ -36,29 +36,29 @@ INGRESS = {
     "className": CLASS,
     "host": HOST,
     "tlsSecret": SECRET,
-    # Without it, Traefik takes a certificate and answers 404 to those who use it.
+    # Otherwise, Traefik accepts a certificate and responds to its users with 404.
     "annotations": {"traefik.ingress.kubernetes.io/router.tls": "true"},
 }
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 
 
 @pytest.fixture(scope="module")
-def release() -> Iterator[Installed]:
+def release() -> Iterator[Release]:
     classes = kubectl("get", "ingressclass,gatewayclass", "-o", "name").split()
     if [name.rpartition("/")[2] for name in classes].count(CLASS) < 2:
         pytest.skip(f"SKIPPED, NOT PASSED: no ingress and gateway class '{CLASS}'; see LUDUS_EDGE")
-    with installed([CHART / "values-cpu.yaml"]) as found:
-        yield found
+    with install([CHART / "values-cpu.yaml"]) as release:
+        yield release
 
 
 @pytest.fixture(scope="module")
-def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The authority of the certificate that the edge shows."""
+def ca_file(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create the edge's certificate; return the file with its certificate authority."""
     authority = trustme.CA()
     issued = authority.issue_cert(HOST)
     chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
@@ -72,59 +72,59 @@ def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def idle_s(request: pytest.FixtureRequest) -> float:
-    """How long a session rests: edges close what they take for dead."""
+    """Idle seconds of a session; edges close idle connections."""
     return 620.0 if request.config.getoption("--all", default=False) else 30.0
 
 
 async def test_websocket_sessions_come_through_an_ingress(
-    release: Installed, ca_file: Path, tmp_path: Path, idle_s: float
+    release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
-    shaped(release, tmp_path, ingress=INGRESS)
+    reinstall(release, tmp_path, ingress=INGRESS)
     with edge() as port:
-        await plays(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
+        await play_with_pause(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
 
 
 async def test_websocket_and_grpc_sessions_come_through_routes(
-    release: Installed, ca_file: Path, tmp_path: Path, idle_s: float
+    release: Release, ca_file: Path, tmp_path: Path, idle_s: float
 ) -> None:
     certificate = {"certificateRefs": [{"name": SECRET}]}
     listener = {"name": "tls", "protocol": "HTTPS", "port": int(PORT), "tls": certificate}
     spec = {"gatewayClassName": CLASS, "listeners": [listener]}
     create("gateway.networking.k8s.io/v1", "Gateway", GATEWAY, release.namespace, spec=spec)
-    shaped(release, tmp_path, httpRoute=ROUTE, grpcRoute=ROUTE)
+    reinstall(release, tmp_path, httpRoute=ROUTE, grpcRoute=ROUTE)
     with edge() as port:
-        async with asyncio.TaskGroup() as both:
+        async with asyncio.TaskGroup() as group:
             for address in (
                 f"https://{HOST}:{port}/envs/blackjack",
                 f"grpcs://{HOST}:{port}/blackjack",
             ):
-                both.create_task(plays(address, release, ca_file, idle_s))
+                group.create_task(play_with_pause(address, release, ca_file, idle_s))
 
 
-async def plays(address: str, release: Installed, ca_file: Path, idle_s: float) -> None:
-    """Play a session that rests for a while in the midst of an episode."""
+async def play_with_pause(address: str, release: Release, ca_file: Path, idle_s: float) -> None:
+    """Play a session that is idle for a while during an episode."""
     secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
     token = base64.b64decode(secret).decode()
     client = await AsyncEnvClient.connect(
         address, ConnectOptions(token=token, ca_file=str(ca_file))
     )
     async with client:
-        await led_there(client)
+        await wait_for_route(client)
         for seed in range(20):
             session, result = await client.open(seed=seed)
             if not result.done:
                 break
             await session.close()
-        before = await session.state()
+        previous_state = await session.state()
         await asyncio.sleep(idle_s)
-        assert await session.state() == before
+        assert await session.state() == previous_state
         while not result.done:
             result = await session.step({"action_id": 1})
         await session.close()
 
 
-async def led_there(client: AsyncEnvClient) -> None:
-    """Wait until the edge has heard of the route."""
+async def wait_for_route(client: AsyncEnvClient) -> None:
+    """Wait until the edge serves the route."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -134,11 +134,11 @@ async def led_there(client: AsyncEnvClient) -> None:
                 await asyncio.sleep(0.5)
 
 
-# What is made of the cluster.
+# Cluster setup.
 
 
-def shaped(release: Installed, folder: Path, **values: Any) -> None:
-    """Install the release again with these values, open to the edge."""
+def reinstall(release: Release, folder: Path, **values: Any) -> None:
+    """Install the release again with these values and network access for the edge."""
     path = folder / "values.yaml"
     common = {"environments": PATIENT, "networkPolicy": {"clients": [OF_EDGE]}}
     path.write_text(yaml.safe_dump(common | values))
@@ -147,7 +147,7 @@ def shaped(release: Installed, folder: Path, **values: Any) -> None:
 
 @contextmanager
 def edge() -> Iterator[int]:
-    """The port of this machine that leads to the edge's port for TLS."""
+    """Forward a local port to the edge's TLS port; yield the local port."""
     words = ("port-forward", "--address", "127.0.0.1", f"service/{SERVICE}", ":443")
     forward = subprocess.Popen(
         ["kubectl", "-n", NAMESPACE, *words],
@@ -157,10 +157,10 @@ def edge() -> Iterator[int]:
     )
     try:
         assert forward.stdout is not None
-        said = forward.stdout.readline()
-        found = re.search(r"127\.0\.0\.1:(\d+)", said)
-        assert found, f"kubectl {' '.join(words)} said {said!r}"
-        yield int(found[1])
+        output = forward.stdout.readline()
+        match = re.search(r"127\.0\.0\.1:(\d+)", output)
+        assert match, f"kubectl {' '.join(words)} said {output!r}"
+        yield int(match[1])
     finally:
         forward.kill()
         forward.wait()

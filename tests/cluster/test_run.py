@@ -1,4 +1,4 @@
-"""A run through `ludus submit` and KubeRay, and what Prometheus and every dashboard know of it."""
+"""A run through `ludus submit` and KubeRay, with its data in Prometheus and every dashboard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dashboards import DASHBOARDS
 
 from ludus.proto.runs import Summary
 from tests.charts.promql import fill_variables
-from tests.cluster.installed import CHART, TIMEOUT_S, installed, until, why_not
-from tests.cluster.prometheus import firing, has_data, is_there
-from tests.cluster.training import ROLES, submitted
+from tests.cluster.installed import CHART, TIMEOUT_S, find_skip_reason, install, wait_until
+from tests.cluster.prometheus import firing_alerts, has_data, has_prometheus
+from tests.cluster.training import ROLES, submit
 
 MONITORING = {
     "monitoring.monitors.enabled": "true",
@@ -27,43 +27,43 @@ PATIENCE_S = 240.0
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was seen of a run."""
+class ObservedRun:
+    """Observations of a run."""
 
     summary: Summary
     nodes: Mapping[str, str]
-    """By role."""
+    """Node of each role."""
     has_monitoring: bool
     silent: Mapping[str, str]
-    """Expressions of dashboards that had no data, and what they show."""
+    """Dashboard expressions without data, each with its legend."""
     alerts: set[str]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    has_monitoring = is_there()
+def observed_run(tmp_path_factory: pytest.TempPathFactory) -> ObservedRun:
+    has_monitoring = has_prometheus()
     folder = tmp_path_factory.mktemp("run") / "results"
     with (
-        installed([CHART / "values-cpu.yaml"], MONITORING if has_monitoring else {}) as release,
-        submitted(release, folder) as training,
+        install([CHART / "values-cpu.yaml"], MONITORING if has_monitoring else {}) as release,
+        submit(release, folder) as training,
     ):
-        until(lambda: set(training.pods()) == set(ROLES), "head, learner, rollout", TIMEOUT_S)
-        nodes = {role: training.node_of(role) for role in ROLES}
-        training.go_on(25)
+        wait_until(lambda: set(training.pods()) == set(ROLES), "head, learner, rollout", TIMEOUT_S)
+        nodes = {role: training.find_node(role) for role in ROLES}
+        training.wait_for_steps(25)
         silent = silent_expressions(release.namespace) if has_monitoring else {}
-        alerts = firing(release.namespace) if has_monitoring else set()
+        alerts = firing_alerts(release.namespace) if has_monitoring else set()
         summary = training.finish()
-        alerts |= firing(release.namespace) if has_monitoring else set()
-    return Seen(summary, nodes, has_monitoring, silent, alerts)
+        alerts |= firing_alerts(release.namespace) if has_monitoring else set()
+    return ObservedRun(summary, nodes, has_monitoring, silent, alerts)
 
 
 def silent_expressions(namespace: str) -> Mapping[str, str]:
-    """What still has no data when patience ends."""
+    """Return the expressions that have no data at the end of the wait."""
     values = VALUES | {"namespace": namespace}
     silent = {
         fill_variables(query.expr, values): f"{board.uid}: {query.legend}"
@@ -73,19 +73,23 @@ def silent_expressions(namespace: str) -> Mapping[str, str]:
     }
     deadline = time.monotonic() + PATIENCE_S
     while silent and time.monotonic() < deadline:
-        silent = {expr: what for expr, what in silent.items() if not has_data(expr)}
+        silent = {expr: legend for expr, legend in silent.items() if not has_data(expr)}
         time.sleep(1)
     return silent
 
 
-def test_a_submitted_run_learns_blackjack_on_several_nodes(seen: Seen) -> None:
-    assert seen.nodes["learner"] != seen.nodes["rollout"]
-    assert seen.summary.gap_closed is not None and seen.summary.gap_closed >= 0.90
-    assert (seen.summary.canary_failures, seen.summary.episodes_lost) == (0, 0)
+def test_a_submitted_run_learns_blackjack_on_several_nodes(observed_run: ObservedRun) -> None:
+    assert observed_run.nodes["learner"] != observed_run.nodes["rollout"]
+    assert observed_run.summary.gap_closed is not None and observed_run.summary.gap_closed >= 0.90
+    assert (observed_run.summary.canary_failures, observed_run.summary.episodes_lost) == (0, 0)
 
 
-def test_every_expression_of_every_dashboard_has_data_and_no_alert_fires(seen: Seen) -> None:
-    if not seen.has_monitoring:
+def test_every_expression_of_every_dashboard_has_data_and_no_alert_fires(
+    observed_run: ObservedRun,
+) -> None:
+    if not observed_run.has_monitoring:
         pytest.skip("SKIPPED, NOT PASSED: no Prometheus operator is installed")
-    assert not seen.silent, "\n".join(f"{what}: {expr}" for expr, what in seen.silent.items())
-    assert seen.alerts == set()
+    assert not observed_run.silent, "\n".join(
+        f"{legend}: {expr}" for expr, legend in observed_run.silent.items()
+    )
+    assert observed_run.alerts == set()

@@ -1,4 +1,4 @@
-"""Sandboxes on a real cluster: one for each session, from a warm pool, and shut in."""
+"""Sandboxes on a real cluster: one per session, from a warm pool, and isolated."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
-    Installed,
+    Release,
     create,
-    installed,
+    find_skip_reason,
+    install,
     kubectl,
     namespace,
-    until,
-    why_not,
+    wait_until,
 )
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 NUM_WARM = 4
 NUM_OPENS = int(os.environ.get("LUDUS_SANDBOX_OPENS", "10"))
@@ -67,48 +67,48 @@ for host, port in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     file = tmp_path_factory.mktemp("sandbox") / "values.json"
     file.write_text(json.dumps(VALUES), encoding="utf-8")
-    with installed([file]) as found:
-        wait_until_warm(found, NUM_WARM)
-        yield found
+    with install([file]) as release:
+        wait_until_warm(release, NUM_WARM)
+        yield release
 
 
-def wait_until_warm(release: Installed, num_sandboxes: int = 1) -> None:
-    """Return once so many sandboxes wait to be claimed."""
+def wait_until_warm(release: Release, num_sandboxes: int = 1) -> None:
+    """Wait until this number of sandboxes is ready to be claimed."""
 
     def is_warm() -> bool:
         (pool,) = release.get("sandboxwarmpools")["items"]
         return int(pool.get("status", {}).get("readyReplicas", 0)) >= num_sandboxes
 
-    until(is_warm, f"{num_sandboxes} sandboxes in the pool")
+    wait_until(is_warm, f"{num_sandboxes} sandboxes in the pool")
 
 
 @asynccontextmanager
-async def client_of(
-    release: Installed, gateway: str = "service/ludus-gateway"
+async def connect_client(
+    release: Release, gateway: str = "service/ludus-gateway"
 ) -> AsyncIterator[AsyncEnvClient]:
-    """A client of one of the gateways, through a tunnel of kubectl."""
+    """Connect a client to one of the gateways through a kubectl tunnel."""
     command = ["kubectl", "-n", release.namespace, "port-forward", gateway, ":18000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as tunnel:
         try:
             assert tunnel.stdout is not None
-            found = re.search(r":(\d+) ->", tunnel.stdout.readline())
-            assert found is not None, "kubectl port-forward names no port"
+            match = re.search(r":(\d+) ->", tunnel.stdout.readline())
+            assert match is not None, "kubectl port-forward printed no port"
             secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
             token = base64.b64decode(secret).decode()
-            address = f"grpc://127.0.0.1:{found[1]}/code"
+            address = f"grpc://127.0.0.1:{match[1]}/code"
             async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
                 yield client
         finally:
             tunnel.terminate()
 
 
-def pod_of(release: Installed, session: AsyncSession) -> str:
-    """The pod of a session's sandbox."""
+def find_pod(release: Release, session: AsyncSession) -> str:
+    """Return the name of the pod of a session's sandbox."""
     server_id = session.id.split("~")[1]
     for pod in release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]:
         if pod_server_id(pod["metadata"]["uid"]) == server_id:
@@ -116,19 +116,19 @@ def pod_of(release: Installed, session: AsyncSession) -> str:
     raise AssertionError(f"no pod has the server {server_id}")
 
 
-async def test_sessions_are_claimed_from_a_pool_that_is_filled_again(release: Installed) -> None:
+async def test_the_pool_is_refilled_after_claims(release: Release) -> None:
     took_s = []
-    async with client_of(release) as client:
+    async with connect_client(release) as client:
         for seed in range(NUM_OPENS):
             await asyncio.to_thread(wait_until_warm, release)
             started_s = time.perf_counter()
             session, _ = await client.open(seed=seed)
             took_s.append(time.perf_counter() - started_s)
             (claim,) = [
-                one
-                for one in release.get("sandboxclaims")["items"]
-                if "deletionTimestamp" not in one["metadata"]
-                and one["status"]["sandbox"]["name"] == pod_of(release, session)
+                claim
+                for claim in release.get("sandboxclaims")["items"]
+                if "deletionTimestamp" not in claim["metadata"]
+                and claim["status"]["sandbox"]["name"] == find_pod(release, session)
             ]
             assert claim["metadata"]["labels"]["ludus.dev/warm-pool"] == POOL
             await session.close()
@@ -138,27 +138,34 @@ async def test_sessions_are_claimed_from_a_pool_that_is_filled_again(release: In
         f" p50 {took_s[len(took_s) // 2]:.2f} s, p99 {took_s[int(0.99 * len(took_s))]:.2f} s\n"
     )
     await asyncio.to_thread(wait_until_warm, release, NUM_WARM)
-    until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
-async def test_gateways_that_claim_at_once_share_no_sandbox(release: Installed) -> None:
+async def test_concurrent_gateways_share_no_sandbox(release: Release) -> None:
     wait_until_warm(release, NUM_WARM)
     gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
-    first, second = (f"pod/{pod['metadata']['name']}" for pod in gateways)
-    async with client_of(release, first) as one, client_of(release, second) as other:
-        opens = [client.open(seed=seed) for seed in range(NUM_WARM) for client in (one, other)]
+    first_gateway, second_gateway = (f"pod/{pod['metadata']['name']}" for pod in gateways)
+    async with (
+        connect_client(release, first_gateway) as first_client,
+        connect_client(release, second_gateway) as second_client,
+    ):
+        opens = [
+            client.open(seed=seed)
+            for seed in range(NUM_WARM)
+            for client in (first_client, second_client)
+        ]
         sessions = [session for session, _ in await asyncio.gather(*opens)]
-        assert len({pod_of(release, session) for session in sessions}) == 2 * NUM_WARM
+        assert len({find_pod(release, session) for session in sessions}) == 2 * NUM_WARM
         for session in sessions:
             await session.close()
-    until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
-async def test_a_sandbox_that_dies_takes_its_own_session_alone(release: Installed) -> None:
+async def test_a_dead_sandbox_ends_only_its_session(release: Release) -> None:
     wait_until_warm(release, 3)
-    async with client_of(release) as client:
+    async with connect_client(release) as client:
         sessions = [(await client.open(seed=seed))[0] for seed in range(3)]
-        pods = [pod_of(release, session) for session in sessions]
+        pods = [find_pod(release, session) for session in sessions]
         assert len(set(pods)) == 3
         kubectl("-n", release.namespace, "delete", "pod", pods[0], "--force", "--grace-period=0")
         with pytest.raises((SessionLostError, UnavailableError)):
@@ -168,25 +175,25 @@ async def test_a_sandbox_that_dies_takes_its_own_session_alone(release: Installe
         for session in sessions[1:]:
             await session.state()
             await session.close()
-    until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+    wait_until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
 def node_addresses() -> list[str]:
-    """Where the nodes are, in the network that the pods' is not."""
+    """Return the addresses of the nodes, which are outside the pods' network."""
     internal = '{.items[*].status.addresses[?(@.type=="InternalIP")].address}'
     return kubectl("get", "nodes", "-o", f"jsonpath={internal}").split()
 
 
-def tried_without_policy(*targets: str) -> list[str]:
-    """What a pod of another namespace reaches, where no policy is.
+def try_without_policy(*targets: str) -> list[str]:
+    """Try connections from a pod in a namespace without policies; return each result.
 
-    A node may say for a moment that it cannot open a log.
+    A node may briefly report that it cannot open a log.
     """
-    told: list[str] = []
+    results: list[str] = []
 
-    def all_told() -> bool:
-        told[:] = kubectl("-n", place, "logs", "try").split()
-        return len(told) == len(targets) // 2
+    def is_log_complete() -> bool:
+        results[:] = kubectl("-n", test_namespace, "logs", "try").split()
+        return len(results) == len(targets) // 2
 
     container = {
         "name": "try",
@@ -199,16 +206,16 @@ def tried_without_policy(*targets: str) -> list[str]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    with namespace() as place:
+    with namespace() as test_namespace:
         spec = {"restartPolicy": "Never", "containers": [container]}
-        create("v1", "Pod", "try", place, spec=spec)
-        done = "--for=jsonpath={.status.phase}=Succeeded"
-        kubectl("-n", place, "wait", "pod/try", done, "--timeout=120s")
-        until(all_told, "the log of what was reached", 60)
-    return told
+        create("v1", "Pod", "try", test_namespace, spec=spec)
+        condition = "--for=jsonpath={.status.phase}=Succeeded"
+        kubectl("-n", test_namespace, "wait", "pod/try", condition, "--timeout=120s")
+        wait_until(is_log_complete, "the log of the connections", 60)
+    return results
 
 
-async def test_a_sandbox_reaches_nobody(release: Installed) -> None:
+async def test_a_sandbox_cannot_open_connections(release: Release) -> None:
     wait_until_warm(release, 2)
     pods = release.get("pods")["items"]
     addresses = {
@@ -220,28 +227,38 @@ async def test_a_sandbox_reaches_nobody(release: Installed) -> None:
         for part in ("gateway", "environment")
     }
     slices = json.loads(kubectl("-n", "default", "get", "endpointslices", "-o", "json"))["items"]
-    (api,) = [one for one in slices if one["metadata"]["name"].startswith("kubernetes")]
+    (api,) = [
+        endpoint_slice
+        for endpoint_slice in slices
+        if endpoint_slice["metadata"]["name"].startswith("kubernetes")
+    ]
     api_address = (api["endpoints"][0]["addresses"][0], str(api["ports"][0]["port"]))
     outside = [(address, KUBELET) for address in node_addresses()] + [SOMEWHERE]
-    reached = tried_without_policy(*(word for target in outside for word in target))
+    reached = try_without_policy(*(word for target in outside for word in target))
     assert reached[:-1] == ["reached"] * (len(outside) - 1)
     if reached[-1] == "denied":
         sys.stderr.write("SKIPPED, NOT PASSED: no pod of this cluster reaches the Internet\n")
-    async with client_of(release) as client:
+    async with connect_client(release) as client:
         session, _ = await client.open(seed=1)
-        pod = pod_of(release, session)
-        own = next(one["status"]["podIP"] for one in pods if one["metadata"]["name"] == pod)
-        other = next(one for one in addresses["environment"] if one != own)
-        inside = [api_address, (other, "18000"), (addresses["gateway"][0], "8000")]
+        pod = find_pod(release, session)
+        own_address = next(
+            pod_object["status"]["podIP"]
+            for pod_object in pods
+            if pod_object["metadata"]["name"] == pod
+        )
+        other_address = next(
+            address for address in addresses["environment"] if address != own_address
+        )
+        inside = [api_address, (other_address, "18000"), (addresses["gateway"][0], "8000")]
         targets = [word for target in (*inside, *outside) for word in target]
 
-        def tried_from(name: str, *where: str) -> list[str]:
-            run = ("exec", name, "--", "python", "-c", TRY, *where)
+        def try_connections(name: str, *endpoints: str) -> list[str]:
+            run = ("exec", name, "--", "python", "-c", TRY, *endpoints)
             return kubectl("-n", release.namespace, *run).split()
 
-        assert tried_from(pod, *targets) == ["denied"] * len((*inside, *outside))
-        # What the gateway may, the same way: it is not the way that fails.
+        assert try_connections(pod, *targets) == ["denied"] * len((*inside, *outside))
+        # The gateway can open the same connections, so the method works.
         gateway = next(p for p in pods if p["status"]["podIP"] == addresses["gateway"][0])
         name = gateway["metadata"]["name"]
-        assert tried_from(name, *api_address, other, "18000") == ["reached"] * 2
+        assert try_connections(name, *api_address, other_address, "18000") == ["reached"] * 2
         await session.close()

@@ -1,4 +1,4 @@
-"""`skaffold run` with a custom builder: gateway and environment, built, brought and installed."""
+"""`skaffold run` with a custom builder: it builds, pushes and installs gateway and environment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.installed import ROOT, Installed, helm, namespace, why_not
-from tests.cluster.registry import registry
+from tests.cluster.installed import ROOT, Release, find_skip_reason, helm, namespace
+from tests.cluster.registry import run_registry
 
 
-def _why_not() -> str:
-    if why_not():
-        return why_not()
+def _find_skip_reason() -> str:
+    if find_skip_reason():
+        return find_skip_reason()
     if shutil.which("skaffold") is None:
         return "SKIPPED, NOT PASSED: skaffold not found in PATH"
     if not any(map(shutil.which, ("buildah", "podman"))):
@@ -30,29 +30,38 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not()),
+    pytest.mark.skipif(bool(_find_skip_reason()), reason=_find_skip_reason()),
 ]
 
 
-def test_skaffold_builds_and_installs_what_serves(tmp_path: Path) -> None:
-    with namespace() as place, registry() as images:
-        chosen = ("--profile", "buildah,serving", "--default-repo", images, "--namespace", place)
+def test_skaffold_builds_and_installs_servers(tmp_path: Path) -> None:
+    with namespace() as target_namespace, run_registry() as images:
+        chosen = (
+            "--profile",
+            "buildah,serving",
+            "--default-repo",
+            images,
+            "--namespace",
+            target_namespace,
+        )
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SKAFFOLD_UPDATE_CHECK": "false",
         }
-        own = ("--config", str(tmp_path / "config"), "--cache-artifacts=false")
+        cache_options = ("--config", str(tmp_path / "config"), "--cache-artifacts=false")
         log_file = tmp_path / "skaffold.log"
         with log_file.open("wb") as log:
-            done = subprocess.run(
-                ["skaffold", "run", *chosen, *own],
+            result = subprocess.run(
+                ["skaffold", "run", *chosen, *cache_options],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,
                 stderr=log,
             )
-        assert done.returncode == 0, log_file.read_text(encoding="utf-8", errors="replace")[-4000:]
-        release = Installed("ludus", place)
+        assert result.returncode == 0, log_file.read_text(encoding="utf-8", errors="replace")[
+            -4000:
+        ]
+        release = Release("ludus", target_namespace)
         release.wait_until_ready()
         pods = release.get("pods")["items"]
         parts = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods}
@@ -60,5 +69,5 @@ def test_skaffold_builds_and_installs_what_serves(tmp_path: Path) -> None:
         for pod in pods:
             (container,) = pod["spec"]["containers"]
             assert container["image"].startswith(f"{images}/docker_io_ludus_")
-        said = helm("test", "ludus", "--namespace", place, "--timeout", "180s")
-        assert "Succeeded" in said and "Failed" not in said
+        output = helm("test", "ludus", "--namespace", target_namespace, "--timeout", "180s")
+        assert "Succeeded" in output and "Failed" not in output

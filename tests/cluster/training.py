@@ -1,4 +1,4 @@
-"""A run that `ludus submit` follows, as the person sees it who has submitted it."""
+"""A run that `ludus submit` follows, as its user sees it."""
 
 from __future__ import annotations
 
@@ -11,96 +11,96 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, MetricsRow, Summary
-from tests.cluster.installed import ROOT, Installed, kubectl, until
+from tests.cluster.installed import ROOT, Release, kubectl, wait_until
 
 EXAMPLE = "examples/blackjack/tiny.toml"
 ROLES = ("head", "learner", "rollout")
 STALL_S = 420.0
-"""Longest time without a step that a test puts up with: a node must be given up, pods made anew."""
+"""Maximum seconds without a step: a node must be given up and its pods replaced in this time."""
 
 
 class Training:
-    """A run of the release, and its progress as it is told on the terminal."""
+    """A run of the release, with its progress from the output of `ludus submit`."""
 
-    def __init__(self, release: Installed, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, release: Release, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self._release = release
         self._folder = folder
         self._process = process
 
     @property
-    def said(self) -> str:
-        """What `ludus submit` has said so far."""
+    def output(self) -> str:
+        """The output of `ludus submit` so far."""
         return log_path(self._folder).read_text(encoding="utf-8", errors="replace")
 
     @property
     def step(self) -> int:
-        """The last step that it has told of."""
-        return max(map(int, re.findall(r"step (\d+)/", self.said)), default=0)
+        """The last reported step."""
+        return max(map(int, re.findall(r"step (\d+)/", self.output)), default=0)
 
     @property
     def is_over(self) -> bool:
-        """True when the command has ended."""
+        """True after the command has exited."""
         return self._process.poll() is not None
 
     def pods(self) -> dict[str, Any]:
-        """The pod of each role that runs and is not about to end."""
+        """Return the pod of each role that runs and is not terminating."""
         return {
             pod["metadata"]["labels"]["ludus.dev/group"]: pod
             for pod in self._release.get("pods", "-l", "ludus.dev/group")["items"]
             if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
         }
 
-    def pod_of(self, role: str) -> str:
-        """Name of the pod of that role, once there is one."""
-        until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
+    def find_pod(self, role: str) -> str:
+        """Wait for the pod of this role; return its name."""
+        wait_until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
         return str(self.pods()[role]["metadata"]["name"])
 
-    def node_of(self, role: str) -> str:
-        """Name of the node with the pod of that role, once there is one."""
-        until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
+    def find_node(self, role: str) -> str:
+        """Wait for the pod of this role; return the name of its node."""
+        wait_until(lambda: role in self.pods(), f"a {role} pod", STALL_S)
         return str(self.pods()[role]["spec"]["nodeName"])
 
-    def go_on(self, num_steps: int = 2) -> None:
-        """Wait until so many steps more are told of."""
+    def wait_for_steps(self, num_steps: int = 2) -> None:
+        """Wait until this number of additional steps is reported."""
         goal = self.step + num_steps
 
-        def went_on() -> bool:
-            assert not self.is_over, self.said[-3000:]
+        def has_reached_goal() -> bool:
+            assert not self.is_over, self.output[-3000:]
             return self.step >= goal
 
-        until(went_on, f"step {goal}", STALL_S)
+        wait_until(has_reached_goal, f"step {goal}", STALL_S)
 
     def finish(self) -> Summary:
-        """What it came to, as it was fetched."""
-        until(lambda: self.is_over, "the run's end", 1500)
-        assert self._process.returncode == 0, self.said[-4000:]
+        """Wait for the end of the command; return the fetched summary."""
+        wait_until(lambda: self.is_over, "the run's end", 1500)
+        assert self._process.returncode == 0, self.output[-4000:]
         return Summary.model_validate_json((self._folder / SUMMARY_FILE).read_bytes())
 
     @property
     def rows(self) -> list[MetricsRow]:
-        """The metrics that were fetched."""
+        """Return the fetched metrics."""
         lines = (self._folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [MetricsRow.model_validate_json(line) for line in lines]
 
 
-def end_runs(release: Installed) -> None:
-    """Delete all runs; who follows one no longer has not ended it, and pods outlive their run."""
+def end_runs(release: Release) -> None:
+    """Delete all runs and wait for their pods, because runs outlive `ludus submit`."""
     kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
 
 
 def log_path(folder: Path) -> Path:
-    """Where the words of the command lie."""
+    """Return the path of the command's output."""
     return folder.with_suffix(".log")
 
 
 @contextmanager
-def submitted(release: Installed, folder: Path, *settings: str) -> Iterator[Training]:
-    """A run whose results come to `folder`; who leaves early stops following it."""
-    place = ("--namespace", release.namespace, "--folder", str(folder))
+def submit(release: Release, folder: Path, *settings: str) -> Iterator[Training]:
+    """Submit a run that fetches its results to `folder`; stop following it on exit."""
+    options = ("--namespace", release.namespace, "--folder", str(folder))
     words = [word for setting in settings for word in ("--set", setting)]
-    command = [str(Path(sys.executable).with_name("ludus")), "submit", EXAMPLE, *place, *words]
-    with log_path(folder).open("wb") as written:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=written)
+    command = [str(Path(sys.executable).with_name("ludus")), "submit", EXAMPLE, *options, *words]
+    with log_path(folder).open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
         yield Training(release, folder, process)
     finally:
