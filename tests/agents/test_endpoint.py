@@ -74,11 +74,11 @@ async def test_a_tool_loop_over_chat_is_one_sequence(
 ) -> None:
     with open_episode(endpoint, chat, f"Let me look.{CALL}", "red") as scripted:
         messages = list(HELLO)
-        asked = await scripted.client.chat.completions.create(
+        completion = await scripted.client.chat.completions.create(
             model="gpt-4o", messages=messages, tools=[TOOL], temperature=0.2, user="somebody"
         )
-        choice = asked.choices[0]
-        assert (asked.model, choice.finish_reason) == ("gpt-4o", "tool_calls")
+        choice = completion.choices[0]
+        assert (completion.model, choice.finish_reason) == ("gpt-4o", "tool_calls")
         assert choice.message.content == "Let me look."
         [call] = choice.message.tool_calls or []
         assert json.loads(call.function.arguments) == {"box": "red"}
@@ -150,7 +150,7 @@ async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
     assert len(sequence.turns) == 3
 
 
-async def test_several_answers_log_probs_and_a_limit_are_as_asked(
+async def test_number_log_probs_and_limit_of_completions_follow_the_request(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, "red", "blue...", "green") as scripted:
@@ -171,8 +171,8 @@ async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
         answer = await scripted.client.chat.completions.create(
             model="m", messages=HELLO, stop=["\nObservation:", "END"]
         )
-        said = answer.choices[0].message
-        assert (said.content, answer.choices[0].finish_reason) == ("red", "stop")
+        message = answer.choices[0].message
+        assert (message.content, answer.choices[0].finish_reason) == ("red", "stop")
         await scripted.client.chat.completions.create(
             model="m",
             messages=[
@@ -210,7 +210,7 @@ async def test_words_that_are_no_call_are_told_as_they_are(
         assert (await create(model="m", messages=HELLO, tools=[TOOL])).choices[
             0
         ].message.content == broken
-        # Where nothing may be called, nothing is read as a call.
+        # A request that allows no tool calls gets the text of a call as plain content.
         for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
             scripted.policy.script = iter([CALL])
             answer = await create(model="m", messages=HELLO, **fields)
@@ -389,11 +389,11 @@ async def test_a_client_that_has_gone_away_leaves_no_turn(
 async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_does(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
-    async def broken(*_: Any) -> Any:
+    async def raise_error(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     with open_episode(endpoint, chat) as scripted:
-        scripted.policy.replacement = broken
+        scripted.policy.replacement = raise_error
         with pytest.raises(openai.UnprocessableEntityError, match="out of memory"):
             await scripted.client.chat.completions.create(model="m", messages=HELLO)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -422,8 +422,8 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
         async with httpx.AsyncClient(headers=headers) as http:
 
             async def ask(method: str, **params: Any) -> Any:
-                asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-                return (await http.post(str(access.mcp_url), json=asked)).json()
+                payload = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+                return (await http.post(str(access.mcp_url), json=payload)).json()
 
             began = await ask("initialize", protocolVersion="2025-06-18")
             assert began["result"]["protocolVersion"] == "2025-06-18"
@@ -439,8 +439,8 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
             assert refused["error"]["message"] == "expected params by name, got [1]"
         key = {"authorization": f"Bearer {without_tools.episode.access.api_key}"}
         async with httpx.AsyncClient(headers=key) as http:
-            asked = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
-            assert (await http.post(str(access.mcp_url), json=asked)).status_code == 404
+            payload = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+            assert (await http.post(str(access.mcp_url), json=payload)).status_code == 404
 
 
 async def test_the_published_mcp_client_lists_tools_and_calls_them(
@@ -467,18 +467,18 @@ async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_other
     ids = []
     for question in ("Where is the key?", "Where is the key?", "Where is the hat?"):
         with open_episode(endpoint, chat, CALL + CALL) as scripted:
-            asked: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "model": "any",
                 "messages": [{"role": "user", "content": question}],
                 "tools": [TOOL],
             }
             if is_stream:
-                stream = await scripted.client.chat.completions.create(**asked, stream=True)
+                stream = await scripted.client.chat.completions.create(**arguments, stream=True)
                 deltas = [chunk.choices[0].delta async for chunk in stream]
                 calls = [call for delta in deltas for call in delta.tool_calls or [] if call.id]
             else:
-                whole = await scripted.client.chat.completions.create(**asked)
-                calls = whole.choices[0].message.tool_calls or []
+                completion = await scripted.client.chat.completions.create(**arguments)
+                calls = completion.choices[0].message.tool_calls or []
             ids.append([call.id for call in calls])
     assert ids[0] == ids[1]
     assert len({*ids[0], *ids[2]}) == 4

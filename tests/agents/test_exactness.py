@@ -1,4 +1,7 @@
-"""What a real engine samples for agents over HTTP is what is trained; bench/agents.py has more."""
+"""Training tokens of agents equal the tokens that a real engine sampled over HTTP.
+
+bench/agents.py measures more cases.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tests.agents.exactness import measure
 
 @pytest.mark.slow
 async def test_what_the_engine_samples_over_http_is_what_is_trained() -> None:
-    found = await measure(num_episodes=12)
-    assert found.num_episodes == 12
-    assert found.num_branches > 5 and found.num_calls > 5
-    assert found.largest_logprob_error < 1e-4
+    findings = await measure(num_episodes=12)
+    assert findings.num_episodes == 12
+    assert findings.num_branches > 5 and findings.num_calls > 5
+    assert findings.largest_logprob_error < 1e-4

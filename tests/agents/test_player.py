@@ -43,7 +43,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 ROOT = Path(__file__).parents[2]
 
 
-def config_of(fields: dict[str, Any]) -> Any:
+def parse_agent(fields: dict[str, Any]) -> Any:
     return TypeAdapter(AgentConfig).validate_python({"timeout_s": 20.0, **fields})
 
 
@@ -61,7 +61,7 @@ async def player_with(
     reward = parts.pop("reward", None) or Reward()
     async with AsyncExitStack() as stack:
         runner = AgentRunner(
-            agent=await AgentHost.start(config_of(fields), stack),
+            agent=await AgentHost.start(parse_agent(fields), stack),
             environment="game",
             client=client,
             generate=policy,
@@ -130,19 +130,19 @@ async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
 
 
 async def test_a_task_with_braces_of_its_own_is_handed_over_as_it_is() -> None:
-    given: list[list[str]] = []
+    commands: list[list[str]] = []
 
     class Host:
         async def run(self, command: list[str], **_: Any) -> Any:
-            given.append(command)
+            commands.append(command)
             return SimpleNamespace(exit=SimpleNamespace(code=0), output="", errors="")
 
     config = CommandAgent(command=(sys.executable, "{task}", "say: {text}"))
     runner = ProgramLauncher(config, Host())  # type: ignore[arg-type]
     task = AgentTask("{task}", [], {"shown": "{text}"}, {}, 1)
     await runner.run(task, EndpointAccess("http://127.0.0.1:1/v1", "sk"))
-    assert json.loads(given[0][1])["observation"] == {"shown": "{text}"}
-    assert given[0][2] == "say: {task}"
+    assert json.loads(commands[0][1])["observation"] == {"shown": "{text}"}
+    assert commands[0][2] == "say: {task}"
 
 
 JUDGED: dict[str, Any] = {}
@@ -245,7 +245,7 @@ async def test_a_program_is_confined_told_its_task_and_ended_with_all_it_started
     async with player_with(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11,)))
     assert "timeout_s" in group.rollouts[0].failure
-    commands = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert ["sleep", "4242"] not in commands
 
 
@@ -258,11 +258,11 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     async def solve(request: Request) -> Response:
-        asked = await request.json()
-        task = AgentTask(**asked.pop("task"))
+        payload = await request.json()
+        task = AgentTask(**payload.pop("task"))
         if task.seed == 13:
             return JSONResponse({"detail": "no more rooms"}, 500)
-        return JSONResponse(await functions.passes_on(task, EndpointAccess(**asked)))
+        return JSONResponse(await functions.passes_on(task, EndpointAccess(**payload)))
 
     app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
     service = HttpListener(app, bind("127.0.0.1", 0, "port"))
@@ -271,12 +271,12 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
     async with player_with(client, chat, fields) as player:
         group = await player.play_group(GroupSpec(0, "game", (11, 13)))
         await service.stop()
-        after = await player.play_group(GroupSpec(1, "game", (11,)))
+        late_group = await player.play_group(GroupSpec(1, "game", (11,)))
     well, ill = group.rollouts
     assert well.status is RolloutStatus.TERMINATED
     assert ill.status is RolloutStatus.FAILED and "no more rooms" in ill.failure
-    assert after.rollouts[0].status is RolloutStatus.LOST
-    assert not after.rollouts[0].agent_died
+    assert late_group.rollouts[0].status is RolloutStatus.LOST
+    assert not late_group.rollouts[0].agent_died
 
 
 @pytest.mark.parametrize(
@@ -291,4 +291,4 @@ def test_what_is_not_there_is_found_before_a_run_begins(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_agent(config_of(fields))
+        check_agent(parse_agent(fields))

@@ -56,8 +56,8 @@ async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
         sequences = tree.sequences()
         check_exact(sequences, policy.sampled)
         num_sequences += len(sequences)
-        num_continued += sum(len(one.turns) > 1 for one in sequences)
-    # The test would say nothing if all histories began anew, or none branched.
+        num_continued += sum(len(sequence.turns) > 1 for sequence in sequences)
+    # The test proves something only if some histories continue and some branch.
     assert num_sequences > 2 * NUM_EPISODES
     assert num_continued > NUM_EPISODES // 3
 
@@ -69,12 +69,14 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
         tree, policy = make_tree(chat, seed)
         history = [user("Where?")]
         for _ in range(4):
-            said = await ask(tree, *history, tools=(TOOL,))
+            response = await ask(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
-            history += [repeat_response(said), agent.draw_reply(said)]
+            history += [repeat_response(response), agent.draw_reply(response)]
         [sequence] = tree.sequences()
         assert len(sequence.turns) == 4
-        assert [len(one.prompt_ids) for one in policy.sampled] == [t.start for t in sequence.turns]
+        assert [len(prompt.prompt_ids) for prompt in policy.sampled] == [
+            t.start for t in sequence.turns
+        ]
 
 
 async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
@@ -83,10 +85,10 @@ async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: Cha
     history = (user("a"), first.as_message, user("b"))
     await ask(tree, *history)
     await ask(tree, *history)
-    one, other = tree.sequences()
-    assert (len(one.turns), len(other.turns)) == (2, 1)
-    start = one.turns[1].start
-    assert one.token_ids[:start].tolist() == other.token_ids[:start].tolist()
+    first_branch, second_branch = tree.sequences()
+    assert (len(first_branch.turns), len(second_branch.turns)) == (2, 1)
+    start = first_branch.turns[1].start
+    assert first_branch.token_ids[:start].tolist() == second_branch.token_ids[:start].tolist()
     assert tree.num_branches == 1
 
 
@@ -98,8 +100,8 @@ async def test_the_same_prompt_samples_the_same_in_any_order_and_anew_when_asked
         tree, policy = make_tree(chat, 3)
         for text in (*order, "a"):
             await ask(tree, user(text))
-        seeds.append({hash(one.prompt_ids): one.seed for one in policy.sampled[:2]})
-        assert len({one.seed for one in policy.sampled}) == 3
+        seeds.append({hash(prompt.prompt_ids): prompt.seed for prompt in policy.sampled[:2]})
+        assert len({prompt.seed for prompt in policy.sampled}) == 3
     assert seeds[0] == seeds[1]
 
 
@@ -111,7 +113,7 @@ async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
         tree, policy = make_tree(chat, key)
         for seed in (7, 7, 8):
             await ask(tree, user("a"), seed=seed)
-        seeds.append([one.seed for one in policy.sampled])
+        seeds.append([prompt.seed for prompt in policy.sampled])
         assert seeds[-1][0] == seeds[-1][1] != seeds[-1][2]
     assert not set(seeds[0]) & set(seeds[1])
 
@@ -163,7 +165,7 @@ async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_adva
         await ask(tree, user("c"))
         tree.add_reward(reward)
         sequences = tree.sequences()
-        assert [turn.reward for one in sequences for turn in one.turns] == [0.0, 0.0, reward]
+        assert [turn.reward for path in sequences for turn in path.turns] == [0.0, 0.0, reward]
         rollouts.append(
             Rollout("game", 0, sequences, reward, reward, (), RolloutStatus.TERMINATED, 0)
         )

@@ -18,7 +18,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
 from ludus.trainer.data.counts import total
 from ludus.trainer.run.checkpoint import RunState, find_newest_checkpoint, read_state
-from tests.e2e.runs import Run, processes_of
+from tests.e2e.runs import Run, find_processes
 
 ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", " ludus.env "
 """Parts of the command lines of these processes."""
@@ -26,7 +26,7 @@ ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", "
 
 def pids(marker: str, kind: str) -> list[int]:
     """Return the processes of one kind of the run with `marker`, oldest first."""
-    return sorted(pid for pid, command in processes_of(marker).items() if kind in command)
+    return sorted(pid for pid, command in find_processes(marker).items() if kind in command)
 
 
 def kill(pid: int) -> None:

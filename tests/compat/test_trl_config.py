@@ -1,4 +1,4 @@
-"""GRPOConfig: every field of TRL's reaches a setting of the run, is told of, or is refused."""
+"""GRPOConfig: every field of TRL sets a field of the run, is noted as unused, or is refused."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ENVIRONMENT = {
 }
 
 
-def run_of(num_prompts: int = 64, **fields: Any) -> Any:
-    """The run that the fields ask for, on a machine without a GPU."""
+def make_run(num_prompts: int = 64, **fields: Any) -> Any:
+    """Return the run that the fields configure, on a machine without a GPU."""
     args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
     settings = run_settings(args, make_batches(args, num_prompts), 1024)
     return run_config_from(
@@ -42,7 +42,7 @@ def run_of(num_prompts: int = 64, **fields: Any) -> Any:
 
 
 def value_at(run: Any, path: str) -> Any:
-    """What stands at a dotted path of the run."""
+    """Return the value at a dotted path of the run."""
     for name in path.split("."):
         run = getattr(run, name)
     return run
@@ -117,7 +117,7 @@ def test_every_field_stands_in_one_table() -> None:
 def test_a_field_becomes_a_setting_of_the_run(
     fields: dict[str, Any], path: str, value: Any
 ) -> None:
-    assert value_at(run_of(**fields), path) == value
+    assert value_at(make_run(**fields), path) == value
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_rows_and_epochs_of_trl_become_batches(
 )
 def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_of(**fields)
+        make_run(**fields)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_number_is_taken_or_refused_by_the_name_that_was_typed(name: str, use_
     refused = False
     for value in (-1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "8"):
         try:
-            run_of(10_000_000, **{"use_vllm": use_vllm, name: value})
+            make_run(10_000_000, **{"use_vllm": use_vllm, name: value})
         except ConfigError as error:
             refused = True
             assert "is not a valid run" not in str(error), (value, str(error))
@@ -254,7 +254,7 @@ def test_a_number_is_taken_or_refused_by_the_name_that_was_typed(name: str, use_
 
 
 def test_a_limit_of_checkpoints_that_is_not_above_0_limits_nothing() -> None:
-    kept = {run_of(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
+    kept = {make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
     assert len(kept) == 1
     assert kept.pop() > 1000
 
@@ -271,19 +271,19 @@ def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPat
             run_folder(GRPOConfig(name))
 
 
-def test_an_engine_that_is_not_there_is_said(
+def test_a_missing_engine_is_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.compat.trl.settings.run_settings.has_vllm", lambda: False)
-    assert run_of(use_vllm=True).generator.kind == "transformers"
+    assert make_run(use_vllm=True).generator.kind == "transformers"
     assert "note: GRPOConfig.use_vllm = True, and vLLM is not installed" in capsys.readouterr().err
 
 
-def test_a_field_that_changes_nothing_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_without_effect_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
     args = GRPOConfig(dataloader_num_workers=4, bf16=True)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "note: GRPOConfig.dataloader_num_workers has no effect here" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "note: GRPOConfig.dataloader_num_workers has no effect here" in errors
     assert args.dataloader_num_workers == 4
     args.use_liger_kernel = True
     assert "GRPOConfig.use_liger_kernel has no effect here" in capsys.readouterr().err

@@ -26,19 +26,21 @@ def test_a_folder_is_taken_as_it_is(folder: str, tmp_path: Path) -> None:
     section = model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "own")
     assert (section.settings["path"], section.settings["lora"]) == (folder, None)
     assert not (tmp_path / "own").exists(), "its own tokenizer is no other one"
-    one, two = (section.max_tokens([text], ARGS, with_tools=False) for text in ("a", "a" * 9))
-    assert two > one
-    assert section.max_tokens(["a"], ARGS, with_tools=True) >= one
+    short_limit, long_limit = (
+        section.max_tokens([text], ARGS, with_tools=False) for text in ("a", "a" * 9)
+    )
+    assert long_limit > short_limit
+    assert section.max_tokens(["a"], ARGS, with_tools=True) >= short_limit
     limited = GRPOConfig(max_completion_length=20, vllm_max_model_length=77)
     assert section.max_tokens(["a"], limited, with_tools=False) == 77
 
 
 def test_objects_are_written_down(folder: str, tmp_path: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
-    own = tmp_path / "own"
-    section = model_section(model, tokenizer, None, ARGS, own)
-    assert section.settings["path"] == str(own)
-    assert load_tokenizer(str(own)).get_vocab() == tokenizer.get_vocab()
+    model_folder = tmp_path / "own"
+    section = model_section(model, tokenizer, None, ARGS, model_folder)
+    assert section.settings["path"] == str(model_folder)
+    assert load_tokenizer(str(model_folder)).get_vocab() == tokenizer.get_vocab()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     section = model_section(folder, tokenizer, None, ARGS, tmp_path / "other")
     assert section.settings["path"] == str(tmp_path / "other")
@@ -56,8 +58,8 @@ def test_adapters_and_thoughts_are_settings_of_the_model(folder: str, tmp_path: 
     for field, value in (("target_modules", "all-linear"), ("use_rslora", True), ("bias", "all")):
         with pytest.raises(ConfigError, match=rf"peft_config\.{field} = .* is not supported"):
             model_section(folder, None, LoraConfig(**{field: value}), ARGS, tmp_path)
-    own = {"kind": "pretrained", "path": folder}
-    assert model_section(own, None, None, args, tmp_path).settings["enable_thinking"] is True
+    settings = {"kind": "pretrained", "path": folder}
+    assert model_section(settings, None, None, args, tmp_path).settings["enable_thinking"] is True
     other = GRPOConfig(chat_template_kwargs={"date": "today"})
     with pytest.raises(ConfigError, match=r"only enable_thinking, but has \['date'\]"):
         model_section(folder, None, None, other, tmp_path)

@@ -148,7 +148,7 @@ async def open_port(model_path: str) -> AsyncIterator[str]:
 
 
 async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
-    functions = ("once", "once_with_images", "repeated")
+    functions = ("complete_over_http", "complete_over_http_with_images", "complete_by_call")
     groups = [await play_groups(start_worker, function) for function in functions]
     assert groups[0] == groups[1] == groups[2]
     assert [group.index for group in groups[0]] == [0, 1]
@@ -161,7 +161,7 @@ async def test_all_signatures_play_the_same_groups(start_worker: Any) -> None:
 async def test_all_sampled_tokens_are_trained_on_with_the_engines_logprobs(
     start_worker: Any,
 ) -> None:
-    async with start_worker("once") as worker:
+    async with start_worker("complete_over_http") as worker:
         for group in await worker.play_groups():
             for rollout in group.rollouts:
                 [sequence] = rollout.sequences
@@ -195,14 +195,14 @@ async def test_rows_have_transcripts(start_worker: Any) -> None:
 
 
 async def test_function_receives_prompts_and_sampling_settings(start_worker: Any) -> None:
-    await play_groups(start_worker, "once")
+    await play_groups(start_worker, "complete_over_http")
     prompts, args = trl_functions.CALLS[0]
     assert (len(prompts), args.num_generations, args.max_completion_length) == (2, G, 5)
     assert (args.temperature, args.top_p, args.top_k, args.min_p) == (1.0, 1.0, 0, None)
     with pytest.raises(AttributeError, match="args has no 'learning_rate' in this run"):
         _ = args.learning_rate
     trl_functions.CALLS.clear()
-    await play_groups(start_worker, "repeated")
+    await play_groups(start_worker, "complete_by_call")
     prompts, trainer = trl_functions.CALLS[0]
     assert (len(prompts), trainer.args.num_generations) == (2 * G, G)
     assert prompts[0] == prompts[G - 1] != prompts[G]
@@ -210,14 +210,16 @@ async def test_function_receives_prompts_and_sampling_settings(start_worker: Any
 
 
 async def test_environment_can_have_its_own_limits(start_worker: Any) -> None:
-    async with start_worker("once", environment={"max_completion_tokens": 2}) as worker:
+    async with start_worker(
+        "complete_over_http", environment={"max_completion_tokens": 2}
+    ) as worker:
         for group in await worker.play_groups():
             assert max(rollout.num_tokens_sampled for rollout in group.rollouts) <= 2
     assert trl_functions.CALLS[0][1].max_completion_length == 2
 
 
 async def test_rewards_are_computed_once_for_all_groups_of_a_call(start_worker: Any) -> None:
-    await play_groups(start_worker, "repeated")
+    await play_groups(start_worker, "complete_by_call")
     [columns] = [call for call in trl_functions.CALLS if isinstance(call, dict)]
     assert len(columns["completions"]) == 2 * G
     assert columns["completions"][0][0]["role"] == "assistant"
@@ -251,7 +253,7 @@ async def test_slow_function_fails_its_groups(start_worker: Any) -> None:
 
 
 async def test_evaluation_plays_each_seed_once(start_worker: Any) -> None:
-    async with start_worker("once") as worker:
+    async with start_worker("complete_over_http") as worker:
         sampling = replace(sampling_settings(worker.run.rollout), temperature=0.0)
         seeds = [2**31 + number for number in range(5)]
         rollouts = await worker.player.evaluate(seeds, sampling)

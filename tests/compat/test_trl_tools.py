@@ -23,7 +23,7 @@ class Counter:
     """Counts to a target."""
 
     def reset(self, start: int = 0, **columns: Any) -> str:
-        """What is asked."""
+        """Return the text that starts the episode."""
         self.total = start
         self.columns = columns
         return f" from {start}"
@@ -47,7 +47,7 @@ class Counter:
         return str(self.total)
 
     def get_reward(self) -> float:
-        """The total."""
+        """Return the total."""
         return float(self.total)
 
 
@@ -62,7 +62,7 @@ class Scripted(RolloutTrainer):
     def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
         self._chat = chat
         self._script = [iter(answers) for answers in script]
-        self._of_prompt: dict[tuple[int, ...], int] = {}
+        self._row_by_prompt: dict[tuple[int, ...], int] = {}
         self.rows = rows
         self.processing_class = chat.tokenizer
         self.state = RolloutTrainerState(0)
@@ -91,7 +91,7 @@ class Scripted(RolloutTrainer):
         return outputs
 
 
-def prompts_of(rows: list[dict[str, Any]]) -> list[Any]:
+def make_prompts(rows: list[dict[str, Any]]) -> list[Any]:
     return [[{"role": "user", "content": "count"}] for _ in rows]
 
 
@@ -105,7 +105,7 @@ def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> No
             [CALL % ("add", '{"n": -1}') + CALL % ("fly", "{}"), "give up"],
         ],
     )
-    played = ToolRollout([], {None: Counter}, None)(prompts_of(rows), trainer)
+    played = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
     assert played[REWARD_COLUMN] == [6.0, 5.0]
     assert environment_reward(**{REWARD_COLUMN: played[REWARD_COLUMN]}) == [6.0, 5.0]
     assert (played["num_tool_calls"], played["num_tool_calls_failed"]) == ([2, 2], [0, 2])
@@ -120,8 +120,8 @@ def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> No
         assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
         assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
     # Every prompt begins with the tokens before it: none is encoded twice.
-    for before, after in zip(trainer.sent, trainer.sent[1:], strict=False):
-        assert any(after[0][: len(sent)] == sent for sent in before)
+    for previous, current in zip(trainer.sent, trainer.sent[1:], strict=False):
+        assert any(current[0][: len(sent)] == sent for sent in previous)
     assert "from 1" in chat.decode(played["prompt_ids"][0])
     assert "Add a number." in chat.decode(played["prompt_ids"][0])
 
@@ -140,25 +140,27 @@ def test_a_tool_that_exits_or_returns_a_circle_is_answered_with_its_error(
 
     def circle() -> list[Any]:
         """Return a circle."""
-        found: list[Any] = []
-        return [*found, found.append(found) or found]
+        circular: list[Any] = []
+        return [*circular, circular.append(circular) or circular]
 
     script = [[CALL % ("leave", '{"code": 3}'), CALL % ("circle", "{}"), "done"]]
-    played = ToolRollout([leave, circle], {}, None)(prompts_of([{}]), Scripted(chat, [{}], script))
-    said = chat.decode(played["completion_ids"][0])
-    assert "error: SystemExit(3)" in said and "error: Circular reference" in said
+    played = ToolRollout([leave, circle], {}, None)(
+        make_prompts([{}]), Scripted(chat, [{}], script)
+    )
+    text = chat.decode(played["completion_ids"][0])
+    assert "error: SystemExit(3)" in text and "error: Circular reference" in text
     assert played["num_tool_calls_failed"] == [2]
 
 
 def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
     endless = [[CALL % ("add", '{"n": 1}')] * 50]
-    limited = ToolRollout([], {None: Counter}, 2)(prompts_of(rows), Scripted(chat, rows, endless))
+    limited = ToolRollout([], {None: Counter}, 2)(make_prompts(rows), Scripted(chat, rows, endless))
     assert limited[REWARD_COLUMN] == [3.0], "three answers, the last of which is not answered"
     assert limited["env_mask"][0][-1] == 1
     trainer = Scripted(chat, rows, endless)
     trainer.max_completion_length = 90
-    cut = ToolRollout([], {None: Counter}, None)(prompts_of(rows), trainer)
+    cut = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
     assert len(cut["completion_ids"][0]) <= 90
     assert cut["env_mask"][0][-1] == 1
 
@@ -172,8 +174,8 @@ def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
         {"environment": "loud", "start": 2},
     ]
     rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
-    played = rollout(prompts_of(rows), Scripted(chat, rows, [["done"], ["done"]]))
-    assert [type(one) for one in played["environments"]] == [Silent, Counter]
+    played = rollout(make_prompts(rows), Scripted(chat, rows, [["done"], ["done"]]))
+    assert [type(environment) for environment in played["environments"]] == [Silent, Counter]
     messages = {"prompt": [{"role": "user", "content": "count"}]}
     with pytest.raises(ConfigError, match="row 0 has environment = None"):
         rollout.check_rows([messages], "train_dataset")
@@ -187,7 +189,7 @@ def test_a_rollout_travels_without_its_instances(chat: ChatTokenizer) -> None:
 
 def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> None:
     class Untyped(Counter):
-        def guess(self, what):  # type: ignore[no-untyped-def]
+        def guess(self, number):  # type: ignore[no-untyped-def]
             """Guess."""
 
     class Unresettable:
@@ -210,16 +212,16 @@ def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> 
     def counts(completions: list[Any], num_tool_calls: list[int]) -> list[float]:
         return [float(number) for number in num_tool_calls]
 
-    for given, message in (
+    for fields, message in (
         (
             {"reward_funcs": [counts, wise]},
             "'wise' requires 'wisdom', which train_dataset",
         ),
         ({"train_dataset": [{"prompt": "count"}] * 8}, "train_dataset: row 0 has a prompt of text"),
     ):
-        wanted = {"train_dataset": rows, "environment_factory": Counter, **given}
+        arguments = {"train_dataset": rows, "environment_factory": Counter, **fields}
         with pytest.raises(ConfigError, match=message):
-            GRPOTrainer(tiny, args=args, **wanted)
+            GRPOTrainer(tiny, args=args, **arguments)
     with pytest.raises(ConfigError, match="would be ignored"):
         GRPOTrainer(
             tiny,

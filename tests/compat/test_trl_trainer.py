@@ -31,15 +31,15 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {}
 
 
-def trainer_of(tmp_path: Path, **given: Any) -> GRPOTrainer:
-    fields = {"use_cpu": True, "max_completion_length": 8}
-    args = given.pop("args", None) or GRPOConfig(str(tmp_path / "run"), **fields)
-    wanted = {"model": TINY, "reward_funcs": by_answer, "train_dataset": ROWS, **given}
-    return GRPOTrainer(args=args, **wanted)
+def make_trainer(tmp_path: Path, **fields: Any) -> GRPOTrainer:
+    config_fields = {"use_cpu": True, "max_completion_length": 8}
+    args = fields.pop("args", None) or GRPOConfig(str(tmp_path / "run"), **config_fields)
+    arguments = {"model": TINY, "reward_funcs": by_answer, "train_dataset": ROWS, **fields}
+    return GRPOTrainer(args=args, **arguments)
 
 
 def test_a_script_is_a_run(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, rollout_func=rollout)
+    trainer = make_trainer(tmp_path, rollout_func=rollout)
     run = trainer.run
     [name] = run.environments
     environment = run.environments[name]
@@ -48,8 +48,8 @@ def test_a_script_is_a_run(tmp_path: Path) -> None:
     [term] = environment.rewards
     assert (term.name, term.weight) == ("by_answer", 1.0)
     assert import_object(term.function, "x") is by_answer
-    given = import_object(environment.rollout_function, "x")
-    assert (given.function, given.args) == (rollout, trainer.args)
+    function_object = import_object(environment.rollout_function, "x")
+    assert (function_object.function, function_object.args) == (rollout, trainer.args)
     assert trainer.state.max_steps == 16 * 3
     assert not (tmp_path / "run").exists(), "nothing is started"
 
@@ -62,13 +62,13 @@ def test_a_large_batch_has_a_session_for_each_of_its_rows(tmp_path: Path) -> Non
         max_completion_length=8,
     )
     rows = [{"prompt": f"word {n}", "answer": n} for n in range(1024)]
-    run = trainer_of(tmp_path, args=args, train_dataset=rows).run
+    run = make_trainer(tmp_path, args=args, train_dataset=rows).run
     assert run.rollout.num_groups_in_flight * run.rollout.group_size == 8192
     assert run.environment.max_sessions == 8192
 
 
 def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
+    trainer = make_trainer(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
     trainer._write_rows()
     options = trainer.run.environment.options
     lines = Path(options["path"]).read_text(encoding="utf-8").splitlines()
@@ -77,7 +77,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"callbacks": [1]}, "callbacks=.* is not supported; iterate over the steps"),
         ({"tools": [print]}, "tool 'print' needs typed arguments"),
@@ -126,47 +126,47 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
-    tmp_path: Path, given: dict[str, Any], message: str
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        trainer_of(tmp_path, **given)
+        make_trainer(tmp_path, **fields)
 
 
-def test_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, reward_funcs=[by_answer, by_answer, by_answer])
+def test_functions_with_the_same_name_get_distinct_names(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, by_answer, by_answer])
     names = [term.name for term in trainer.run.environment.rewards]
     assert names == ["by_answer", "by_answer_2", "by_answer_3"]
 
 
 def test_what_asks_for_nothing_is_taken(tmp_path: Path) -> None:
-    assert trainer_of(tmp_path, callbacks=[], optimizers=None).run.name == "run"
+    assert make_trainer(tmp_path, callbacks=[], optimizers=None).run.name == "run"
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' must be True"):
-        trainer_of(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
+        make_trainer(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
 
 
 def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
     def brief(completions: list[str], **_: Any) -> list[float]:
-        return [-float(len(one)) for one in completions]
+        return [-float(len(completion)) for completion in completions]
 
     def config(weights: list[float]) -> GRPOConfig:
         path, length = str(tmp_path / "run"), 8
         return GRPOConfig(path, max_completion_length=length, reward_weights=weights)
 
-    trainer = trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0, 0.5]))
+    trainer = make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0, 0.5]))
     terms = trainer.run.environment.rewards
     assert [(term.name, term.weight) for term in terms] == [("by_answer", 1.0), ("brief", 0.5)]
     with pytest.raises(ConfigError, match="reward_weights has 1 numbers, but there are 2"):
-        trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
+        make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
 
 
 def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
     rows = [{**row, "answer": float("nan")} for row in ROWS]
-    trainer = trainer_of(tmp_path, train_dataset=rows)
+    trainer = make_trainer(tmp_path, train_dataset=rows)
     trainer._write_rows()
     lines = Path(trainer.run.environment.options["path"]).read_text(encoding="utf-8").splitlines()
     assert {json.loads(line)["answer"] for line in lines} == {None}
     rows[3]["answer"] = float("-inf")
-    trainer = trainer_of(tmp_path, train_dataset=rows)
+    trainer = make_trainer(tmp_path, train_dataset=rows)
     with pytest.raises(ConfigError, match=r"row 3 .*column 'answer' contains an infinite"):
         trainer._write_rows()
 
@@ -179,7 +179,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 
 def test_completions_are_asked_for_within_a_rollout_function_only(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
+    trainer = make_trainer(tmp_path)
     with pytest.raises(UserError, match="call it in rollout_func"):
         generate_rollout_completions(trainer, ["a"])
     with pytest.raises(AttributeError, match="GRPOTrainer has no 'accelerator' here"):

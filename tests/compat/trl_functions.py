@@ -17,7 +17,7 @@ CALLS: list[Any] = []
 """Arguments with which the functions of this module were called."""
 
 
-def once(prompts: list[str], args: Any, processing_class: Any) -> Columns:
+def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> Columns:
     """Request completions from the server, with the oldest signature."""
     assert RUNNING.acquire(blocking=False), "two calls run at the same time"
     CALLS.append((prompts, args))
@@ -36,13 +36,15 @@ def once(prompts: list[str], args: Any, processing_class: Any) -> Columns:
     return columns
 
 
-def once_with_images(prompts: list[str], images: Any, args: Any, processing_class: Any) -> Columns:
+def complete_over_http_with_images(
+    prompts: list[str], images: Any, args: Any, processing_class: Any
+) -> Columns:
     """Do the same with the second signature, which never receives images."""
     assert images is None
-    return once(prompts, args, processing_class)
+    return complete_over_http(prompts, args, processing_class)
 
 
-def repeated(prompts: list[str], trainer: Any) -> Columns:
+def complete_by_call(prompts: list[str], trainer: Any) -> Columns:
     """Sample one completion for each prompt, with the newest signature."""
     CALLS.append((prompts, trainer))
     outputs = generate_rollout_completions(trainer, prompts)
@@ -76,14 +78,14 @@ def without_logprobs(prompts: list[str], trainer: Any) -> Columns:
 
 def invented_logprobs(prompts: list[str], trainer: Any) -> Columns:
     """Return a wrong log-prob in one row."""
-    columns = repeated(prompts, trainer)
+    columns = complete_by_call(prompts, trainer)
     columns["logprobs"][3] = [*columns["logprobs"][3][:-1], -1e-3]
     return columns
 
 
 def changed_tokens(prompts: list[str], trainer: Any) -> Columns:
     """Change the second last token of the first row, but not its log-prob."""
-    columns = repeated(prompts, trainer)
+    columns = complete_by_call(prompts, trainer)
     ids = columns["completion_ids"][0]
     columns["completion_ids"][0] = [*ids[:-2], (ids[-2] + 1) % 250, ids[-1]]
     return columns
@@ -115,7 +117,7 @@ def reads_model(prompts: list[str], trainer: Any) -> Columns:
 def slow(prompts: list[str], trainer: Any) -> Columns:
     """Return after the time limit."""
     time.sleep(0.5)
-    return repeated(prompts, trainer)
+    return complete_by_call(prompts, trainer)
 
 
 def length_reward(completions: Any, length: list[float], **columns: Any) -> list[float]:

@@ -134,8 +134,8 @@ async def measure(
         AssertionError: a token was trained that was not sampled so, or sampled and not trained.
     """
     config, shown = (
-        TypeAdapter[AgentConfig](AgentConfig).validate_python(one)
-        for one in (agent, teacher or agent)
+        TypeAdapter[AgentConfig](AgentConfig).validate_python(fields)
+        for fields in (agent, teacher or agent)
     )
     async with AsyncExitStack() as stack:
         client, toolbox = await stack.enter_async_context(boxes())
@@ -144,7 +144,7 @@ async def measure(
         generator = stack.enter_context(
             closing(AsyncEngine(TransformersEngine(model, end_token_id=chat.end_token_id)))
         )
-        under_way = _UnderWay(generator)
+        under_way = _RequestCounter(generator)
         runner = AgentRunner(
             agent=await AgentHost.start(config, stack),
             environment="boxes",
@@ -166,7 +166,7 @@ async def measure(
                 await _check(measured, rollout, recorded, model)
 
         await asyncio.gather(*(play(number) for number in range(num_episodes)))
-        measured.most_at_once = under_way.most
+        measured.most_at_once = under_way.max_requests
         return measured
 
 
@@ -184,7 +184,7 @@ async def _check(
     measured.num_answers += len(recorded.sampled)
     measured.num_tool_calls += rollout.num_tool_calls
     measured.num_sequences += len(rollout.sequences)
-    measured.num_tokens += sum(int(one.loss_mask.sum()) for one in rollout.sequences)
+    measured.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in rollout.sequences)
     error = await asyncio.to_thread(logprob_error, model, rollout.sequences)
     measured.largest_logprob_error = max(measured.largest_logprob_error, error)
 
@@ -206,30 +206,30 @@ async def _games(
     async with AsyncExitStack() as stack:
         agent = await AgentHost.start(config, stack)
         played = await asyncio.gather(*(play(game) for game in range(_NUM_GAMES)))
-    return [one for some in played for one in some]
+    return [game for games in played for game in games]
 
 
 def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
-    """A tiny model that has learned how answers to this agent look."""
+    """Return a tiny model that has learned the form of this agent's responses."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(conversation_texts(games), _MODEL.vocab_size)
     chat = ChatTokenizer(tokenizer)
     model = make_model(_MODEL, tokenizer, seed)
-    warm_start(model, [to_sample(chat, one) for one in games], _MODEL, seed)
+    warm_start(model, [to_sample(chat, game) for game in games], _MODEL, seed)
     return model, chat
 
 
-class _UnderWay:
-    """The engine, with a count of the requests that it has at once."""
+class _RequestCounter:
+    """An engine that counts its concurrent requests."""
 
     def __init__(self, generate: GenerateFn) -> None:
         self._generate = generate
         self._now = 0
-        self.most = 0
+        self.max_requests = 0
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Any:
         self._now += 1
-        self.most = max(self.most, self._now)
+        self.max_requests = max(self.max_requests, self._now)
         try:
             return await self._generate(prompt_ids, sampling, seed)
         finally:

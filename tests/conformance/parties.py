@@ -193,6 +193,6 @@ def answers(url: str) -> bool:
 
 def judge_rule(text: str) -> dict[str, Any]:
     """The JSON object in a program's output."""
-    found = re.search(r"\{.*\}", text, re.DOTALL)
-    assert found, text
-    return json.loads(found.group())
+    match = re.search(r"\{.*\}", text, re.DOTALL)
+    assert match, text
+    return json.loads(match.group())

@@ -126,9 +126,9 @@ async def test_broken_reward_function_stops_the_run(tmp_path: Path, chat: ChatTo
 async def test_configuration_error_in_an_episode_stops_the_run(
     tmp_path: Path, chat: ChatTokenizer
 ) -> None:
-    async def misconfigured(*_: object) -> None:
+    async def raise_config_error(*_: object) -> None:
         raise ConfigError("environments.coins.tools = true, but it offers no tools")
 
-    run = make_run(tmp_path, chat, lambda number: False, function=misconfigured)
+    run = make_run(tmp_path, chat, lambda number: False, function=raise_config_error)
     with pytest.raises(ConfigError, match="offers no tools"):
         await run.go()

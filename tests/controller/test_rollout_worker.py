@@ -78,8 +78,8 @@ async def test_late_fetch_does_not_load_older_weights(
     worker, _ = make_worker(engine)
     late = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await turns_of_the_loop()
-    held = await worker.load_weights(publish_weights(2, (-1.0,)), True)
-    assert held.version == 2
+    weights = await worker.load_weights(publish_weights(2, (-1.0,)), True)
+    assert weights.version == 2
     may_end.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
         await late

@@ -1,6 +1,6 @@
-"""A program that trains by Forge's calls: argv are a folder and a server's address.
+"""A program that trains with Forge's API; its arguments are a folder and a server's address.
 
-What it saw is printed as JSON.
+It prints its observations as JSON.
 """
 
 from __future__ import annotations
@@ -42,44 +42,48 @@ SEEN: dict[str, Any] = {}
 
 
 def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
-    """The tutorial's reward: a draw is worth something, and is no win for that."""
+    """Return the tutorial's reward. A draw has a positive reward but is not a win."""
     return {1.0: 2.0, 0.0: 0.5}.get(game_reward, -1.0)
 
 
 async def compute(group: list[Any]) -> list[float]:
-    """Advantages against the mean, by a function of the program's own."""
+    """Return rewards minus their mean, computed by the program's own function."""
     rewards = torch.tensor([episode.reward for episode in group])
     return (rewards - rewards.mean()).tolist()
 
 
 def show(observation: dict[str, Any], first: bool) -> list[dict[str, str]]:
-    """One text whatever the cards are."""
+    """Return the same text for any cards."""
     return [{"role": "user", "content": "hard 16 vs 10"}]
 
 
 def stand(text: str, observation: dict[str, Any]) -> dict[str, Any]:
-    """The same action whatever is said."""
+    """Return the same action for any text."""
     return {"action_id": STAND}
 
 
-async def begin(folder: str, address: str, name: str, *overrides: str, **own: Any) -> GRPOTrainer:
-    """A trainer of the example's, in the folder."""
-    place = (f"ludus.name={name}", f"ludus.output_dir={json.dumps(folder)}")
+async def make_trainer(
+    folder: str, address: str, name: str, *overrides: str, **functions: Any
+) -> GRPOTrainer:
+    """Return a trainer of the example that writes to the folder."""
+    run_settings = (f"ludus.name={name}", f"ludus.output_dir={json.dumps(folder)}")
     address = f"blackjack_env.server_url={json.dumps(address)}"
-    return await setup_forge_training(EXAMPLE, [*place, address, *overrides], **own)
+    return await setup_forge_training(EXAMPLE, [*run_settings, address, *overrides], **functions)
 
 
-async def in_parts(folder: str, address: str) -> None:
-    """Three steps and three more, each call in a task of its own, as the cells of a notebook."""
-    own = {"reward": evaluate_response, "compute_advantages": compute}
-    trainer = await asyncio.create_task(begin(folder, address, "parts", *SHORT, **own))
+async def train_in_parts(folder: str, address: str) -> None:
+    """Train three steps twice, each call in a separate task, like the cells of a notebook."""
+    functions = {"reward": evaluate_response, "compute_advantages": compute}
+    trainer = await asyncio.create_task(make_trainer(folder, address, "parts", *SHORT, **functions))
     results = [await asyncio.create_task(trainer.run(steps=3))]
     completions = await trainer.policy.generate("hard 20 vs 6", sampling_params={"n": 3})
-    SEEN["versions"] = [one.generator_version for one in completions]
-    SEEN["texts"] = [one.text for one in completions]
-    SEEN["tokens"] = [[len(one.token_ids), len(one.logprobs)] for one in completions]
+    SEEN["versions"] = [completion.generator_version for completion in completions]
+    SEEN["texts"] = [completion.text for completion in completions]
+    SEEN["tokens"] = [
+        [len(completion.token_ids), len(completion.logprobs)] for completion in completions
+    ]
     again = await trainer.policy.generate.route(completions[0].prompt, sampling_params={"n": 3})
-    SEEN["the same by its prompt"] = [one.text for one in again] == SEEN["texts"]
+    SEEN["the same by its prompt"] = [completion.text for completion in again] == SEEN["texts"]
     results.append(await asyncio.create_task(trainer.run(steps=3)))
     SEEN["results"] = results
     SEEN["summary"] = trainer.summary is not None and trainer.summary.finished
@@ -90,23 +94,23 @@ async def in_parts(folder: str, address: str) -> None:
     await asyncio.create_task(trainer.shutdown())
 
 
-async def at_once(folder: str, address: str) -> None:
-    """The same six steps by one call."""
-    own = {"reward": evaluate_response, "compute_advantages": compute}
-    async with await begin(folder, address, "whole", *SHORT, **own) as trainer:
+async def train_at_once(folder: str, address: str) -> None:
+    """Train the same six steps in one call."""
+    functions = {"reward": evaluate_response, "compute_advantages": compute}
+    async with await make_trainer(folder, address, "whole", *SHORT, **functions) as trainer:
         SEEN["whole"] = await trainer.run()
 
 
-async def always_stand(folder: str, address: str) -> None:
-    """Games in which every answer is to stand, paid as the tutorial pays."""
-    own = {"reward": evaluate_response, "render": show, "parse": stand}
-    async with await begin(folder, address, "stand", *ALWAYS_STAND, **own) as trainer:
+async def train_always_stand(folder: str, address: str) -> None:
+    """Train on games in which every action is to stand, with the rewards of the tutorial."""
+    functions = {"reward": evaluate_response, "render": show, "parse": stand}
+    async with await make_trainer(folder, address, "stand", *ALWAYS_STAND, **functions) as trainer:
         SEEN["stand"] = await trainer.run()
 
 
 def main(folder: str, address: str) -> None:
     """Train three times, and print what was seen."""
-    for train in (in_parts, at_once, always_stand):
+    for train in (train_in_parts, train_at_once, train_always_stand):
         asyncio.run(train(folder, address))
     weights = [
         load_file(Path(folder) / name / "checkpoints/step-00000006/model/model.safetensors")

@@ -1,7 +1,7 @@
-"""A program that trains with `Trainer`, as somebody would in a notebook: argv is a folder.
+"""A program that trains with `Trainer`, like a notebook; its argument is a folder.
 
-It has a Ray and a logging of its own, runs its event loop in a thread, and hands a closure over as
-a reward. What it saw is printed as JSON.
+It starts Ray and configures logging itself, runs its event loop in a thread, and uses a closure as
+a reward. It prints its observations as JSON.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SEEN: dict[str, Any] = {}
 
 
 class BodyError(Exception):
-    """What the program's own code raises."""
+    """An error that the program's own code raises."""
 
 
 def settings(folder: str) -> dict[str, Any]:
-    """The small example, with functions of this program in it."""
+    """Return the settings of the small example, with this program's functions."""
     penalty = 0.01
     words = "word by word"
 
@@ -47,8 +47,8 @@ def settings(folder: str) -> dict[str, Any]:
     return tree
 
 
-async def begin(folder: str) -> None:
-    """Train two steps by hand, look at what there is, and fail."""
+async def train_two_steps(folder: str) -> None:
+    """Train two steps, read the results so far, and raise an error."""
     steps: list[Step] = []
     async with Trainer(settings(folder)) as trainer:
         SEEN["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
@@ -58,20 +58,20 @@ async def begin(folder: str) -> None:
                 break
         await asyncio.sleep(0.5)
         rows = [row for row in read_metrics(trainer.folder) if row.kind == "train"]
-        SEEN["steps while it stood still"] = len(rows)
+        SEEN["steps while paused"] = len(rows)
         SEEN["saved"] = (await trainer.save()).name
         report = (await trainer.evaluate(20))["blackjack"]
         SEEN["games"] = report.policy.num_games
         async for step in trainer.steps():
             steps.append(step)
-            SEEN["steps"] = [one.number for one in steps]
+            SEEN["steps"] = [step_result.number for step_result in steps]
             SEEN["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
             SEEN["transcripts"] = len(step.transcripts)
             raise BodyError
 
 
-async def go_on(folder: str) -> None:
-    """Continue to the end."""
+async def finish_training(folder: str) -> None:
+    """Resume the run and train the remaining steps."""
     async with Trainer(settings(folder), resume="always") as trainer:
         greedy = {"num": 2, "temperature": 0.0}
         SEEN["greedy"] = await trainer.policy.generate(
@@ -88,7 +88,7 @@ async def go_on(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Train twice, in a thread, and print what was seen."""
+    """Train twice in a thread, and print the observations."""
     logged = io.StringIO()
     logging.basicConfig(stream=logged, level=logging.WARNING)
     handlers, interrupt = list(logging.getLogger().handlers), signal.getsignal(signal.SIGINT)
@@ -97,10 +97,10 @@ def main(folder: str) -> None:
 
     def work() -> None:
         try:
-            asyncio.run(begin(folder))
+            asyncio.run(train_two_steps(folder))
         except BodyError:
             SEEN["raised"] = True
-        asyncio.run(go_on(folder))
+        asyncio.run(finish_training(folder))
 
     thread = threading.Thread(target=work)
     thread.start()

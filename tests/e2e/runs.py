@@ -1,4 +1,4 @@
-"""Starts real runs of the trainer, watches them, and reads what they left."""
+"""Helpers that start real runs of the trainer, watch them, and read their output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = (
     "environment.random_policy=null",
     "environment.optimal_policy=null",
 )
-"""Overrides of the example that make a run of a few seconds of training."""
+"""Overrides that reduce the example to a few seconds of training."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Run:
     process: subprocess.Popen[bytes]
     folder: Path
     printed: IO[str]
-    """A file: a pipe that nobody reads would hold up what prints a line a step."""
+    """Output of the process. A file, because an unread pipe would block the process."""
 
     @property
     def rows(self) -> list[MetricsRow]:
@@ -57,7 +57,7 @@ class Run:
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
-        """Wait until the condition holds."""
+        """Wait until the condition is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.output()
@@ -65,17 +65,17 @@ class Run:
             time.sleep(0.05)
 
     def finish(self, timeout_s: float = 900) -> Summary:
-        """The summary of a run that ended well."""
+        """Wait for the run to finish successfully; return its summary."""
         assert self.process.wait(timeout_s) == 0, self.output()
         return Summary.model_validate_json((self.folder / SUMMARY_FILE).read_text())
 
     def stop(self) -> None:
-        """End the run after the step it is in, as Ctrl-C does."""
+        """Stop the run after its current step, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(300) == 130, self.output()
 
     def output(self) -> str:
-        """What the process printed, after its end."""
+        """Return the output of the process, after its exit."""
         self.printed.seek(0)
         return self.printed.read()
 
@@ -88,7 +88,7 @@ def start_run(
     config: Path | None = None,
     program: tuple[str, ...] = TRAIN,
 ) -> Iterator[Run]:
-    """A run in `folder`, of a small blackjack example or of `config`; it ends with the block."""
+    """Start a run of the small blackjack example or of `config` in `folder`; stop it at the end."""
     small = SMALL if config is None else ()
     settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
     config = config or EXAMPLE
@@ -108,9 +108,9 @@ def start_run(
                 process.wait()
 
 
-def processes_of(marker: str) -> dict[int, str]:
-    """The command lines, by process id, of running processes whose environment holds `marker`."""
-    found = {}
+def find_processes(marker: str) -> dict[int, str]:
+    """Return the command line by process id of each process whose environment contains `marker`."""
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
@@ -118,17 +118,17 @@ def processes_of(marker: str) -> dict[int, str]:
         except OSError:  # it has ended, or belongs to another user
             continue
         if marker.encode() in environment and int(folder.name) != os.getpid():
-            found[int(folder.name)] = command.decode(errors="replace")
-    return found
+            commands[int(folder.name)] = command.decode(errors="replace")
+    return commands
 
 
 def wait_until_gone(marker: str, timeout_s: float = 300) -> None:
-    """Wait until no process whose environment holds `marker` is left.
+    """Wait until no process has `marker` in its environment.
 
-    Workers end by themselves once their Ray is gone; after a killed driver, two agents of Ray's
-    own try for a while to tell a head node that is gone of its end.
+    Workers exit when their Ray cluster is gone. After a killed driver, two of Ray's agents try for
+    a while to report its exit to a head node that is gone.
     """
     deadline = time.monotonic() + timeout_s
-    while left := processes_of(marker):
-        assert time.monotonic() < deadline, left
+    while commands := find_processes(marker):
+        assert time.monotonic() < deadline, commands
         time.sleep(0.1)

@@ -58,8 +58,8 @@ def test_the_examples_agent_is_trained(
         summary = run.finish()
     steps = [row.values for row in run.rows if row.kind == "train"]
     assert len(steps) == 2
-    assert sum(one[TrainMetric.NUM_FAILED_AGENTS] for one in steps) == 0
-    assert sum(one[TrainMetric.NUM_EPISODES_FAILED] for one in steps) == 0
+    assert sum(step[TrainMetric.NUM_FAILED_AGENTS] for step in steps) == 0
+    assert sum(step[TrainMetric.NUM_EPISODES_FAILED] for step in steps) == 0
     assert summary.results["boxes"].report.policy.num_games > 0
     first = json.loads((run.folder / TRANSCRIPTS_FILE).read_text().splitlines()[0])
     assert first["turns"][0]["shown"][-1]["text"] == "Where is the key?"

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of several nodes, of which each group offers a resource of its own."""
+"""A run on a Ray cluster of several nodes, in which each group offers a separate resource."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class RayCluster:
     process: subprocess.Popen[str]
     address: str = ""
     raylets: dict[str, list[int]] = field(default_factory=dict)
-    """Of the nodes of each group, their process ids."""
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Nodes that are programs of their own."""
+    """Process ids of the nodes, by group."""
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Nodes that run as separate programs."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
         """Let a node join that offers so much of the resource `group`."""
@@ -80,11 +80,11 @@ class RayCluster:
             stderr=subprocess.DEVNULL,
             env=os.environ | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "900"},
         )
-        self.started.append(node)
+        self.nodes.append(node)
         return node
 
-    def where(self, kind: str) -> list[str]:
-        """The groups on whose nodes the actors of one kind run."""
+    def find_groups(self, kind: str) -> list[str]:
+        """Return the groups whose nodes run actors of one kind."""
         return [
             group
             for group, raylets in sorted(self.raylets.items())
@@ -111,9 +111,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
         cluster.add_node("rollout")
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
-        for node in (node for node in cluster.started if node.poll() is None):
-            for started in psutil.Process(node.pid).children(recursive=True):
-                started.kill()
+        for node in (node for node in cluster.nodes if node.poll() is None):
+            for nodes in psutil.Process(node.pid).children(recursive=True):
+                nodes.kill()
             node.kill()
             node.wait()
         assert process.stdin is not None
@@ -123,12 +123,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
 def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    more = ("rollout.num_workers=2", "rollout.min_workers=1", "training.num_steps=5000")
-    with start_run(tmp_path, *more, flags=("--resume=auto",)) as run:
+    overrides = ("rollout.num_workers=2", "rollout.min_workers=1", "training.num_steps=5000")
+    with start_run(tmp_path, *overrides, flags=("--resume=auto",)) as run:
         run.wait_until(lambda: run.last_step >= 2)
-        assert cluster.where("BufferActor") == ["head"]
-        assert cluster.where("LearnerActor") == ["learner"]
-        assert cluster.where("RolloutWorkerActor") == ["rollout"]
+        assert cluster.find_groups("BufferActor") == ["head"]
+        assert cluster.find_groups("LearnerActor") == ["learner"]
+        assert cluster.find_groups("RolloutWorkerActor") == ["rollout"]
         node = cluster.start_node("rollout")
         run.wait_until(lambda: len(held_versions(run)) == 2)
         versions = held_versions(run)
@@ -160,6 +160,6 @@ def commands_below(pid: int) -> Iterator[str]:
 
 
 def held_versions(run: Run) -> list[int]:
-    """The versions of the weights that the workers held after the newest delivery."""
+    """Return the versions of the workers' weights after the latest delivery."""
     delivered = [row for row in run.rows if row.kind == "weights"]
-    return [held.version for held in delivered[-1].weights] if delivered else []
+    return [weights.version for weights in delivered[-1].weights] if delivered else []

@@ -65,11 +65,11 @@ def judge(completions: list[object], row_id: list[int], file: list[str]) -> list
     """A reward for length; each row that is judged is a line of the file that the rows name."""
     with open(file[0], "a") as judged_rows:
         judged_rows.write(f"{json.dumps(row_id)}\n")
-    return [float(len(str(one))) for one in completions]
+    return [float(len(str(completion))) for completion in completions]
 
 
-def judged(file: Path) -> Counter[int]:
-    """How many groups were judged on each row."""
+def count_scored_groups(file: Path) -> Counter[int]:
+    """Return the number of scored groups of each row."""
     groups = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(len(set(rows)) == 1 and len(rows) == GROUP_SIZE for rows in groups)
     return Counter(rows[0] for rows in groups)
@@ -93,8 +93,8 @@ def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(tmp_path: Path)
         summary = run.finish()
     assert 3 <= stopped_at < summary.num_steps == 2 * NUM_ROWS // 8
     assert phase_steps(run) == {None, summary.num_steps}
-    counts = judged(file)
-    # Groups that were played when it was stopped are played once more, on the same rows.
+    counts = count_scored_groups(file)
+    # Groups that were in play at the stop are played again, on the same rows.
     assert set(counts) == set(range(NUM_ROWS)) and min(counts.values()) == 2
     assert sum(counts.values()) <= 2 * NUM_ROWS + 16
     assert summary.games_trained == 2 * NUM_ROWS * GROUP_SIZE

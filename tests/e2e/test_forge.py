@@ -39,18 +39,20 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     assert (first["iterations"], second["iterations"]) == ([1, 2, 3], [4, 5, 6])
     assert all(len(first[name]) == 3 for name in ("win_rates", "losses", "rewards"))
     assert seen["apart"] == 0.0
-    whole = seen["whole"]
+    single_call = seen["whole"]
     for name in ("iterations", "win_rates", "losses", "rewards"):
-        assert first[name] + second[name] == whole[name]
+        assert first[name] + second[name] == single_call[name]
     assert (seen["versions"], seen["the same by its prompt"]) == ([3, 3, 3], True)
     assert set(seen["texts"]) <= {"HIT", "STAND"}
     assert all(num_tokens == num_logprobs for num_tokens, num_logprobs in seen["tokens"])
     assert seen["summary"] and "6 are trained; raise trainer.training.steps" in seen["refused"]
-    # Of these games 38.35 % are won and 4.96 % drawn; a draw is worth 0.5, and is no win.
+    # The policy wins 38.35 % of these games and draws 4.96 %. A draw has reward 0.5 and is no win.
     played = seen["stand"]
     assert abs(sum(played["win_rates"]) / len(played["win_rates"]) - 0.3835) < 0.02
     assert abs(sum(played["rewards"]) / len(played["rewards"]) - (1.5 * -0.1834 + 0.5)) < 0.06
-    terms = {name for one in read_transcripts(tmp_path / "parts") for name in one.terms}
+    terms = {
+        name for transcript in read_transcripts(tmp_path / "parts") for name in transcript.terms
+    }
     assert terms == {"evaluate_response"}
 
 

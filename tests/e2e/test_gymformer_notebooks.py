@@ -24,7 +24,7 @@ EPISODES = 16
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one notebook leaves, the next finds."""
+    """Return a folder that all notebooks share."""
     return tmp_path_factory.mktemp("runs")
 
 

@@ -46,7 +46,7 @@ def learn(folder: Path, *overrides: str) -> Summary:
 
 
 def share_closed_without_looking(summary: Summary) -> float:
-    """What always standing closes of the gap on the same deals."""
+    """Return the share of the gap that always standing closes on the same deals."""
     returns = {name: result.expected_return for name, result in summary.baselines.items()}
     gap = returns["basic_strategy"] - returns["random"]
     return (returns["always_stand"] - returns["random"]) / gap

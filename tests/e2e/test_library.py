@@ -1,4 +1,4 @@
-"""A run as an object, in a program that has a thread, a Ray and a logging of its own."""
+"""A run as an object, in a program with a thread, its own Ray and its own logging."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def test_a_program_trains_step_by_step_and_goes_on_after_its_own_error(tmp_path:
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert len(seen["before"]) == 3 and set(seen["before"]) <= {"HIT", "STAND"}
     assert seen["greedy"][0] == seen["greedy"][1]
-    assert (seen["steps while it stood still"], seen["saved"]) == (1, "step-00000001")
+    assert (seen["steps while paused"], seen["saved"]) == (1, "step-00000001")
     assert seen["games"] == 20
     assert (seen["steps"], seen["raised"]) == ([1, 2], True)
     assert seen["terms"] == ["reward_term.brevity", "reward_term.environment"]
     assert seen["transcripts"] > 0
-    assert "expected training to stand still" in seen["refused"]
+    assert "save works only while training pauses" in seen["refused"]
     assert (seen["finished"], seen["num_steps"]) == (True, 4)
-    assert all(seen[what] for what in ("ray stays", "ray is free", "logging stays", "signals stay"))
+    assert all(seen[key] for key in ("ray stays", "ray is free", "logging stays", "signals stay"))
     folder = tmp_path / "run"
     assert (folder / SUMMARY_FILE).is_file()
-    assert {one.step for one in read_transcripts(folder)} == {1, 2, 3, 4}
+    assert {transcript.step for transcript in read_transcripts(folder)} == {1, 2, 3, 4}
     assert '"given:brevity_2"' in (folder / CONFIG_FILE).read_text()
     with start_run(tmp_path, flags=("--resume",), config=folder / CONFIG_FILE) as run:
         assert run.process.wait(300) == 2

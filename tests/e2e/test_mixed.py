@@ -1,4 +1,4 @@
-"""One run in several environments, each with a server of its own."""
+"""One run in several environments, each with a separate server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, processes_of, start_run, wait_until_gone
+from tests.e2e.runs import Run, find_processes, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -20,8 +20,8 @@ GAMES = {
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> Path:
-    """A configuration of two games, one of which is played three times as often."""
+def mixed_config(tmp_path: Path) -> Path:
+    """Write a configuration of two games, one of which is played three times as often."""
     path = tmp_path / "mixed.json"
     tree = {
         "environments": GAMES,
@@ -36,14 +36,14 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_restarted(
-    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixed_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    with start_run(tmp_path, config=mixed) as run:
+    with start_run(tmp_path, config=mixed_config) as run:
         run.wait_until(lambda: run.last_step >= 2)
         servers = {
             name: pid
-            for pid, command in processes_of(str(tmp_path)).items()
+            for pid, command in find_processes(str(tmp_path)).items()
             for name, game in (("cards", "blackjack"), ("ball", "catch"))
             if " ludus.env " in command and game in command
         }

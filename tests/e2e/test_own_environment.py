@@ -21,11 +21,11 @@ pytestmark = [
 PAGE = Path(__file__).parents[2] / "docs" / "your-environment.md"
 LUDUS = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
 SHORT = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
-"""A third of the steps, and so of what is learned."""
+"""Overrides that reduce the training to a third of the steps."""
 
 
 def ludus(cwd: Path, *arguments: str) -> str:
-    """What the command printed."""
+    """Run the command and return its output."""
     ended = subprocess.run(
         [*LUDUS, *arguments], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False
     )

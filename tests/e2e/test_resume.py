@@ -32,19 +32,19 @@ EXACT = (
     "algorithm.correction.kind=off",
     "algorithm.geometric_mask=null",
 )
-"""On-policy, so that what is trained on does not depend on how long anything takes. Which
-requests share a batch of the sampler does, and moves its log-probs by a last bit; so they are
-kept out of the loss."""
+"""Settings for on-policy training, in which the data do not depend on timing. The batches of the
+sampler do depend on timing and change the last bit of its log-probs, so the loss does not use
+these log-probs."""
 MEASURES_TIME = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
 
 
 def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
-    """The policy in a checkpoint."""
+    """Return the weights of the policy in a checkpoint."""
     return load_file(run.folder / "checkpoints" / f"step-{step:08d}" / "model/model.safetensors")
 
 
-def what_was_trained(run: Run) -> list[tuple[str, int, str | None, dict[str, float]]]:
-    """The rows of the steps, without what measures time."""
+def select_trained_rows(run: Run) -> list[tuple[str, int, str | None, dict[str, float]]]:
+    """Return the rows of the steps without values that depend on time."""
     return [
         (
             row.kind,
@@ -66,19 +66,19 @@ def evaluations(run: Run) -> list[MetricsRow]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: int) -> None:
     settings = (*EXACT, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
-    with start_run(tmp_path / "whole", *settings) as whole:
-        whole.finish()
-    # The whole run as it stood when its first step was saved; nothing of the second is left.
+    with start_run(tmp_path / "whole", *settings) as full_run:
+        full_run.finish()
+    # Copy the run without its second step, as it was when its first step was saved.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "run" / "checkpoints" / "step-00000002")
     with start_run(tmp_path / "parts", *settings, flags=("--resume",)) as parts:
         first = weights(parts, 1)
         parts.finish()
 
-    at_once, in_parts = weights(whole, 2), weights(parts, 2)
+    at_once, in_parts = weights(full_run, 2), weights(parts, 2)
     assert at_once.keys() == in_parts.keys()
     assert any(not torch.equal(first[name], in_parts[name]) for name in first), "it moved"
     worst = max(float((at_once[name] - in_parts[name]).abs().max()) for name in at_once)
     assert worst == 0.0
-    assert what_was_trained(whole) == what_was_trained(parts)
-    assert evaluations(whole)[-1] == evaluations(parts)[-1]
+    assert select_trained_rows(full_run) == select_trained_rows(parts)
+    assert evaluations(full_run)[-1] == evaluations(parts)[-1]

@@ -10,13 +10,13 @@ import pytest
 
 from ludus.proto.config import load_run_config
 from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE
-from tests.e2e.runs import EXAMPLE, SMALL, Run, processes_of, start_run, wait_until_gone
+from tests.e2e.runs import EXAMPLE, SMALL, Run, find_processes, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
-    """What the command came to."""
+    """Run the scale command and return its result."""
     command = [sys.executable, "-c", "from ludus.services.cli.app import main; main()"]
     return subprocess.run(
         [*command, "scale", str(folder), "--workers", str(num_workers)],
@@ -27,13 +27,13 @@ def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
 
 
 def num_holding(run: Run) -> int:
-    """Workers that held the weights which were delivered last."""
+    """Return the number of workers with the most recently delivered weights."""
     return [len(row.weights) for row in run.rows if row.kind == "weights"][-1]
 
 
 def num_workers(marker: str) -> int:
-    """Worker processes of the run that were asked to do something."""
-    return sum("RolloutWorker" in command for command in processes_of(marker).values())
+    """Return the number of the run's worker processes that received a call."""
+    return sum("RolloutWorker" in command for command in find_processes(marker).values())
 
 
 def test_workers_join_and_leave_while_the_run_continues(
@@ -57,16 +57,16 @@ def test_workers_join_and_leave_while_the_run_continues(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("num_workers_requested", "message"),
     [(0, "greater than or equal to 1"), (1, "rollout.min_workers = 2"), (100, "max_sessions")],
 )
-def test_a_number_that_cannot_be_is_refused_with_the_way_out(
-    tmp_path: Path, wanted: int, message: str
+def test_an_impossible_number_is_refused_with_the_remedy(
+    tmp_path: Path, num_workers_requested: int, message: str
 ) -> None:
     settings = [*SMALL, "rollout.min_workers=2", "rollout.num_workers=2"]
     config = load_run_config(EXAMPLE, settings)
     (tmp_path / CONFIG_FILE).write_text(config.model_dump_json())
-    ended = scale(tmp_path, wanted)
+    ended = scale(tmp_path, num_workers_requested)
     assert ended.returncode == 2
     assert message in ended.stderr
     assert not (tmp_path / CONTROL_FILE).exists()

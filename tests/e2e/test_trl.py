@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
-def trained(folder: Path, form: str) -> dict[str, Any]:
-    """What the program prints of its training."""
+def train(folder: Path, form: str) -> dict[str, Any]:
+    """Run the program; return the results that it prints."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.e2e.trl_program", str(folder), form]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
@@ -28,14 +28,14 @@ def trained(folder: Path, form: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_both_ways_of_a_rollout_function_train_alike_and_use_each_row_once(tmp_path: Path) -> None:
-    by_port, by_call = (trained(tmp_path / form, form) for form in ("once", "repeated"))
-    assert by_port == by_call, "the same episodes, and so the same course"
-    assert by_port["global_step"] == NUM_ROWS * 4 // 16
-    assert (by_port["epoch"], by_port["model"]) == (1.0, True)
-    assert len(by_port["rewards"]) == by_port["global_step"]
-    assert by_port["answers"] > 0
-    rewarded = list(map(int, (tmp_path / "once" / SEEN).read_text().split()))
-    # What follows is played ahead, beyond the last step, and in evaluations.
+def test_both_kinds_of_rollout_function_train_alike_and_use_each_row_once(tmp_path: Path) -> None:
+    over_http, by_call = (train(tmp_path / form, form) for form in ("http", "call"))
+    assert over_http == by_call, "the same episodes, and so the same course"
+    assert over_http["global_step"] == NUM_ROWS * 4 // 16
+    assert (over_http["epoch"], over_http["model"]) == (1.0, True)
+    assert len(over_http["rewards"]) == over_http["global_step"]
+    assert over_http["answers"] > 0
+    rewarded = list(map(int, (tmp_path / "http" / SEEN).read_text().split()))
+    # Later rows were played ahead of the last step or in evaluations.
     trained_on = Counter(rewarded[: NUM_ROWS * 4])
     assert trained_on == dict.fromkeys(range(NUM_ROWS), 4)

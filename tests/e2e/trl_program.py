@@ -1,7 +1,7 @@
-"""A script of TRL's, import line changed, trained for one epoch: argv is a folder, and a form.
+"""A TRL script with changed imports that trains for one epoch; its arguments: a folder, a form.
 
-Its functions are those of a program, which nobody can import. Each row's number and reward go into
-a file as reward functions see them; what `train` returned is printed as JSON.
+Other programs cannot import its functions. The reward function appends the number of each row to
+a file, and the script prints the result of `train` as JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NUM_ROWS = 16
 SEEN = "rewarded.txt"
 
 
-def once(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]:
-    """Through the port, as scripts of late 2025 do."""
+def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]:
+    """Complete the prompts over HTTP, as scripts of late 2025 do."""
     payload = {
         "prompts": prompts,
         "n": args.num_generations,
@@ -32,33 +32,34 @@ def once(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]
     return {**result, "env_reward": [0.1 * len(text) for text in texts]}
 
 
-def repeated(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Through the call, as later ones do."""
+def complete_by_call(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Complete the prompts with a function call, as later scripts do."""
     outputs = generate_rollout_completions(trainer, prompts)
     columns = {
-        key: [one[key] for one in outputs] for key in ("prompt_ids", "completion_ids", "logprobs")
+        key: [output[key] for output in outputs]
+        for key in ("prompt_ids", "completion_ids", "logprobs")
     }
-    return {**columns, "env_reward": [0.1 * len(one["text"]) for one in outputs]}
+    return {**columns, "env_reward": [0.1 * len(output["text"]) for output in outputs]}
 
 
 def reward_from_env(
     completions: list[str], env_reward: list[float], number: list[int], folder: list[str], **_: Any
 ) -> list[float]:
-    """What the rollout function says; keeps what it was asked about."""
+    """Return the rewards of the rollout function; record the rows in a file."""
     assert all(isinstance(completion, str) for completion in completions)
     with (Path(folder[0]) / SEEN).open("a", encoding="utf-8") as file:
-        file.writelines(f"{one}\n" for one in number)
+        file.writelines(f"{row_number}\n" for row_number in number)
     return env_reward
 
 
 def main(folder: str, form: str) -> None:
-    """Trains, and prints what it came to."""
+    """Train, and print the result."""
     rows = [{"prompt": f"word {n}", "number": n, "folder": folder} for n in range(NUM_ROWS)]
     trainer = GRPOTrainer(
         model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 64},
         reward_funcs=reward_from_env,
         train_dataset=rows,
-        rollout_func={"once": once, "repeated": repeated}[form],
+        rollout_func={"http": complete_over_http, "call": complete_by_call}[form],
         args=GRPOConfig(
             f"{folder}/run",
             use_vllm=True,
@@ -82,12 +83,12 @@ def main(folder: str, form: str) -> None:
     )
     result = trainer.train()
     history = trainer.state.log_history
-    said = [one.turns[0].answer for one in read_transcripts(Path(folder) / "run")]
+    answers = [transcript.turns[0].answer for transcript in read_transcripts(Path(folder) / "run")]
     out = {
         "global_step": result.global_step,
         "rewards": [entry["reward"] for entry in history],
         "epoch": history[-1]["epoch"],
-        "answers": len(said),
+        "answers": len(answers),
         "model": (trainer.save_model(f"{folder}/model") / "config.json").is_file(),
     }
     sys.stdout.write(json.dumps(out) + "\n")

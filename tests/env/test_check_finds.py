@@ -152,9 +152,9 @@ def with_metadata(num_bytes: int):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule: str, said) -> None:
+def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> None:
     broken = find_broken(**deeds)
-    assert said in broken[rule]
+    assert message in broken[rule]
 
 
 @pytest.mark.parametrize(
@@ -217,18 +217,18 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "said"),
+    ("deed", "message"),
     [
         (lambda: os._exit(3), "exit code 3"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
         (lambda: os.write(1, b"out of luck") and os._exit(4), "'out of luck'"),
     ],
 )
-def test_the_end_of_its_process_is_one_broken_rule(deed, said) -> None:
+def test_the_end_of_its_process_is_one_broken_rule(deed, message) -> None:
     # A busy machine may take seconds to end a process of this size.
     broken = find_broken(timeout_s=60.0, call=lambda good: deed())
     assert list(broken) == ["tools_return_json_objects"]
-    assert said in broken["tools_return_json_objects"]
+    assert message in broken["tools_return_json_objects"]
 
 
 def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None:

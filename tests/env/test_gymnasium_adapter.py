@@ -141,11 +141,11 @@ def test_every_kind_of_space_is_taken_and_shown(space) -> None:
     codec = make_codec(SPACES[space], "action")
     SPACES[space].seed(3)
     element = SPACES[space].sample()
-    told = codec.encode(element, {})
-    shown = environment.step(environment.action_type(action=told)).observation
+    encoded = codec.encode(element, {})
+    shown = environment.step(environment.action_type(action=encoded)).observation
     assert (
         shown.model_dump(mode="json")["observation"]
-        == environment.action_type(action=told).model_dump(mode="json")["action"]
+        == environment.action_type(action=encoded).model_dump(mode="json")["action"]
     )
 
 

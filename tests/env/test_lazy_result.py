@@ -41,10 +41,10 @@ def lazy(**changes) -> StepResult:
 
 
 def test_a_lazy_result_equals_the_eager_one_both_ways() -> None:
-    one, eager = lazy(), EAGER
-    assert one == eager
-    assert eager == one
-    assert one == lazy()
+    result, eager = lazy(), EAGER
+    assert result == eager
+    assert eager == result
+    assert result == lazy()
     other = lazy(observation_json=b'{"total":4}')
     assert other != eager
     assert eager != other

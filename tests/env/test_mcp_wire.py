@@ -39,8 +39,8 @@ async def post(client, method: str, params=None, **headers):
     return reply.json()
 
 
-async def initialized(client) -> dict[str, str]:
-    """The header of a session that a client began itself."""
+async def initialize(client) -> dict[str, str]:
+    """Open a session as a client does; return its header."""
     call = request("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
     reply = await client.post("/mcp", json=call)
     return {"mcp-session-id": reply.headers["mcp-session-id"]}
@@ -207,12 +207,12 @@ async def test_an_environment_without_tools_says_so_to_openenvs_clients() -> Non
             error = (await post(client, method, {"name": "x"}))["error"]
             assert error["code"] == -32603
             assert error["message"] == "Environment does not support MCP"
-        assert names(await post(client, "tools/list", **await initialized(client))) == PLAY_TOOLS
+        assert names(await post(client, "tools/list", **await initialize(client))) == PLAY_TOOLS
 
 
 async def test_what_a_player_does_wrong_is_a_result() -> None:
     async with in_process(get_core(CountingEnv)) as client:
-        ticket = await initialized(client)
+        ticket = await initialize(client)
         for name, arguments, code in (
             ("take_action", {"add": 1}, "NOT_RESET"),
             ("start_episode", {"seed": -1}, "VALIDATION_ERROR"),

@@ -23,15 +23,15 @@ class CountingTokens(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.said = [self._first, int(self.np_random.integers(1, 3))]
-        return self.said, {"asked": "count"}
+        self.tokens = [self._first, int(self.np_random.integers(1, 3))]
+        return self.tokens, {"asked": "count"}
 
     def step(self, action):
-        reward = float(action == self.said[-1] + 1)
-        self.said.append(action)
+        reward = float(action == self.tokens[-1] + 1)
+        self.tokens.append(action)
         if action == 5:
-            self.said.append(50)
-        return self.said, reward, action == END, False, {"last": action}
+            self.tokens.append(50)
+        return self.tokens, reward, action == END, False, {"last": action}
 
 
 gymnasium.register(TOKENS, CountingTokens)

@@ -24,9 +24,9 @@ def main(targets: list[str]) -> None:
 def story(target: str) -> dict[str, Any]:
     factory = environment_factory(target, {})
     environment = factory()
-    told: dict[str, Any] = {"second": second_instance(factory)}
+    report: dict[str, Any] = {"second": second_instance(factory)}
     description = describe_environment(environment)
-    told |= {
+    report |= {
         "action_schema": description.action_schema,
         "observation_schema": description.observation_schema,
         "reset_options": sorted(description.reset_options or []),
@@ -34,16 +34,18 @@ def story(target: str) -> dict[str, Any]:
     }
     environment.reset(seed=3)
     if description.tools:
-        told["echo"] = environment.call_tool("echo", {"message": "hi"})
-        told["no_tool"] = tool_error(environment)
+        report["echo"] = environment.call_tool("echo", {"message": "hi"})
+        report["no_tool"] = tool_error(environment)
         step = environment.action_type.model_validate({"type": "list_tools"})
-        told["listed"] = environment.step(step).observation.model_dump(mode="json")["tools"]
-    told["state"] = environment.state.model_dump(mode="json")
+        report["listed"] = environment.step(step).observation.model_dump(mode="json")["tools"]
+    report["state"] = environment.state.model_dump(mode="json")
     environment.close()
     if not description.tools:
-        told["broken"] = faults(check_environment(factory, num_steps=8))
-    told["broken_on_wire"], told["not_offered"], told["played"] = asyncio.run(on_wire(factory))
-    return told
+        report["broken"] = faults(check_environment(factory, num_steps=8))
+    report["broken_on_wire"], report["not_offered"], report["played"] = asyncio.run(
+        on_wire(factory)
+    )
+    return report
 
 
 async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:

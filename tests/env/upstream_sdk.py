@@ -52,5 +52,5 @@ def _sdk_requirements() -> list[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:]:
-        upstream_python(wanted)
+    for version in sys.argv[1:]:
+        upstream_python(version)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass(frozen=True)
 class Family:
-    """How models of one family are spoken to."""
+    """The chat template and special tokens of a model family."""
 
     name: str
     template: str
@@ -19,7 +19,7 @@ class Family:
     eos: str
     bos: str | None = None
     has_tools: bool = False
-    """Whether the template lists tools by itself."""
+    """True if the template lists the tools."""
     ends_turns: bool = True
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ _CHATML_BODY = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# A system message of its own where none is given; a line break after each end token.
+# Adds a default system message if none is given, and a line break after each end token.
 QWEN25 = Family(
     "qwen2.5",
     "{%- if messages[0].role != 'system' and not tools %}"
@@ -153,8 +153,8 @@ FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML)
 
 
 @cache
-def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes and the family's special tokens."""
+def make_family_tokenizer(family: Family) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and the family's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

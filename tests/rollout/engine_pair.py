@@ -1,4 +1,4 @@
-"""What the tests of engines share: an engine, a plain model with the same weights, answers."""
+"""Helpers for the tests of engines: an engine and a plain model with the same weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ludus.trainer.rollout.engines.vllm_process import vllm_environment
 MAX_TOKENS = 128
 END_TOKEN_ID = 1
 TOLERANCE = 1e-4
-"""Of a log-prob in float32."""
+"""Tolerance of a log-prob in float32."""
 CANARY_PROMPT = ScoringRequest([5, 9, 11, 40], [7, 30, 12])
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """Which engine, with which model."""
+    """An engine and its model."""
 
     name: str
     tie_embeddings: bool
@@ -158,7 +158,7 @@ def answer(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, Engin
 
 
 def drain(engine: Engine) -> dict[int, EngineOutput]:
-    """What comes out of the engine until nothing is left in it, by request id."""
+    """Step the engine until it has no work; return its outputs by request id."""
     outputs: dict[int, EngineOutput] = {}
     while engine.has_work:
         for output in engine.step():

@@ -1,4 +1,4 @@
-"""An engine without a model: it answers with the sum of the prompt, and shows what it was told."""
+"""An engine without a model: it outputs the sum of the prompt and records its calls."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class FakeEngine:
         self.aborted: list[int] = []
         """The requests that were aborted while they waited."""
         self.seeds: list[int] = []
-        """Of all requests."""
+        """The seeds of all requests."""
         self.failure: Exception | None = None
-        """What the next step, load or score raises."""
+        """Error that the next step, load or score raises."""
         self.is_stepping = threading.Event()
         self.is_closed = threading.Event()
-        self._may_go_on = threading.Event()
-        self._may_go_on.set()
+        self._may_continue = threading.Event()
+        self._may_continue.set()
         self._waiting: list[EngineRequest] = []
 
     def hold(self) -> None:
         """Let the next step not end before `release`."""
-        self._may_go_on.clear()
+        self._may_continue.clear()
 
     def release(self) -> None:
         """Let a held step end."""
-        self._may_go_on.set()
+        self._may_continue.set()
 
     @property
     def has_work(self) -> bool:
@@ -57,17 +57,19 @@ class FakeEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """Let them wait no longer."""
         waiting = [request.request_id for request in self._waiting]
-        self.aborted += [one for one in request_ids if one in waiting]
-        self._waiting = [one for one in self._waiting if one.request_id not in request_ids]
+        self.aborted += [request_id for request_id in request_ids if request_id in waiting]
+        self._waiting = [
+            request for request in self._waiting if request.request_id not in request_ids
+        ]
 
     def step(self) -> list[EngineOutput]:
         """The sum of each waiting prompt."""
         requests, self._waiting = self._waiting, []
         self.batches.append([request.prompt_ids for request in requests])
         self.is_stepping.set()
-        assert self._may_go_on.wait(timeout=60)
+        assert self._may_continue.wait(timeout=60)
         self.is_stepping.clear()
-        self._fail_if_told()
+        self._raise_failure()
         return [
             EngineOutput(request.request_id, [sum(request.prompt_ids)], [-0.5], has_end_token=True)
             for request in requests
@@ -76,20 +78,20 @@ class FakeEngine:
     def load_weights(self, state: StateDict) -> None:
         """Keep the state for the test to see; a step may not be under way."""
         assert not self.is_stepping.is_set()
-        self._fail_if_told()
+        self._raise_failure()
         time.sleep(self.load_takes_s)
         self.loaded.append(state)
 
     def score(self, canary: ScoringRequest) -> list[float]:
         """A log-prob that tells how many times weights were loaded."""
-        self._fail_if_told()
+        self._raise_failure()
         return [-float(len(self.loaded))] * len(canary.completion_ids)
 
     def close(self) -> None:
-        """Show that it was called."""
+        """Record the call."""
         self.is_closed.set()
 
-    def _fail_if_told(self) -> None:
+    def _raise_failure(self) -> None:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""An environment whose every part fails when it is told to, and the run's own code that does."""
+"""An environment and functions of a run that fail on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAYS_NAN = 668
 
 
 class FragileRenderer(CountingRenderer):
-    """Cannot show a total of -1 or of 3, and parses like somebody who forgot what text can be."""
+    """A renderer that cannot show a total of -1 or 3, and a parser that accepts numbers only."""
 
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
         if observation.total in (-1, 3):
@@ -59,7 +59,7 @@ class FragileEnv(CountingEnv):
 
 
 def render(observation: dict[str, Any], first: bool) -> list[Message]:
-    """What the total is, up to 1."""
+    """Return the total as a message; raise an error above 1."""
     if observation["total"] > 1:
         raise IndexError("I can count to 1")
     return [{"role": "user", "content": f"Total {observation['total']}."}]
@@ -70,14 +70,14 @@ def render_nonsense(observation: dict[str, Any], first: bool) -> str:
 
 
 def parse(text: str, observation: dict[str, Any]) -> dict[str, int]:
-    """The number, if there is one."""
+    """Return the number in the text."""
     return {"add": int(text.removeprefix("ADD"))}
 
 
 async def play_and_divide_by_zero(
     session: AsyncSession, first: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
-    """Fails in a task of its own, after one answer."""
+    """Raise an error in a separate task, after one completion."""
     assert first.text is not None
     conversation.add(first.text.messages)
     await conversation.complete()

@@ -14,7 +14,7 @@ from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd
 
 CALLS: list[dict[str, list[Any]]] = []
-"""What `remember` was called with."""
+"""Arguments of the calls of `remember`."""
 THREADS: set[int] = set()
 LOOP_RUNS = threading.Event()
 THE_END = threading.Event()
@@ -28,7 +28,7 @@ def remember(**columns: list[Any]) -> list[float]:
 
 
 def num_words(completions: list[list[Message]]) -> list[int]:
-    """Words that the policy said."""
+    """Return the number of words of each completion."""
     return [
         sum(len(m["content"].split()) for m in messages if m["role"] == "assistant")
         for messages in completions
@@ -48,8 +48,8 @@ def first_cannot_be_scored(completion_ids: list[list[int]]) -> list[float | None
     return [None, *(float(len(token_ids)) for token_ids in completion_ids[1:])]
 
 
-def added(added: list[int | None]) -> list[float]:
-    """A field of the environment's info."""
+def read_added(added: list[int | None]) -> list[float]:
+    """Return a field of the environment's info."""
     return [float(value or 0) for value in added]
 
 
@@ -116,7 +116,7 @@ def positional_only(prompts: list[list[Message]], /) -> list[float]:
 async def play_in_pairs(
     session: AsyncSession, first: StepResult, conversation: Conversation
 ) -> EpisodeEnd:
-    """Asks twice before each step, and adds what was said first to the episode's fields."""
+    """Sample twice before each step; add the first completions to the episode's fields."""
     assert first.text is not None
     conversation.add(first.text.messages)
     thoughts: list[str] = []
@@ -143,4 +143,4 @@ async def play_and_say_nothing(
 
 def num_thoughts(thoughts: list[list[str]]) -> list[float]:
     """A field that the rollout function adds."""
-    return [float(len(one)) for one in thoughts]
+    return [float(len(thought)) for thought in thoughts]

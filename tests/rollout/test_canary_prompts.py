@@ -10,7 +10,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.renderer import make_renderer
 from ludus.trainer.setup import first_prompts
 from ludus.trainer.setup.environments import ConnectedEnvironment
-from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, tokenizer_of
+from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_tokenizer
 
 
 async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
@@ -26,7 +26,7 @@ async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
 async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
     client: AsyncEnvClient, family: Family, thinking: bool
 ) -> None:
-    tokenizer = tokenizer_of(family)
+    tokenizer = make_family_tokenizer(family)
     chat = ChatTokenizer(tokenizer, enable_thinking=thinking)
     environment = await connected_to(client)
     canary = await first_prompts.make_canary(environment, chat)
@@ -35,17 +35,17 @@ async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
     assert first.text is not None
     assert len(canary) == len(first.text.legal_answers) == 2
     for prompt, answer in zip(canary, first.text.legal_answers, strict=True):
-        said = [*environment.renderer.messages(first, first=True), assistant(answer)]
-        whole = chat.whole_prompt(said)
-        asked = prompt.prompt_ids + prompt.completion_ids
+        messages = [*environment.renderer.messages(first, first=True), assistant(answer)]
+        prompt_ids = chat.whole_prompt(messages)
+        canary_ids = prompt.prompt_ids + prompt.completion_ids
         assert prompt.completion_ids[-1] == chat.end_token_id
-        assert asked[:-1] == whole[: len(asked) - 1]
+        assert canary_ids[:-1] == prompt_ids[: len(canary_ids) - 1]
 
 
 async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
     client: AsyncEnvClient,
 ) -> None:
-    tokenizer = tokenizer_of(QWEN3)
+    tokenizer = make_family_tokenizer(QWEN3)
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
     canary = await first_prompts.make_canary(await connected_to(client), chat)
     assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
@@ -55,10 +55,10 @@ async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = await connected_to(client)
-    [known, _] = await first_prompts.make_canary(environment, chat)
+    [known_canary, _] = await first_prompts.make_canary(environment, chat)
     monkeypatch.setattr(first_prompts, "list_legal_answers", lambda _: [])
     [canary] = await first_prompts.make_canary(environment, chat)
-    assert canary.prompt_ids + canary.completion_ids == known.prompt_ids
+    assert canary.prompt_ids + canary.completion_ids == known_canary.prompt_ids
     assert 0 < len(canary.completion_ids) <= 32
 
 

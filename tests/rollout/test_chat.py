@@ -30,12 +30,12 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
     grown = chat.first_prompt(user("hard 16 vs 10"))
     grown += chat.encode_completion("HIT")
     grown += chat.next_prompt(user("hard 19 vs 10"), ended=True)
-    whole = tokenizer.apply_chat_template(
+    full_text = tokenizer.apply_chat_template(
         [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert grown == whole
+    assert grown == full_text
 
 
 def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
@@ -53,7 +53,7 @@ def test_what_was_sampled_is_read_back_whatever_bytes_it_holds(
     assert chat.decode(chat.encode_completion("naïve ♠ 東")) == "naïve ♠ 東"
 
 
-def test_frequent_words_are_one_token_and_any_text_can_be_said(
+def test_frequent_words_are_one_token_and_any_text_can_be_encoded(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""What a rollout worker remembers of prompts and answers stays small, however long it plays."""
+"""The chat caches of a rollout worker stay small, however long it plays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 
     def decode_many() -> None:
         for _ in range(200):
-            # As they come from an engine: numbers of their own, which nobody else holds.
+            # New int objects, as an engine returns them.
             chat.decode([int(str(draw.randrange(260, 300))) for _ in range(4096)])
 
     assert kept_by(decode_many) < MEGABYTE

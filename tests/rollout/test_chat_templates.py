@@ -22,7 +22,7 @@ from tests.rollout.chat_templates import (
     QWEN3,
     QWEN25,
     Family,
-    tokenizer_of,
+    make_family_tokenizer,
 )
 
 # Words as people and games use them: no white space at their ends, which templates may trim.
@@ -48,8 +48,8 @@ class Grown:
 def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -> Grown:
     """The exchanges, and then the question."""
     grown = Grown(chat, [], [])
-    for said, answer in exchanges:
-        ask(grown, [user(said)])
+    for text, answer in exchanges:
+        ask(grown, [user(text)])
         grown.token_ids += chat.encode_completion(answer)
     ask(grown, [user(question)])
     return grown
@@ -68,8 +68,8 @@ def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def text_of(chat: ChatTokenizer, token_ids: list[int]) -> str:
-    """The tokens as text, special ones included."""
+def decode(chat: ChatTokenizer, token_ids: list[int]) -> str:
+    """Return the text of the tokens, including special tokens."""
     return chat.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
@@ -79,7 +79,7 @@ def text_of(chat: ChatTokenizer, token_ids: list[int]) -> str:
 def test_every_prompt_begins_with_the_one_before(
     family: Family, exchanges: list[tuple[str, str]], question: str
 ) -> None:
-    grown = grow(ChatTokenizer(tokenizer_of(family)), exchanges, question)
+    grown = grow(ChatTokenizer(make_family_tokenizer(family)), exchanges, question)
     for earlier, later in zip(grown.prompts, grown.prompts[1:], strict=False):
         assert later[: len(earlier)] == earlier
 
@@ -90,16 +90,16 @@ def test_every_prompt_begins_with_the_one_before(
 def test_a_grown_conversation_is_the_template_of_the_whole(
     family: Family, exchanges: list[tuple[str, str]], question: str
 ) -> None:
-    tokenizer = tokenizer_of(family)
+    tokenizer = make_family_tokenizer(family)
     grown = grow(ChatTokenizer(tokenizer), exchanges, question)
     messages: list[Message] = []
-    for said, answer in exchanges:
-        messages += [user(said), {"role": "assistant", "content": answer}]
-    whole = tokenizer.apply_chat_template(
+    for text, answer in exchanges:
+        messages += [user(text), {"role": "assistant", "content": answer}]
+    full_text = tokenizer.apply_chat_template(
         [*messages, user(question)], tokenize=False, add_generation_prompt=True
     )
-    assert text_of(grown.chat, grown.token_ids) == whole
-    assert grown.token_ids == tokenizer.encode(whole, add_special_tokens=False)
+    assert decode(grown.chat, grown.token_ids) == full_text
+    assert grown.token_ids == tokenizer.encode(full_text, add_special_tokens=False)
 
 
 @pytest.mark.slow
@@ -109,12 +109,12 @@ def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     family: Family, exchanges: list[tuple[str, str]], question: str
 ) -> None:
     """Whole and grown prompts differ in what earlier turns lose, never in the last question."""
-    chat = ChatTokenizer(tokenizer_of(family), keep_thinking=False)
+    chat = ChatTokenizer(make_family_tokenizer(family), keep_thinking=False)
     messages: list[Message] = []
-    for said, answer in exchanges:
-        messages += [user(said), {"role": "assistant", "content": answer}]
-    whole = text_of(chat, chat.whole_prompt([*messages, user(question)]))
-    assert whole.endswith(text_of(chat, chat.next_prompt([user(question)], ended=True)).lstrip())
+    for text, answer in exchanges:
+        messages += [user(text), {"role": "assistant", "content": answer}]
+    full_text = decode(chat, chat.whole_prompt([*messages, user(question)]))
+    assert full_text.endswith(decode(chat, chat.next_prompt([user(question)], ended=True)).lstrip())
 
 
 @pytest.mark.parametrize(
@@ -130,54 +130,54 @@ def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     ids=str,
 )
 def test_the_token_that_ends_a_turn_is_the_templates_own(family: Family, end: str) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
-    assert text_of(chat, [chat.end_token_id]) == end
+    chat = ChatTokenizer(make_family_tokenizer(family))
+    assert decode(chat, [chat.end_token_id]) == end
 
 
 @every_family
 def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
+    chat = ChatTokenizer(make_family_tokenizer(family))
     ended = chat.next_prompt([user("and now?")], ended=True)
     assert chat.next_prompt([user("and now?")], ended=False) == [chat.end_token_id, *ended]
     assert chat.end_token_id not in ended[:3] or family is PLAIN
 
 
 def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_have_had() -> None:
-    chat = ChatTokenizer(tokenizer_of(PLAIN))
+    chat = ChatTokenizer(make_family_tokenizer(PLAIN))
     grown = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
-    assert text_of(chat, grown.token_ids) == (
+    assert decode(chat, grown.token_ids) == (
         "User: 16 vs 10\nAssistant: HIT<|end|>\nUser: 19 vs 10\nAssistant: "
     )
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Family) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
-    first = text_of(chat, chat.first_prompt([user("rules"), user("16 vs 10")]))
+    chat = ChatTokenizer(make_family_tokenizer(family))
+    first = decode(chat, chat.first_prompt([user("rules"), user("16 vs 10")]))
     assert "rules\n\n16 vs 10" in first
-    then = text_of(chat, chat.next_prompt([user("a card"), user("19 vs 10")], ended=True))
+    then = decode(chat, chat.next_prompt([user("a card"), user("19 vs 10")], ended=True))
     assert "a card\n\n19 vs 10" in then
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_a_system_message_is_the_users_where_there_is_no_such_role(family: Family) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
+    chat = ChatTokenizer(make_family_tokenizer(family))
     first = chat.first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
-    assert "be brief\n\n16 vs 10" in text_of(chat, first)
+    assert "be brief\n\n16 vs 10" in decode(chat, first)
 
 
 def test_a_system_message_replaces_the_templates_default() -> None:
-    chat = ChatTokenizer(tokenizer_of(QWEN25))
-    assert "careful player" in text_of(chat, chat.first_prompt([user("hello")]))
-    own = chat.first_prompt([{"role": "system", "content": "be brief"}, user("hello")])
-    assert "careful player" not in text_of(chat, own)
+    chat = ChatTokenizer(make_family_tokenizer(QWEN25))
+    assert "careful player" in decode(chat, chat.first_prompt([user("hello")]))
+    prompt_ids = chat.first_prompt([{"role": "system", "content": "be brief"}, user("hello")])
+    assert "careful player" not in decode(chat, prompt_ids)
 
 
 @every_family
 def test_what_a_tool_returned_is_shown_whatever_roles_there_are(family: Family) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
+    chat = ChatTokenizer(make_family_tokenizer(family))
     then = chat.next_prompt([{"role": "tool", "content": '{"sum": 5}'}], ended=True)
-    assert '{"sum": 5}' in text_of(chat, then)
+    assert '{"sum": 5}' in decode(chat, then)
 
 
 ADD: ToolSpec = {
@@ -188,37 +188,37 @@ ADD: ToolSpec = {
 
 @every_family
 def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> None:
-    chat = ChatTokenizer(tokenizer_of(family))
-    first = text_of(chat, chat.first_prompt([user("what is 2 + 3?")], [ADD]))
+    chat = ChatTokenizer(make_family_tokenizer(family))
+    first = decode(chat, chat.first_prompt([user("what is 2 + 3?")], [ADD]))
     assert first.count("add_numbers") == 1
     assert ("<tools>" in first) is family.has_tools
     assert ("<tool_call>" in first) is not family.has_tools
-    assert "add_numbers" not in text_of(chat, chat.next_prompt([user("5?")], ended=True))
+    assert "add_numbers" not in decode(chat, chat.next_prompt([user("5?")], ended=True))
 
 
 def test_an_empty_thought_stands_in_the_prompt_where_thinking_is_off() -> None:
-    tokenizer = tokenizer_of(QWEN3)
+    tokenizer = make_family_tokenizer(QWEN3)
     silent = ChatTokenizer(tokenizer, enable_thinking=False)
     grown = grow(silent, [("16 vs 10", "HIT")], "19 vs 10")
-    assert text_of(silent, grown.token_ids).count("<think>\n\n</think>") == 2
+    assert decode(silent, grown.token_ids).count("<think>\n\n</think>") == 2
     aloud = ChatTokenizer(tokenizer, enable_thinking=True)
-    assert "<think>" not in text_of(aloud, aloud.first_prompt([user("16 vs 10")]))
+    assert "<think>" not in decode(aloud, aloud.first_prompt([user("16 vs 10")]))
 
 
 def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> None:
-    tokenizer = tokenizer_of(QWEN3)
+    tokenizer = make_family_tokenizer(QWEN3)
     answer = "<think>\nbust?\n</think>\n\nHIT"
     keeps = ChatTokenizer(tokenizer, enable_thinking=True)
     grown = grow(keeps, [("16 vs 10", answer)], "19 vs 10")
-    assert "bust?" in text_of(keeps, grown.token_ids)
+    assert "bust?" in decode(keeps, grown.token_ids)
     strips = ChatTokenizer(tokenizer, enable_thinking=True, keep_thinking=False)
-    said: Message = {"role": "assistant", "content": answer}
-    whole = strips.whole_prompt([user("16 vs 10"), said, user("19 vs 10")])
-    assert "bust?" not in text_of(strips, whole)
-    assert "HIT<|im_end|>" in text_of(strips, whole)
+    message: Message = {"role": "assistant", "content": answer}
+    full_text = strips.whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
+    assert "bust?" not in decode(strips, full_text)
+    assert "HIT<|im_end|>" in decode(strips, full_text)
 
 
-def test_a_template_that_takes_no_tool_role_in_any_form_says_what_it_said() -> None:
+def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
     refusing = Family(
         "refusing",
         "{%- for m in messages %}{%- if m.role == 'user' and not loop.first %}"
@@ -227,13 +227,13 @@ def test_a_template_that_takes_no_tool_role_in_any_form_says_what_it_said() -> N
         ("<|end|>",),
         eos="<|end|>",
     )
-    chat = ChatTokenizer(tokenizer_of(refusing))
+    chat = ChatTokenizer(make_family_tokenizer(refusing))
     with pytest.raises(ConfigError, match="one question only"):
         chat.next_prompt([user("another")], ended=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "answer"),
     [
         ("HIT", "HIT"),
         ("<think>\n16 is poor\n</think>\n\nHIT", "HIT"),
@@ -241,5 +241,5 @@ def test_a_template_that_takes_no_tool_role_in_any_form_says_what_it_said() -> N
         ("<think>STAND, or", ""),
     ],
 )
-def test_thoughts_are_no_part_of_what_is_said(text: str, said: str) -> None:
-    assert strip_reasoning(text) == said
+def test_reasoning_is_stripped_from_the_answer(text: str, answer: str) -> None:
+    assert strip_reasoning(text) == answer

@@ -1,4 +1,4 @@
-"""What a conversation keeps of itself: tokens, turns, rewards, and where it had to begin again."""
+"""Conversations keep tokens, turns and rewards, and start a new sequence when they must."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.proto.config import RolloutConfig
 from ludus.trainer.core.types import SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
-from tests.rollout.chat_templates import CHATML, QWEN3, Family, tokenizer_of
+from tests.rollout.chat_templates import CHATML, QWEN3, Family, make_family_tokenizer
 from tests.rollout.scripted_policy import ScriptedPolicy
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=1)
@@ -23,11 +23,11 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
-def conversation_of(
+def make_conversation(
     family: Family, script: Iterator[str], limits: RolloutConfig = LIMITS, *, keep: bool = True
 ) -> tuple[Conversation, ScriptedPolicy]:
     """A conversation with a scripted policy that may think aloud."""
-    chat = ChatTokenizer(tokenizer_of(family), enable_thinking=True, keep_thinking=keep)
+    chat = ChatTokenizer(make_family_tokenizer(family), enable_thinking=True, keep_thinking=keep)
     policy = ScriptedPolicy(chat, script)
     return Conversation(policy, chat, limits, SAMPLING, key=3), policy
 
@@ -41,20 +41,20 @@ async def talk(conversation: Conversation, *questions: str) -> None:
 
 
 async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
-    conversation, policy = conversation_of(CHATML, iter(["HIT", "STAND"]))
+    conversation, policy = make_conversation(CHATML, iter(["HIT", "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.sequences(include_rest=False)
     assert sequence.token_ids[: len(policy.prompts[1])].tolist() == policy.prompts[1]
     assert [turn.reward for turn in sequence.turns] == [1, 2]
     for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
         assert all(sequence.loss_mask[turn.start : turn.end])
-        said = sequence.token_ids[turn.start : turn.end].tolist()
-        assert conversation._chat.decode(said) == text
+        token_ids = sequence.token_ids[turn.start : turn.end].tolist()
+        assert conversation._chat.decode(token_ids) == text
     assert sum(sequence.loss_mask) == sum(turn.end - turn.start for turn in sequence.turns)
 
 
 async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
-    conversation, policy = conversation_of(QWEN3, iter([ALOUD, "STAND"]))
+    conversation, policy = make_conversation(QWEN3, iter([ALOUD, "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.sequences(include_rest=False)
     assert len(sequence.turns) == 2
@@ -62,7 +62,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
 
 
 async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> None:
-    conversation, policy = conversation_of(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
+    conversation, policy = make_conversation(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
     sequences = conversation.sequences(include_rest=False)
     assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
@@ -74,14 +74,14 @@ async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> Non
 
 
 async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may() -> None:
-    conversation, _ = conversation_of(CHATML, iter(["HIT", "STAND"]), keep=False)
+    conversation, _ = make_conversation(CHATML, iter(["HIT", "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "19 vs 10")
     assert len(conversation.sequences(include_rest=False)) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
 async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
-    conversation, _ = conversation_of(CHATML, iter(["HIT", "HIT"]), keep=keep)
+    conversation, _ = make_conversation(CHATML, iter(["HIT", "HIT"]), keep=keep)
     await talk(conversation, "16 vs 10")
     bare = conversation.sequences(include_rest=True)
     conversation.add(user("19 vs 10"))
@@ -96,12 +96,12 @@ async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: b
 
 
 async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
-    conversation, _ = conversation_of(QWEN3, iter([ALOUD]), keep=False)
+    conversation, _ = make_conversation(QWEN3, iter([ALOUD]), keep=False)
     await talk(conversation, "16 vs 10")
-    before = conversation.sequences(include_rest=False)
+    previous = conversation.sequences(include_rest=False)
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
-    assert conversation.sequences(include_rest=True) == before
+    assert conversation.sequences(include_rest=True) == previous
     conversation.add_reward(4)
     assert conversation.turns[0].reward == 5
 
@@ -109,7 +109,7 @@ async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
 @pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_tokens": 80}], ids=["turns", "tokens"])
 async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> None:
     bounded = LIMITS.model_copy(update=limits)
-    conversation, policy = conversation_of(CHATML, iter(["HIT", "HIT"]), bounded)
+    conversation, policy = make_conversation(CHATML, iter(["HIT", "HIT"]), bounded)
     await talk(conversation, "16 vs 10")
     conversation.add(user("19 vs 10"))
     assert not conversation.has_room
@@ -127,7 +127,7 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
         seen.append((seed, sampling.max_tokens))
         return SampledCompletion([5, 6], [-1.0, -1.0], 0, has_end_token=False)
 
-    chat = ChatTokenizer(tokenizer_of(CHATML))
+    chat = ChatTokenizer(make_family_tokenizer(CHATML))
     for _ in range(2):
         await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=3), "a", "b")
     await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=4), "a")
@@ -142,7 +142,7 @@ async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
         prompt_ids[0] += 1
         return SampledCompletion([5], [-1.0], 0, has_end_token=False)
 
-    chat = ChatTokenizer(tokenizer_of(CHATML))
+    chat = ChatTokenizer(make_family_tokenizer(CHATML))
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)
     await talk(conversation, "16 vs 10")
     with pytest.raises(RuntimeError, match="must not change the prompt"):
@@ -150,6 +150,6 @@ async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
 
 
 async def test_nothing_is_paid_before_an_answer() -> None:
-    conversation, _ = conversation_of(CHATML, iter([]))
+    conversation, _ = make_conversation(CHATML, iter([]))
     with pytest.raises(ValueError, match="needs a completion first"):
         conversation.add_reward(1.0)

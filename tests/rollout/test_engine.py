@@ -1,4 +1,4 @@
-"""What every engine does, whatever computes: checked against a full forward without a cache."""
+"""The behavior of every engine, checked against a full forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.rollout.engine_pair import (
 )
 
 CHI_SQUARE_LIMIT = 27.88
-"""What chi-square with nine degrees of freedom exceeds once in a thousand draws."""
+"""The 99.9th percentile of chi-square with nine degrees of freedom."""
 
 
 @pytest.mark.slow
@@ -117,13 +117,13 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
 @pytest.mark.slow
 def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:
     requests = make_requests(20)
-    before = pair.engine.score(CANARY_PROMPT)
+    previous = pair.engine.score(CANARY_PROMPT)
     for seed in range(3):
         pair.sync(seed)
         score = pair.engine.score(CANARY_PROMPT)
-        assert score == pytest.approx(score_of(pair, CANARY_PROMPT), abs=TOLERANCE)
-        assert score != pytest.approx(before, abs=0.01)
-        before = score
+        assert score == pytest.approx(score_canary(pair, CANARY_PROMPT), abs=TOLERANCE)
+        assert score != pytest.approx(previous, abs=0.01)
+        previous = score
         outputs = answer(pair.engine, requests)
         assert largest_error(pair.model, requests, outputs) < TOLERANCE
 
@@ -136,7 +136,7 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
     outputs = {output.request_id: output for output in pair.engine.step()}
     assert pair.engine.has_work
     assert pair.engine.score(CANARY_PROMPT) == pytest.approx(
-        score_of(pair, CANARY_PROMPT), abs=TOLERANCE
+        score_canary(pair, CANARY_PROMPT), abs=TOLERANCE
     )
     outputs |= drain(pair.engine)
     assert outputs.keys() == {request.request_id for request in requests}
@@ -174,9 +174,9 @@ def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
     for request in requests[:5]:
         alone = answer(pair.engine, [request])[request.request_id]
         assert alone.token_ids == together[request.seed]
-    others = make_requests(100, first_seed=1000)
-    seen = answer(pair.engine, others)
-    same = sum(seen[r.request_id].token_ids == together[r.request_id] for r in others)
+    other_requests = make_requests(100, first_seed=1000)
+    seen = answer(pair.engine, other_requests)
+    same = sum(seen[r.request_id].token_ids == together[r.request_id] for r in other_requests)
     assert same < 20, "other seeds sample otherwise"
 
 
@@ -194,12 +194,14 @@ def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
     ordered = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
     num_kept = int((ordered.values.cumsum(0) - ordered.values < top_p).sum())
     kept = ordered.values[:num_kept] / ordered.values[:num_kept].sum()
-    logprob_of = dict(zip(ordered.indices.tolist(), kept.log().tolist(), strict=False))
+    expected_logprobs = dict(zip(ordered.indices.tolist(), kept.log().tolist(), strict=False))
     seen = {output.token_ids[0] for output in outputs}
     assert len(seen) > 1
-    assert seen <= logprob_of.keys()
+    assert seen <= expected_logprobs.keys()
     for output in outputs:
-        assert output.logprobs[0] == pytest.approx(logprob_of[output.token_ids[0]], abs=TOLERANCE)
+        assert output.logprobs[0] == pytest.approx(
+            expected_logprobs[output.token_ids[0]], abs=TOLERANCE
+        )
 
 
 CUTS = [
@@ -240,11 +242,11 @@ def changed_logprobs(
         order = sorted(range(len(weights)), key=lambda i: -weights[i])
         order = [i for i in order if weights[i] >= sampling.min_p * weights[order[0]]]
         order = order[: sampling.top_k or None]
-        total, held, kept = sum(weights[i] for i in order), 0.0, []
+        total, cumulative, kept = sum(weights[i] for i in order), 0.0, []
         for i in order:
-            if held < sampling.top_p:
+            if cumulative < sampling.top_p:
                 kept.append(i)
-            held += weights[i] / total
+            cumulative += weights[i] / total
         chances = torch.tensor([weights[i] for i in kept])
         logprobs.append((chances[kept.index(token_id)] / chances.sum()).log().item())
         ids.append(token_id)
@@ -253,13 +255,13 @@ def changed_logprobs(
 
 @pytest.mark.slow
 def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
-    whole = make_requests(30)
+    requests = make_requests(30)
     cut = [
-        replace(r, request_id=100 + r.request_id, sampling=Sampling(1.0, 12, 0.3)) for r in whole
+        replace(r, request_id=100 + r.request_id, sampling=Sampling(1.0, 12, 0.3)) for r in requests
     ]
-    alone = tokens_by_seed(whole, answer(pair.engine, whole))
-    mixed = answer(pair.engine, [*whole, *cut])
-    assert tokens_by_seed(whole, mixed) == alone
+    alone = tokens_by_seed(requests, answer(pair.engine, requests))
+    mixed = answer(pair.engine, [*requests, *cut])
+    assert tokens_by_seed(requests, mixed) == alone
     assert any(mixed[r.request_id].token_ids != alone[r.seed] for r in cut)
 
 
@@ -270,14 +272,14 @@ def tokens_by_seed(
     return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 
-def score_of(pair: EnginePair, canary: ScoringRequest) -> list[float]:
-    """The canary prompt's answer by the plain model."""
+def score_canary(pair: EnginePair, canary: ScoringRequest) -> list[float]:
+    """Return the plain model's log-probs of the canary completion."""
     return full_logprobs(pair.model, canary.prompt_ids, canary.completion_ids)
 
 
 @torch.no_grad()
 def greedy_answer(pair: EnginePair, request: EngineRequest) -> list[int]:
-    """The likeliest token after the likeliest token, each from a full forward."""
+    """Return the greedy completion of the plain model, with a full forward pass per token."""
     token_ids = list(request.prompt_ids)
     for _ in range(request.sampling.max_tokens):
         logits = pair.model(torch.tensor([token_ids]), use_cache=False).logits

@@ -88,13 +88,13 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
         player, _ = make_player(client, chat, iter(["HIT"]), one_turn)
         cut = await player.play_episode(seed)
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
-        whole = await player.play_episode(seed)
+        full_rollout = await player.play_episode(seed)
         [sequence] = cut.sequences
         if cut.status is RolloutStatus.TERMINATED:
             assert sequence.loss_mask[-1], "nothing follows the end"
             continue
         assert sequence.token_ids.tolist() == policy.prompts[1]
-        assert sequence.turns == whole.sequences[0].turns[:1]
+        assert sequence.turns == full_rollout.sequences[0].turns[:1]
 
 
 async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTokenizer) -> None:
@@ -102,7 +102,7 @@ async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTok
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        said = {}
+        successes = {}
         for name, script in {
             "met": ["ADD 2"] * 5,
             "missed": ["ADD 1"] * 5,
@@ -112,8 +112,8 @@ async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTok
         }.items():
             limits = LIMITS.model_copy(update={"max_turns": len(script)})
             player, _ = make_player(client, chat, iter(script), limits)
-            said[name] = (await player.play_episode(3)).success
-    assert said == {
+            successes[name] = (await player.play_episode(3)).success
+    assert successes == {
         "met": True,
         "missed": False,
         "truncated": False,
@@ -122,7 +122,7 @@ async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTok
     }
 
 
-async def test_a_rollout_function_passes_on_what_the_environment_said(chat: ChatTokenizer) -> None:
+async def test_a_rollout_function_passes_on_the_environments_results(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
@@ -160,16 +160,22 @@ async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokeniz
 async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def seeds_of(seed: int, place: int, run_seed: int) -> tuple[int, ...]:
+    async def play_seeds(seed: int, environment_index: int, run_seed: int) -> tuple[int, ...]:
         player, policy = make_player(
-            client, chat, itertools.repeat("HIT"), run_seed=run_seed, environment_index=place
+            client,
+            chat,
+            itertools.repeat("HIT"),
+            run_seed=run_seed,
+            environment_index=environment_index,
         )
         await player.play_episode(seed)
         return tuple(policy.seeds)
 
-    asked = [await seeds_of(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]]
-    assert len({seeds[0] for seeds in asked}) == 4, "in another environment, too"
-    assert await seeds_of(3, 1, 0) == asked[1]
+    seeds_by_case = [
+        await play_seeds(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]
+    ]
+    assert len({seeds[0] for seeds in seeds_by_case}) == 4, "in another environment, too"
+    assert await play_seeds(3, 1, 0) == seeds_by_case[1]
 
 
 async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(

@@ -159,22 +159,22 @@ async def test_a_first_prompt_without_room_for_an_answer_is_named_with_both_numb
 async def test_what_the_run_is_configured_to_do_and_cannot_ends_it(
     fragile_server: EnvServer, fragile: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def misconfigured(*_: object) -> SampledCompletion:
+    async def raise_config_error(*_: object) -> SampledCompletion:
         raise ConfigError("generator.kind = 'none'")
 
     player, _ = make_player(fragile, chat, iter([]))
     with pytest.raises(ConfigError, match="kind = 'none'"):
         spec = GroupSpec(0, "game", (1, 2))
-        await player.with_fields(generate=misconfigured).play_group(spec)
+        await player.with_fields(generate=raise_config_error).play_group(spec)
     assert fragile_server.core.load.num_sessions == 0
 
 
 async def test_a_cancellation_is_not_a_failure(
     fragile: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def interrupted(*_: object) -> SampledCompletion:
+    async def raise_cancelled(*_: object) -> SampledCompletion:
         raise asyncio.CancelledError
 
     player, _ = make_player(fragile, chat, iter([]))
     with pytest.raises(asyncio.CancelledError):
-        await player.with_fields(generate=interrupted).play_episode(2)
+        await player.with_fields(generate=raise_cancelled).play_episode(2)

@@ -52,7 +52,7 @@ def test_what_can_be_imported_has_its_own_name() -> None:
 
 def test_what_cannot_is_given_a_name_which_it_keeps() -> None:
     first, second = closure(1.0), closure(2.0)
-    assert [function_path(one) for one in (first, second, first)] == [
+    assert [function_path(function) for function in (first, second, first)] == [
         "given:brevity",
         "given:brevity_2",
         "given:brevity",

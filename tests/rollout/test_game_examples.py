@@ -22,7 +22,7 @@ NUM_GAMES = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b
 VOCAB_SIZE = 512
 
 Played = tuple[list[str], list[str]]
-"""What was shown, and the answers."""
+"""The observations and the answers of a game, as text."""
 
 
 async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Played:
@@ -39,8 +39,8 @@ async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Play
     return shown, answers
 
 
-def tokenizer_of(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
-    """The example's own; in place of one that would be downloaded, one of more, shorter tokens."""
+def make_example_tokenizer(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
+    """Return the example's tokenizer, or a small tokenizer instead of a downloaded one."""
     size = run.model.vocab_size if isinstance(run.model, TinyModel) else VOCAB_SIZE
     return ChatTokenizer(make_tokenizer(texts, size))
 
@@ -59,7 +59,9 @@ async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
         games = [
             await random_game(client, seed, limits.max_turns) for seed in range(NUM_GAMES[example])
         ]
-        chat = tokenizer_of(run, [text for shown, answers in games for text in shown + answers])
+        chat = make_example_tokenizer(
+            run, [text for shown, answers in games for text in shown + answers]
+        )
         for seed, (_, answers) in enumerate(games):
             policy = ScriptedPolicy(chat, iter(answers))
             player = await start_player(run, name, client, policy, chat)
@@ -67,7 +69,8 @@ async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
             [sequence] = rollout.sequences
             assert len(sequence.token_ids) <= limits.max_tokens
             assert all(
-                len(chat.encode_completion(one)) <= limits.max_completion_tokens for one in answers
+                len(chat.encode_completion(answer)) <= limits.max_completion_tokens
+                for answer in answers
             )
             assert len(rollout.turns) == len(answers)
             if rollout.status is not RolloutStatus.TERMINATED:

@@ -55,12 +55,12 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
 async def test_weights_load_between_two_steps_while_calls_wait(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    before = await in_step(engine, generator([1], SAMPLING, 0))
+    earlier = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
     await turns_of_the_loop()
     assert engine.loaded == []
     engine.release()
-    completion, _ = await in_time(before, load)
+    completion, _ = await in_time(earlier, load)
     assert engine.loaded == [WEIGHTS]
     assert completion.policy_version == 0
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
@@ -138,11 +138,14 @@ async def test_a_call_after_a_failure_fails_at_once(
 async def test_a_request_that_the_engine_refuses_fails_alone(
     engine: FakeEngine, generator: AsyncEngine
 ) -> None:
-    before, refused, after = await in_time(
-        *(asyncio.create_task(caught(generator(prompt, SAMPLING, 0))) for prompt in ([1], [], [2]))
+    earlier, refused, later = await in_time(
+        *(
+            asyncio.create_task(catch_error(generator(prompt, SAMPLING, 0)))
+            for prompt in ([1], [], [2])
+        )
     )
     assert str(refused) == "the prompt is empty"
-    assert (before.token_ids, after.token_ids) == ([1], [2])
+    assert (earlier.token_ids, later.token_ids) == ([1], [2])
     assert engine.batches == [[[1], [2]]], "the engine keeps nothing of what it refused"
     assert (await generator([3], SAMPLING, 0)).token_ids == [3]
 
@@ -189,8 +192,10 @@ async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> Non
     assert engine.is_closed.is_set()
 
 
-async def caught(call: Coroutine[Any, Any, SampledCompletion]) -> SampledCompletion | Exception:
-    """What the call returns or raises."""
+async def catch_error(
+    call: Coroutine[Any, Any, SampledCompletion],
+) -> SampledCompletion | Exception:
+    """Return the result or the error of the call."""
     try:
         return await call
     except Exception as error:  # noqa: BLE001 - it is what the test looks at

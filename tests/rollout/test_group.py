@@ -90,8 +90,10 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
     ):
         player, _ = make_player(client, chat, itertools.repeat("STAND"), max_sessions=3)
         together = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
-        apart = GroupSpec(6, "game", tuple(range(12)))
-        groups = await asyncio.gather(*(player.play_group(spec) for spec in [*together, apart]))
+        independent = GroupSpec(6, "game", tuple(range(12)))
+        groups = await asyncio.gather(
+            *(player.play_group(spec) for spec in [*together, independent])
+        )
     statuses = {rollout.status for group in groups for rollout in group.rollouts}
     assert statuses == {RolloutStatus.TERMINATED}
 
@@ -106,7 +108,7 @@ async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTok
         assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.FAILED}
         assert "seed 4" in group.rollouts[0].failure
         assert policy.prompts == []
-        await emptied(server)
+        await wait_for_sessions(server)
 
 
 @OPENED
@@ -139,7 +141,7 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     assert group.num_lost == 2
     assert "rollout.group_timeout_s" in group.rollouts[0].failure
     assert group.index == 7
-    await emptied(server)
+    await wait_for_sessions(server)
 
 
 async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_nothing(
@@ -149,7 +151,7 @@ async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_no
     rollout = await player.play_episode(5, timeout_s=0.2)
     assert (rollout.seed, rollout.status, rollout.reward) == (5, RolloutStatus.LOST, None)
     assert "rollout.group_timeout_s = 0.2" in rollout.failure
-    await emptied(server)
+    await wait_for_sessions(server)
 
 
 async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
@@ -163,7 +165,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=3)
         group = await player.play_group(GroupSpec(0, "game", (1,) * 3), timeout_s=0.3)
         assert group.num_lost == 3
-        await emptied(server, 1)
+        await wait_for_sessions(server, 1)
 
 
 @OPENED
@@ -208,13 +210,13 @@ async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-    await emptied(server)
+    await wait_for_sessions(server)
 
 
-async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
-    """Wait until the server holds so many sessions, and a moment later still: none is left over.
+async def wait_for_sessions(server: EnvServer, num_sessions: int = 0) -> None:
+    """Wait until the server has `num_sessions` sessions at two moments in a row.
 
-    A call that was given up may arrive in between; what it opens is closed again.
+    An abandoned call may still arrive in between; its session is closed again.
     """
     for _ in range(1200):
         was_so = server.core.load.num_sessions == num_sessions
@@ -227,22 +229,22 @@ async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
 async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_replayed(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def seeds_of(index: int) -> list[int]:
+    async def play_seeds(index: int) -> list[int]:
         player, policy = make_player(client, chat, itertools.repeat("STAND"), max_sessions=256)
         await player.play_group(GroupSpec(index, "game", (11,) * 8))
         return sorted(policy.seeds)
 
-    first = await seeds_of(3)
+    first = await play_seeds(3)
     assert len(set(first)) == 8
-    assert await seeds_of(3) == first
-    assert set(await seeds_of(4)).isdisjoint(first)
+    assert await play_seeds(3) == first
+    assert set(await play_seeds(4)).isdisjoint(first)
 
 
 def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:
     shared = [group_seeds(3, index, 16, shared=True) for index in range(2000)]
-    apart = [group_seeds(3, index, 16, shared=False) for index in range(100)]
+    independent = [group_seeds(3, index, 16, shared=False) for index in range(100)]
     assert all(len(set(seeds)) == 1 for seeds in shared)
     assert len({seeds[0] for seeds in shared}) == 2000
-    assert len({seed for seeds in apart for seed in seeds}) == 1600
-    assert max(seed for seeds in shared + apart for seed in seeds) < 2**30
+    assert len({seed for seeds in independent for seed in seeds}) == 1600
+    assert max(seed for seeds in shared + independent for seed in seeds) < 2**30
     assert group_seeds(3, 5, 4, shared=True) != group_seeds(4, 5, 4, shared=True)

@@ -31,8 +31,8 @@ def run_with(**environment: Any) -> LanguageModelRun:
 
 def test_what_an_environment_says_of_its_limits_stands_before_what_the_run_says() -> None:
     run = run_with(max_turns=2, max_tokens=100, max_completion_tokens=5)
-    own, general = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
-    assert (own.max_turns, own.max_tokens, own.max_completion_tokens) == (2, 100, 5)
+    cards, general = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
+    assert (cards.max_turns, cards.max_tokens, cards.max_completion_tokens) == (2, 100, 5)
     assert general == run.rollout
     assert episode_limits(run_with(max_turns=2), "cards").max_tokens == 200
 
@@ -50,20 +50,20 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
         assert rollout.status is RolloutStatus.TERMINATED
         assert rollout.episode_return is not None
         assert rollout.reward == 2 * rollout.episode_return + 100
-        assert [one.name for one in rollout.terms] == ["environment", "num_words"]
+        assert [term.name for term in rollout.terms] == ["environment", "num_words"]
 
 
 async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     run = run_with(max_turns=1)
-    asked = []
+    seeds = []
     for name in ("cards", "as_it_comes"):
         policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
         player = await start_player(run, name, client, policy, chat)
         await player.evaluate([2**31], SAMPLING)
-        asked.append(policy.seeds[0])
-    assert asked[0] != asked[1]
+        seeds.append(policy.seeds[0])
+    assert seeds[0] != seeds[1]
 
 
 async def test_a_rollout_function_that_exits_ends_its_episode_alone(

@@ -44,8 +44,8 @@ def episode(answer: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> Pl
     """An episode of one turn, for which the environment has paid 1."""
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, (tokens,), 1.0, 1.0, (), status, 0)
-    said = [{"role": "assistant", "content": answer}]
-    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], said, [2, 3])
+    completion = [{"role": "assistant", "content": answer}]
+    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
 async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str) -> None:
@@ -57,8 +57,8 @@ async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str)
     assert rollouts[0].reward == pytest.approx(0.5 + 2 * scores[0])
     assert rollouts[2].reward == pytest.approx(0.5 + 2 * scores[1])
     assert scores[0] != scores[1]
-    assert [one.name for one in rollouts[0].terms] == ["environment", "pleasing"]
-    assert [one.value for one in rollouts[1].terms] == [None, None]  # it was not asked
+    assert [term.name for term in rollouts[0].terms] == ["environment", "pleasing"]
+    assert [term.value for term in rollouts[1].terms] == [None, None]  # the model was not called
 
 
 async def test_a_model_is_loaded_once_whatever_the_number_of_environments_and_terms(
@@ -76,15 +76,15 @@ async def test_a_model_is_loaded_once_whatever_the_number_of_environments_and_te
 async def test_groups_that_wait_at_the_same_time_are_scored_together(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    batch_sizes: list[int] = []
     threads: set[int] = set()
-    whole = RewardModel.score
+    original_score = RewardModel.score
 
     def slowly(self: RewardModel, prompts: list, answers: list, **settings: int) -> list[float]:
-        asked.append(len(prompts))
+        batch_sizes.append(len(prompts))
         threads.add(threading.get_ident())
         time.sleep(0.05)
-        return whole(self, prompts, answers, **settings)
+        return original_score(self, prompts, answers, **settings)
 
     monkeypatch.setattr(RewardModel, "score", slowly)
     reward = Reward([RewardModelTerm(path=path)])
@@ -101,32 +101,32 @@ async def test_groups_that_wait_at_the_same_time_are_scored_together(
     scored = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
     ticking.cancel()
     # All begin in one turn of the event loop, so at most two calls are made for the eight.
-    assert sum(asked) == 16
-    assert len(asked) <= 2
+    assert sum(batch_sizes) == 16
+    assert len(batch_sizes) <= 2
     assert ticks > 5  # the event loop turned meanwhile
     assert threads.isdisjoint({threading.get_ident()})
     assert len(threads) == 1
     model = load_reward_model(path)
     for group, rollouts in zip(groups, scored, strict=True):
-        answers = [one.completion[0]["content"] for one in group]
-        expected = whole(model, ["go", "go"], answers)
-        assert [one.reward for one in rollouts] == pytest.approx(expected, abs=1e-5)
+        answers = [episode.completion[0]["content"] for episode in group]
+        expected = original_score(model, ["go", "go"], answers)
+        assert [episode.reward for episode in rollouts] == pytest.approx(expected, abs=1e-5)
 
 
 async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_scored(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = Reward([RewardModelTerm(path=path)])
-    whole = RewardModel.score
+    original_score = RewardModel.score
 
-    def out_of_memory(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+    def out_of_memory(self: RewardModel, *args: object, **settings: int) -> list[float]:
         raise RuntimeError("CUDA out of memory")
 
-    def never(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+    def never(self: RewardModel, *args: object, **settings: int) -> list[float]:
         time.sleep(0.3)
         return [0.0]
 
-    def strange(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+    def strange(self: RewardModel, *args: object, **settings: int) -> list[float]:
         return [float("nan")]
 
     for broken, message, timeout_s in [
@@ -138,7 +138,7 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
         [rollout] = await reward.score([episode("HIT")], timeout_s)
         assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
         assert message in rollout.failure
-    monkeypatch.setattr(RewardModel, "score", whole)
+    monkeypatch.setattr(RewardModel, "score", original_score)
     [rollout] = await reward.score([episode("HIT")], 60.0)
     assert rollout.status is RolloutStatus.TERMINATED
 
@@ -146,8 +146,8 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
 def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
     path: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(where: str) -> None:
-        tree = {"environment": {"rewards": [{}, {"kind": "model", "path": where}]}}
+    def run(path: str) -> None:
+        tree = {"environment": {"rewards": [{}, {"kind": "model", "path": path}]}}
         check_reward_models(run_config_from(tree))
 
     run(path)

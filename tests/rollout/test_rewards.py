@@ -45,8 +45,8 @@ def episode(
     is_lost = status is RolloutStatus.LOST
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, () if is_lost else (tokens,), paid, paid, (), status, 0)
-    said = [{"role": "assistant", "content": answer}]
-    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], said, [2, 3])
+    completion = [{"role": "assistant", "content": answer}]
+    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], completion, [2, 3])
 
 
 async def score(
@@ -79,7 +79,7 @@ async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> 
     lost = episode(None, RolloutStatus.LOST)
     rollouts = await score([term("remember"), term("num_words")], lost, episode(1.0), lost)
     assert [rollout.reward for rollout in rollouts] == [None, 2.0, None]
-    assert [one.value for one in rollouts[0].terms] == [None, None]
+    assert [term.value for term in rollouts[0].terms] == [None, None]
     [call] = reward_functions.CALLS
     assert {len(column) for column in call.values()} == {1}
     reward_functions.CALLS.clear()
@@ -127,7 +127,7 @@ async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expecte
     assert [rollout.episode_return for rollout in rollouts] == [1.0, 2.0]
 
 
-async def test_where_a_function_raised_is_said() -> None:
+async def test_the_location_of_an_error_is_reported() -> None:
     [rollout] = await score([term("fails")], episode(1.0))
     assert "(in fails, reward_functions.py:" in rollout.failure
 
@@ -158,7 +158,7 @@ async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
 async def test_an_answer_that_was_no_action_costs_something_whatever_the_terms(
     terms: list[RewardTerm], worth: float
 ) -> None:
-    # What the environment paid has the penalty in it; five words are worth 25.
+    # The environment's reward includes the penalty; five words have a reward of 25.
     invalid = episode(3.0, RolloutStatus.INVALID_ACTION, "What is to be done?")
     [rollout] = await Reward(terms, invalid_action_reward=-0.7).score([invalid], 60.0)
     assert rollout.reward == pytest.approx(worth)
@@ -212,7 +212,7 @@ async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
 ) -> None:
     reward_functions.CALLS.clear()
     group = await play_counting(
-        counting, chat, term("remember"), term("added"), script=("ADD 1", "ADD 2", "ADD 7")
+        counting, chat, term("remember"), term("read_added"), script=("ADD 1", "ADD 2", "ADD 7")
     )
     call = reward_functions.CALLS[-1]
     assert call["prompts"] == [[{"role": "user", "content": "Count to the end. Total 0."}]]

@@ -26,19 +26,19 @@ RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
 
 
 def small_counters() -> Iterator[tuple[int, ...]]:
-    """Of every length up to three, among them what a counter of another size would look like."""
-    some = (0, 1, 2, 3, 7, 100, 2**30, 2**31, 2**32)
+    """Yield counters of every length up to three, with values at limits of integers."""
+    numbers = (0, 1, 2, 3, 7, 100, 2**30, 2**31, 2**32)
     for length in range(4):
-        yield from itertools.product(some, repeat=length)
+        yield from itertools.product(numbers, repeat=length)
 
 
 def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
     counters = list(small_counters())
     keys = [
-        derive_key(run_seed, stream, *some)
+        derive_key(run_seed, stream, *numbers)
         for run_seed in RUN_SEEDS
         for stream in Stream
-        for some in counters
+        for numbers in counters
     ]
     assert len(keys) == len(RUN_SEEDS) * len(Stream) * len(counters) > 70_000
     assert len(set(keys)) == len(keys)
@@ -87,8 +87,8 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
 
 def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own() -> None:
     counters = list(itertools.product(range(4), range(500)))
-    trained = {training_seed(3, *some) for some in counters}
-    warm = {warm_start_seed(3, *some) for some in counters}
+    trained = {training_seed(3, *numbers) for numbers in counters}
+    warm = {warm_start_seed(3, *numbers) for numbers in counters}
     assert len(trained) == len(counters), "seeds of two groups may be equal, but hardly so soon"
     assert len(warm) == len(counters), "and so may those of two environments"
     assert 0 <= min(trained) <= max(trained) < 2**30 <= min(warm) <= max(warm) < 2**31

@@ -26,7 +26,7 @@ from ludus.trainer.rollout.adapters.tool_calls import MAX_CALLS, ToolCall, read_
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv
-from tests.rollout.chat_templates import QWEN3, QWEN25, tokenizer_of
+from tests.rollout.chat_templates import QWEN3, QWEN25, make_family_tokenizer
 from tests.rollout.scripted_policy import make_runner, play_once
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
 
 Policy = Callable[[str], str]
-"""Answers the text of everything said so far."""
+"""A policy script that outputs the text of all messages."""
 
 
 @pytest_asyncio.fixture(params=["grpc", "http"])
@@ -47,7 +47,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEnvClient
 
 @pytest.fixture
 def chat() -> ChatTokenizer:
-    return ChatTokenizer(tokenizer_of(QWEN25))
+    return ChatTokenizer(make_family_tokenizer(QWEN25))
 
 
 async def play(
@@ -105,11 +105,11 @@ async def test_tools_are_listed_and_their_results_are_never_trained_on(
     [sequence] = played.rollout.sequences
     pairs = list(zip(sequence.token_ids.tolist(), sequence.loss_mask, strict=True))
     shown = chat.tokenizer.decode([token for token, sampled in pairs if not sampled])
-    said = chat.tokenizer.decode([token for token, sampled in pairs if sampled])
+    sampled_text = chat.tokenizer.decode([token for token, sampled in pairs if sampled])
     assert "Adds two numbers." in shown
     assert "<tool_response>" in shown
-    assert "<tool_call>" in said
-    assert "sum" not in said
+    assert "<tool_call>" in sampled_text
+    assert "sum" not in sampled_text
 
 
 async def test_several_calls_of_one_answer_are_made_in_order(
@@ -134,8 +134,8 @@ async def test_several_calls_of_one_answer_are_made_in_order(
 async def test_calls_are_counted_and_so_are_those_that_failed(
     client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], counted: tuple[int, int]
 ) -> None:
-    said = iter(answers)
-    rollout = (await play(client, chat, lambda _: next(said, "0"))).rollout
+    script = iter(answers)
+    rollout = (await play(client, chat, lambda _: next(script, "0"))).rollout
     assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == counted
 
 
@@ -183,10 +183,10 @@ async def test_a_tool_that_fails_says_so_and_the_episode_continues(
 async def test_what_fails_beside_a_tool_voids_the_episode_and_is_not_told_to_the_model(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def limited(*_: object) -> None:
+    async def raise_rate_limit(*_: object) -> None:
         raise RateLimitError("60 calls a minute are used up")
 
-    monkeypatch.setattr(AsyncSession, "call_tool", limited)
+    monkeypatch.setattr(AsyncSession, "call_tool", raise_rate_limit)
     answers = iter([call("subtract"), call("add", a=1, b=2)])
     played = await play(client, chat, lambda _: next(answers))
     assert played.rollout.status is RolloutStatus.FAILED
@@ -222,7 +222,7 @@ async def test_text_that_is_neither_call_nor_action_ends_the_episode(
 
 
 async def test_calls_in_thoughts_are_not_made(client: AsyncEnvClient) -> None:
-    chat = ChatTokenizer(tokenizer_of(QWEN3), enable_thinking=True)
+    chat = ChatTokenizer(make_family_tokenizer(QWEN3), enable_thinking=True)
     thought = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
     played = await play(client, chat, lambda _: thought)
     assert played.rollout.status is RolloutStatus.TERMINATED

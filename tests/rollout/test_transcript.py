@@ -1,4 +1,4 @@
-"""What is written down of the episodes: which of them, what was said, and how much at most."""
+"""Transcripts: the number of written episodes, their messages, and their size limits."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from tests.rollout.scripted_policy import LIMITS, make_player
 SPEC = GroupSpec(6, "game", (11,) * 4)
 
 
-async def played(
+async def play_episodes(
     client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], num_written: int = 1
 ) -> RolloutGroup:
     player, _ = make_player(client, chat, itertools.cycle(answers))
     return await player.play_group(SPEC, num_transcripts=num_written)
 
 
-async def test_a_transcript_says_what_was_shown_answered_done_and_earned(
+async def test_a_transcript_contains_messages_answers_actions_and_rewards(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    group = await played(client, chat, ["STAND"])
+    group = await play_episodes(client, chat, ["STAND"])
     [written] = group.transcripts
     rollout = group.rollouts[0]
     assert (written.group, written.episode, written.seed) == (6, 0, 11)
     assert (written.reward, written.terms) == (rollout.reward, {"environment": rollout.reward})
     assert written.status == "terminated"
     [turn] = written.turns
-    assert [(said.role, said.text) for said in turn.shown] == [("user", "hard 11 vs 2")]
+    assert [(message.role, message.text) for message in turn.shown] == [("user", "hard 11 vs 2")]
     assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)
 
 
-async def test_as_many_as_are_wanted_are_written_and_none_by_default(
+async def test_the_requested_number_of_transcripts_is_written(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    assert len((await played(client, chat, ["STAND"], 3)).transcripts) == 3
-    assert len((await played(client, chat, ["STAND"], 9)).transcripts) == 4
-    assert (await played(client, chat, ["STAND"], 0)).transcripts == ()
+    assert len((await play_episodes(client, chat, ["STAND"], 3)).transcripts) == 3
+    assert len((await play_episodes(client, chat, ["STAND"], 9)).transcripts) == 4
+    assert (await play_episodes(client, chat, ["STAND"], 0)).transcripts == ()
 
 
-async def test_an_answer_that_is_no_action_is_written_as_it_was_said(
+async def test_an_answer_that_is_no_action_is_written_unchanged(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    [written] = (await played(client, chat, ["HIT me\u2028now"])).transcripts
+    [written] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
     assert written.status == "invalid_action"
     assert written.turns[-1].reward == LIMITS.invalid_action_reward
     line = written.model_dump_json()
@@ -88,7 +88,7 @@ async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
         raise UnavailableError("the server is away")
 
     monkeypatch.setattr(client, "open", refuse)
-    [written] = (await played(client, chat, ["STAND"])).transcripts
+    [written] = (await play_episodes(client, chat, ["STAND"])).transcripts
     assert (written.status, written.turns) == ("lost", ())
     assert "the server is away" in written.failure
 
@@ -96,7 +96,7 @@ async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
 async def test_an_episode_that_went_well_has_no_reason(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    [written] = (await played(client, chat, ["STAND"])).transcripts
+    [written] = (await play_episodes(client, chat, ["STAND"])).transcripts
     assert written.failure == ""
 
 
@@ -105,10 +105,10 @@ async def test_long_texts_are_cut_and_late_turns_counted(
 ) -> None:
     monkeypatch.setattr(transcript, "MAX_TEXT_CHARACTERS", 10)
     monkeypatch.setattr(transcript, "MAX_TRANSCRIPT_CHARACTERS", 60)
-    [written] = (await played(client, chat, ["HIT"])).transcripts
+    [written] = (await play_episodes(client, chat, ["HIT"])).transcripts
     num_turns = len(written.turns) + written.num_turns_left_out
     assert num_turns > len(written.turns) >= 1
-    assert all(len(said.text) < 50 for turn in written.turns for said in turn.shown)
+    assert all(len(message.text) < 50 for turn in written.turns for message in turn.shown)
     assert "more characters)" in written.turns[0].shown[0].text
     json.loads(written.model_dump_json())
 

@@ -1,4 +1,4 @@
-"""What is particular to the transformers engine: batches of equal length, shared prompts, seeds."""
+"""The transformers engine: batches of equal length, shared prompts, seeds."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from tests.env.upstream_sdk import SOURCES, upstream_python
-from tests.rollout.chat_templates import QWEN25, tokenizer_of
+from tests.rollout.chat_templates import QWEN25, make_family_tokenizer
 from tests.rollout.scripted_policy import make_runner, play_once
 from tests.rollout.test_tools import LIMITS, call
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(params=["ours-grpc", "ours-http", "upstream-http"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where OpenEnv's environment of tools is served, and by whom."""
+    """Serve OpenEnv's tool environment from either package; yield its address."""
     party, _, wire = request.param.partition("-")
     ready_file = tmp_path / "ready.json"
     program = [
@@ -50,7 +50,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(address: str) -> None:
-    chat = ChatTokenizer(tokenizer_of(QWEN25))
+    chat = ChatTokenizer(make_family_tokenizer(QWEN25))
     answers = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
     prompts: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What is particular to the vLLM engine: seeds, weights in flight, tied embeddings, its process."""
+"""The vLLM engine: seeds, weights in flight, tied embeddings, its process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_answer_does_not_depend_on_the_batch_it_shares(pair: EnginePair) -> N
 
 
 @with_untied
-def test_equal_requests_of_different_seeds_are_sampled_apart(pair: EnginePair) -> None:
+def test_equal_requests_with_different_seeds_get_different_completions(pair: EnginePair) -> None:
     requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4), seed=i) for i in range(50)]
     assert len(set(map(tuple, tokens(answer(pair.engine, requests)).values()))) > 10
 
@@ -97,14 +97,14 @@ def test_a_layer_that_keeps_its_old_weights_is_refused(
 
 @with_both
 def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
-    before = pair.engine.score(CANARY_PROMPT)
+    previous_score = pair.engine.score(CANARY_PROMPT)
     state = dict(pair.model.named_parameters())
     missing = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
     with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.k_proj"):
         pair.engine.load_weights(missing)
     with pytest.raises(WeightSyncError, match=r"model\.extra"):
         pair.engine.load_weights({**state, "model.extra": state["model.norm.weight"]})
-    assert pair.engine.score(CANARY_PROMPT) == before
+    assert pair.engine.score(CANARY_PROMPT) == previous_score
 
 
 @with_untied
@@ -140,14 +140,14 @@ def test_a_process_of_its_own_stays_quiet_alone_and_whole(tmp_path: Path) -> Non
     result = subprocess.run(program, capture_output=True, text=True, timeout=800, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    told = json.loads(result.stdout)
-    assert told["connections"] == []
-    assert told["has_preload"] is False
-    assert told["num_threads_after"] == 2, "torch.set_num_threads works after the start"
-    first, again, other = told["answers"]
+    report = json.loads(result.stdout)
+    assert report["connections"] == []
+    assert report["has_preload"] is False
+    assert report["num_threads_after"] == 2, "torch.set_num_threads works after the start"
+    first, again, other = report["answers"]
     assert first == again, "the same seeds"
     assert first != other, "other seeds"
-    assert told["refused"] == ["ConfigError", "ConfigError"]
+    assert report["refused"] == ["ConfigError", "ConfigError"]
 
 
 class KeptOpen:

@@ -1,4 +1,4 @@
-"""Serves OpenEnv's tool environment beside its own package: `PROGRAM ours|upstream PORT_FILE`."""
+"""A server of OpenEnv's tool environment: `PROGRAM ours|upstream PORT_FILE`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def main(model_path: str) -> None:
             dtype="float32",
         )
 
-    def answers_of(seed: int) -> list[list[int]]:
+    def sample_answers(seed: int) -> list[list[int]]:
         engine = open_engine()
         outputs = answer(engine, make_requests(20, first_seed=seed))
         engine.close()
@@ -51,18 +51,18 @@ def main(model_path: str) -> None:
             return type(error).__name__
         return "none"
 
-    told = {"answers": [answers_of(seed) for seed in (500, 500, 600)]}
+    report = {"answers": [sample_answers(seed) for seed in (500, 500, 600)]}
     torch.set_num_threads(2)
     refused = [refusal(tensor_parallel_size=2)]
     del os.environ[IN_PROCESS]
     refused.append(refusal())
-    told |= {
+    report |= {
         "connections": connections,
         "has_preload": "LD_PRELOAD" in os.environ,
         "num_threads_after": torch.get_num_threads(),
         "refused": refused,
     }
-    sys.stdout.write(json.dumps(told))
+    sys.stdout.write(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ SLACK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """The location of a session and its route; in a fault, empty parts match any value."""
 
     server: str = ""
@@ -25,7 +25,7 @@ class Place:
     tenant: str = ""
     wire: str = ""
 
-    def holds(self, other: Place) -> bool:
+    def holds(self, other: Location) -> bool:
         """Return True if every part that is set here equals the other location's part."""
         pairs = (
             (self.server, other.server),
@@ -47,7 +47,7 @@ class Fault:
     target: str
     begun_s: float
     ended_s: float = float("inf")
-    hits: tuple[Place, ...] = ()
+    hits: tuple[Location, ...] = ()
     """Locations whose sessions may end; empty if no session may end."""
     outcome: str = ""
 
@@ -64,7 +64,7 @@ class LostSession:
     """A session that ended too early, as its client saw it."""
 
     player: str
-    location: Place
+    location: Location
     alive_s: float
     """Time of the last successful call."""
     failed_s: float

@@ -144,7 +144,7 @@ class Census:
         ]
         return f"left over: {lost}" if lost else ""
 
-    def left_processes(self) -> list[int]:
+    def find_processes(self) -> list[int]:
         """Return the live processes of the fleet."""
         return sorted(_fleet_processes(self._fleet.mark))
 

@@ -219,7 +219,7 @@ class Client:
         _say(
             kind="lost",
             player=life.player,
-            place={
+            location={
                 "server": first.get("server"),
                 "worker": first.get("worker"),
                 "gateway": self._spec.gateway,

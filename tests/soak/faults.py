@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from ludus.proto.errors import EnvError
-from tests.soak.book import Book, Fault, Place
+from tests.soak.book import Book, Fault, Location
 from tests.soak.environment import first_digest, next_digest
 from tests.soak.fleet import GATEWAYS, KINDS, TENANTS, Fleet
 from tests.soak.members import Member, list_workers, send
@@ -144,7 +144,7 @@ class Saboteur:
         if not pid:
             return "skipped: no worker"
         fault.target = f"{server} {pid}"
-        fault.hits = (Place(server=server, worker=pid),)
+        fault.hits = (Location(server=server, worker=pid),)
         return "killed" if send(pid, signal.SIGKILL) else "skipped: it was gone"
 
     async def _kill_server(self, fault: Fault, draw: random.Random) -> str:
@@ -152,7 +152,7 @@ class Saboteur:
         if victim is None:
             return "skipped: all are down"
         fault.target = victim.name
-        fault.hits = (Place(server=victim.name),)
+        fault.hits = (Location(server=victim.name),)
         await self._kill(victim, fault, draw)
         await victim.start()
         return "started again"
@@ -162,7 +162,7 @@ class Saboteur:
         if victim is None:
             return "skipped: it is down"
         fault.target = victim.name
-        fault.hits = (Place(gateway=victim.name),)
+        fault.hits = (Location(gateway=victim.name),)
         await self._kill(victim, fault, draw)
         await victim.start()
         return "started again"
@@ -203,7 +203,7 @@ class Saboteur:
         span_s = draw.uniform(0.5, MAX_PAUSE_S)
         fault.target = f"{victim.name} for {span_s:.1f} s"
         if span_s > SILENT_S and victim.name in self._fleet.servers:
-            fault.hits = (Place(server=victim.name, wire="http"),)
+            fault.hits = (Location(server=victim.name, wire="http"),)
         await victim.pause(span_s)
         return "continued"
 
@@ -220,7 +220,7 @@ class Saboteur:
         if self._is_revoked:
             return "skipped: it is revoked"
         fault.target = "revoked"
-        fault.hits = (Place(tenant="revoked"),)
+        fault.hits = (Location(tenant="revoked"),)
         self._is_revoked = True
         try:
             self._fleet.write_tenants(tuple(tenant for tenant in TENANTS if tenant != "revoked"))
@@ -242,7 +242,7 @@ class Saboteur:
         first = session.first
         fault.target = f"{first['server']} {first['worker']}"
         if deed in _KILLS_WORKERS:
-            fault.hits = (Place(server=first["server"], worker=first["worker"]),)
+            fault.hits = (Location(server=first["server"], worker=first["worker"]),)
         try:
             outcome = await self._step(session.step({"payload": "deed", "deed": deed}))
             if deed in _DISTURBS:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import RateLimitError
 from tests.env.processes import child_processes
-from tests.soak.book import Book, LostSession, Place
+from tests.soak.book import Book, Location, LostSession
 from tests.soak.census import REPORT_S, Census
 from tests.soak.faults import Saboteur
 from tests.soak.fleet import KINDS, QUOTA, TENANTS, Fleet
@@ -205,7 +205,7 @@ class Soak:
             for fault in await self.fleet.stop():
                 self._find(fault)
             await asyncio.sleep(0.5)
-            if remaining := self.census.left_processes():
+            if remaining := self.census.find_processes():
                 self._find(f"processes are left at the end: {remaining}")
             if files := [path.name for path in self.fleet.temporary.iterdir()]:
                 self._find(f"files are left at the end: {files}")
@@ -250,7 +250,7 @@ class Soak:
             self._opening[client.name] = int(event["opening"])  # type: ignore[call-overload]
             self._counts[client.name, pid] = Counter(event["counts"])  # type: ignore[arg-type]
         elif kind == "lost":
-            location = Place(**event.pop("place"))  # type: ignore[arg-type]
+            location = Location(**event.pop("location"))  # type: ignore[arg-type]
             lost = LostSession(location=location, **event)  # type: ignore[arg-type]
             self.book.lost.append(lost)
         elif kind == "violation":

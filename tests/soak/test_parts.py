@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.soak.book import Book, Fault, LostSession, Place
+from tests.soak.book import Book, Fault, Location, LostSession
 from tests.soak.client import Client, ClientSpec
 from tests.soak.environment import EchoEnv, first_digest
 from tests.soak.faults import WEIGHTS, draw_faults
@@ -59,13 +59,13 @@ def test_what_is_held_at_the_end_is_no_noise_and_what_was_let_go_is() -> None:
 
 def lost(alive_s: float, failed_s: float, **location: Any) -> LostSession:
     """A session on worker 7 of a server that was lost between the two times."""
-    lost_session = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **location})
-    return LostSession("one", lost_session, alive_s, failed_s, "SESSION_LOST", "")
+    fields = {"server": "pool-kept", "worker": 7, "client": "grpc-kept", **location}
+    return LostSession("one", Location(**fields), alive_s, failed_s, "SESSION_LOST", "")
 
 
 def worker_killed(at_s: float) -> Fault:
     """The kill of that worker."""
-    hits = (Place(server="pool-kept", worker=7),)
+    hits = (Location(server="pool-kept", worker=7),)
     return Fault(0, "worker killed", "pool-kept 7", at_s, at_s, hits)
 
 

@@ -35,8 +35,8 @@ class Game:
         self._state.apply_action(action_id)
         self._play_others()
         self.num_steps += 1
-        before, self._return = self._return, self._state.player_return(0)
-        return self._return - before
+        previous_return, self._return = self._return, self._state.player_return(0)
+        return self._return - previous_return
 
     @property
     def is_over(self) -> bool:

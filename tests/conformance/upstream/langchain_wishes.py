@@ -41,26 +41,26 @@ def shown(message: Any) -> dict[str, Any]:
     }
 
 
-def streamed(runnable: Any) -> dict[str, Any]:
-    """The pieces of a stream, put together."""
+def read_stream(runnable: Any) -> dict[str, Any]:
+    """Return the joined pieces of a stream."""
     pieces = list(runnable.stream(QUESTION))
-    whole: AIMessageChunk = sum(pieces[1:], pieces[0])
-    return {**shown(whole), "num_pieces": len(pieces)}
+    message: AIMessageChunk = sum(pieces[1:], pieces[0])
+    return {**shown(message), "num_pieces": len(pieces)}
 
 
 def several() -> list[str]:
-    """Two answers to one question."""
+    """Return two responses to the same prompt."""
     [generations] = model(n=2).generate([[HumanMessage(QUESTION)]]).generations
-    return [one.message.text for one in generations]
+    return [generation.message.text for generation in generations]
 
 
 def logprobs() -> list[float]:
     """Return the log-probs of a response's tokens."""
-    told = model(logprobs=True).invoke(QUESTION).response_metadata["logprobs"]["content"]
-    return [one["logprob"] for one in told]
+    token_logprobs = model(logprobs=True).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    return [token_logprob["logprob"] for token_logprob in token_logprobs]
 
 
-def refused(method: str) -> str:
+def read_refusal(method: str) -> str:
     """Return the refusal of a response that must fit a schema."""
     try:
         model().with_structured_output(Look, method=method).invoke(QUESTION)
@@ -72,29 +72,29 @@ def refused(method: str) -> str:
 async def at_once() -> list[dict[str, Any]]:
     """Requests side by side."""
     questions = [f"{QUESTION} {number}" for number in range(4)]
-    return [shown(one) for one in await model().abatch(questions)]
+    return [shown(message) for message in await model().abatch(questions)]
 
 
 def main() -> None:
     """Print what came of each wish."""
     one_call = model().bind_tools([Look], tool_choice="any", parallel_tool_calls=False)
     structured = model().with_structured_output(Look, method="function_calling")
-    found = {
+    results = {
         "whole": shown(model(temperature=0.1, seed=4).invoke(QUESTION)),
-        "streamed": streamed(model(streaming=True, stream_usage=True)),
+        "streamed": read_stream(model(streaming=True, stream_usage=True)),
         "call": shown(one_call.invoke(QUESTION)),
-        "streamed_call": streamed(model(stream_usage=True).bind_tools([Look])),
+        "streamed_call": read_stream(model(stream_usage=True).bind_tools([Look])),
         "responses_call": shown(model(use_responses_api=True).bind_tools([Look]).invoke(QUESTION)),
-        "responses_streamed": streamed(model(use_responses_api=True)),
+        "responses_streamed": read_stream(model(use_responses_api=True)),
         "structured": structured.invoke(QUESTION).box,
         "stopped": shown(model(stop=["STOP"]).invoke(QUESTION)),
         "cut": shown(model(max_tokens=2).invoke(QUESTION)),
         "several": several(),
         "logprobs": logprobs(),
         "at_once": asyncio.run(at_once()),
-        "refused": [refused("json_schema"), refused("json_mode")],
+        "refused": [read_refusal("json_schema"), read_refusal("json_mode")],
     }
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    sys.stdout.write(f"\n{json.dumps(results)}\n")
 
 
 if __name__ == "__main__":

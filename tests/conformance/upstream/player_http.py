@@ -32,7 +32,7 @@ def play(client: GameClient) -> dict:
     while not result.done:
         result = client.step(choose(result.observation))
         results.append(result)
-    played = [[shown(one.observation), one.reward, one.done] for one in results]
+    played = [[shown(result.observation), result.reward, result.done] for result in results]
     return {"results": played, "state": state_shown(client.state())}
 
 

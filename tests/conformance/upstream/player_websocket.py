@@ -19,7 +19,7 @@ def play(client, seed: int) -> dict:
     while not result.done:
         result = client.step({"action_id": choose(result.observation)})
         results.append(result)
-    played = [[shown(one.observation), one.reward, one.done] for one in results]
+    played = [[shown(result.observation), result.reward, result.done] for result in results]
     return {"results": played, "state": state_shown(client.state())}
 
 

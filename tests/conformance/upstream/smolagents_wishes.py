@@ -34,8 +34,8 @@ def main() -> None:
     steps = [step for step in agent.memory.steps if hasattr(step, "tool_calls")]
     calls = [[call.name, call.arguments] for step in steps for call in step.tool_calls or []]
     errors = [str(step.error) for step in steps if step.error]
-    said = json.dumps({"answer": str(answer), "calls": calls, "errors": errors})
-    sys.stdout.write(f"\n{said}\n")  # a stream shows what it says, too
+    report = json.dumps({"answer": str(answer), "calls": calls, "errors": errors})
+    sys.stdout.write(f"\n{report}\n")  # a stream prints its text, too
 
 
 if __name__ == "__main__":

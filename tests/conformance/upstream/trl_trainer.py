@@ -153,7 +153,7 @@ def main(address, mode, folder):
         [{"role": "user", "content": "Play."}] if by_tools else f"Play game {seed}"
         for seed in seeds
     ]
-    how = (
+    arguments = (
         {"environment_factory": Blackjack}
         if by_tools
         else {
@@ -180,7 +180,7 @@ def main(address, mode, folder):
             save_strategy="no",
             disable_tqdm=True,
         ),
-        **how,
+        **arguments,
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
