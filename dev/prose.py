@@ -82,6 +82,8 @@ EXCEPTIONS: dict[str, str] = {
     "docs/glossary.md: word: 'go on' (continue, resume)": "names the word to avoid",
     "envs/math_env/models.py: name: left": "a field of the observation that clients read",
     "envs/uno_env/models.py: name: others": "a field of the observation that clients read",
+    "tests/house/test_prose.py: word: 'anew' (again, from the start)": "an input of the test",
+    "tests/house/test_prose.py: word: 'nobody' (name the component)": "an input of the test",
     "trainer/ludus/trainer/compat/forge/training.py: class: GRPOTrainer": "a name of Forge",
     "trainer/ludus/trainer/compat/trl/trainer.py: class: GRPOTrainer": "a name of TRL",
 }

@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable; ruff holds complexity, nesting, and print."""
+"""Size limits that keep the code readable; ruff checks complexity, nesting and print."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FIELDS = 20
 MAX_MODULES = 8
-"""Directly in a package of the SDK or the gateway: a folder is a room, not a list."""
+"""Maximum number of modules directly in a package of the SDK or the gateway."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
 
 
-def sources() -> list[Path]:
-    """The Python files of the repository that people write."""
+def list_sources() -> list[Path]:
+    """Return the hand-written Python files of the repository."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT,
@@ -35,15 +35,15 @@ def sources() -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function of a file, nested ones too."""
+def find_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield every function of a file, including nested functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
 def test_no_file_is_longer_than_the_budget() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in list_sources()}
     assert lengths, "found no sources"
     assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
@@ -52,21 +52,23 @@ def test_no_file_is_longer_than_the_budget() -> None:
 def test_no_function_is_longer_than_the_budget() -> None:
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-        for path in sources()
-        for node in functions(path)
+        for path in list_sources()
+        for node in find_functions(path)
         if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert long == []
 
 
-def packages() -> list[Path]:
-    """The folders of the SDK's and the gateway's packages, without what lies above them all."""
+def list_packages() -> list[Path]:
+    """Return the folders of the SDK's and the gateway's packages, without the root folders."""
     roots = (ROOT / "envs/sdk/ludus/env", ROOT / "services/ludus/services/gateway")
-    return sorted({path.parent for path in sources() for root in roots if root in path.parents})
+    return sorted(
+        {path.parent for path in list_sources() for root in roots if root in path.parents}
+    )
 
 
-@pytest.mark.parametrize("package", packages(), ids=lambda path: path.name)
-def test_every_package_is_small_and_says_in_a_sentence_what_it_holds(package: Path) -> None:
+@pytest.mark.parametrize("package", list_packages(), ids=lambda path: path.name)
+def test_every_package_is_small_and_has_a_docstring(package: Path) -> None:
     modules = [path for path in package.glob("*.py") if path.stem not in ("__init__", "__main__")]
     assert len(modules) <= MAX_MODULES
     explained = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
@@ -74,28 +76,28 @@ def test_every_package_is_small_and_says_in_a_sentence_what_it_holds(package: Pa
     assert explained.splitlines()[0].endswith(".")
 
 
-def docstrings(path: Path) -> Iterator[str]:
-    """Every docstring of a file."""
+def find_docstrings(path: Path) -> Iterator[str]:
+    """Yield every docstring of a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
 
 
 @pytest.mark.slow
-def test_what_returns_nothing_says_what_it_does() -> None:
+def test_docstrings_describe_an_action_not_the_missing_result() -> None:
     production = ("proto", "envs", "services", "trainer")
     dialect = [
-        f"{path.relative_to(ROOT)}: {said.splitlines()[0]}"
-        for path in sources()
+        f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
+        for path in list_sources()
         if path.relative_to(ROOT).parts[0] in production
-        for said in docstrings(path)
-        if said.startswith(("Nothing", "Returns when"))
+        for docstring in find_docstrings(path)
+        if docstring.startswith(("Nothing", "Returns when"))
     ]
     assert dialect == [], "write an imperative: Open the sinks."
 
 
-def test_no_module_is_a_drawer() -> None:
-    assert [path for path in sources() if path.stem in FORBIDDEN_NAMES] == []
+def test_no_module_has_a_catch_all_name() -> None:
+    assert [path for path in list_sources() if path.stem in FORBIDDEN_NAMES] == []
 
 
 def config_sections(annotation: object) -> set[type[BaseModel]]:
@@ -111,7 +113,7 @@ def config_sections(annotation: object) -> set[type[BaseModel]]:
 @pytest.mark.parametrize("section", sorted(config_sections(RunConfig), key=lambda s: s.__name__))
 def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
     fields = section.model_fields
-    # What is a section of its own is counted there.
+    # A nested section is counted separately.
     values = [name for name, field in fields.items() if not list(models_in(field.annotation))]
     assert len(values) <= MAX_FIELDS
     unexplained = [

@@ -23,5 +23,5 @@ def test_an_imperative_subject_is_accepted(subject: str) -> None:
         ("Fix " + "the retry " * 8, "characters"),
     ],
 )
-def test_another_subject_is_refused_with_the_reason(subject: str, reason: str) -> None:
+def test_an_invalid_subject_is_refused_with_the_reason(subject: str, reason: str) -> None:
     assert reason in str(subject_problem(subject))

@@ -8,7 +8,7 @@ import pytest
 from durations import find_grown, measure_machine, read_report
 
 
-def test_a_report_is_read_without_tests_that_did_not_pass(tmp_path: Path) -> None:
+def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(
         "<testsuites><testsuite>"
@@ -25,7 +25,7 @@ def test_a_test_that_grows_by_more_than_half_is_reported() -> None:
     assert find_grown({"a": 16.9, "b": 17.1, "c": 9.0}, recorded, 1.0) == {"b": 17.0}
 
 
-def test_a_slow_machine_moves_the_limits() -> None:
+def test_limits_scale_with_the_speed_of_the_machine() -> None:
     recorded = {"a": 10.0, "b": 10.0, "c": 10.0}
     durations = {"a": 20.0, "b": 21.0, "c": 40.0}
     machine = measure_machine(durations, recorded)

@@ -1,4 +1,4 @@
-"""A file that a docstring or a comment names is there."""
+"""Every file that a docstring or a comment names exists."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NAMED = re.compile(
     r"(?<![\w/.{}$-])((?:bench|charts|dev|docs|examples|tests|envs/sdk/ludus|proto/ludus"
     r"|services/ludus|trainer/ludus)/[\w./-]+\.(?:ipynb|json|jsonl|md|py|sh|toml|tpl))\b"
 )
-WRITTEN_LATER = {"bench/results/transcripts.json", "tests/charts/crds/KIND.json"}
-"""By the program that names it."""
+GENERATED_FILES = {"bench/results/transcripts.json", "tests/charts/crds/KIND.json"}
+"""Files that the program which names them writes."""
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_file_that_is_named_is_there(part: str) -> None:
+def test_named_files_exist(part: str) -> None:
     gone = {
         f"{path.relative_to(ROOT)} names {name}"
         for path in (ROOT / part).rglob("*.py")
-        # It is about files of a folder that it has made.
+        # These names belong to a folder that the test creates.
         if path.name != "test_cli_init.py" and ".venv" not in path.parts
         for name in _NAMED.findall(path.read_text(encoding="utf-8"))
-        if name not in WRITTEN_LATER and not (ROOT / name).exists()
+        if name not in GENERATED_FILES and not (ROOT / name).exists()
     }
     assert not gone

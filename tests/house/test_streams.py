@@ -1,4 +1,4 @@
-"""The trainer draws no random number but from the streams of a run."""
+"""The trainer draws random numbers only from the streams of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SEEDING = {
     "set_seed",
     "torch.Generator",
 }
-"""What makes or seeds a generator, by its last name; by its whole one where we have the last."""
+"""Calls that create or seed a generator: the last name, or the full name if Ludus uses the last."""
 
 
-def seedings(text: str) -> list[str]:
-    """The calls that make or seed a generator."""
+def find_seedings(text: str) -> list[str]:
+    """Return the calls that create or seed a generator."""
     calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     names = map(ast.unparse, calls)
     return [name for name in names if name in SEEDING or name.rpartition(".")[2] in SEEDING]
@@ -44,20 +44,25 @@ def seedings(text: str) -> list[str]:
         "torch.Generator(device='cpu')",
     ],
 )
-def test_a_seeding_is_seen(call: str) -> None:
-    assert seedings(f"draw = {call}")
+def test_a_seeding_call_is_detected(call: str) -> None:
+    assert find_seedings(f"draw = {call}")
 
 
-def test_what_only_sounds_so_is_none() -> None:
-    assert seedings("Generator(engine)\nrandom_of(0, Stream.ANSWER)\ntraining_seed(1, 2, 3)") == []
+def test_similar_names_are_not_seeding_calls() -> None:
+    assert (
+        find_seedings("Generator(engine)\nrandom_of(0, Stream.ANSWER)\ntraining_seed(1, 2, 3)")
+        == []
+    )
 
 
 def test_the_trainer_seeds_generators_in_one_module() -> None:
-    found = {path: seedings(path.read_text(encoding="utf-8")) for path in TRAINER.rglob("*.py")}
-    assert sorted(found.pop(STREAMS)) == [
+    calls_by_path = {
+        path: find_seedings(path.read_text(encoding="utf-8")) for path in TRAINER.rglob("*.py")
+    }
+    assert sorted(calls_by_path.pop(STREAMS)) == [
         "np.random.SeedSequence",
         "random.Random",
         "torch.default_generator.manual_seed",
         "torch.manual_seed",
     ]
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in calls_by_path.items() if names} == {}

@@ -1,4 +1,4 @@
-"""docs/tour.md tells the truth: its names are there, and what stands under one is called by it."""
+"""The names in docs/tour.md exist, and each nested name is called by the name above it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A name that the tour links, and the one that it stands under."""
+    """A name that the tour links, and the caller above it."""
 
     name: str
     path: Path
@@ -34,25 +34,25 @@ class Stop:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a source file."""
+def parse_source(path: Path) -> ast.Module:
+    """Return the syntax tree of a source file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def definition_of(stop: Stop) -> Definition | None:
-    """Where the name is defined; None where it is not."""
-    scope: ast.Module | Definition = parsed(stop.path)
+def find_definition(stop: Stop) -> Definition | None:
+    """Return the definition of a name, or None if it is not defined."""
+    scope: ast.Module | Definition = parse_source(stop.path)
     for part in stop.name.split("."):
         named = (n for n in scope.body if isinstance(n, Definition) and n.name == part)
-        found = next(named, None)
-        if found is None:
+        definition_node = next(named, None)
+        if definition_node is None:
             return None
-        scope = found
+        scope = definition_node
     return scope if isinstance(scope, Definition) else None
 
 
-def mentioned_in(definition: Definition) -> set[str]:
-    """Every name and attribute that the definition uses."""
+def list_used_names(definition: Definition) -> set[str]:
+    """Return every name and attribute that the definition uses."""
     nodes = list(ast.walk(definition))
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {
         n.attr for n in nodes if isinstance(n, ast.Attribute)
@@ -60,7 +60,7 @@ def mentioned_in(definition: Definition) -> set[str]:
 
 
 def stops() -> Iterator[Stop]:
-    """The linked names in their order; the first of an item is the caller of those under it."""
+    """Yield the linked names in order; the first name of an item calls the nested names."""
     callers: list[tuple[int, Stop]] = []
     for line in TOUR.read_text(encoding="utf-8").splitlines():
         item = _ITEM.match(line)
@@ -80,28 +80,28 @@ def stops() -> Iterator[Stop]:
 STOPS = list(stops())
 
 
-def test_the_tour_is_short_and_goes_far() -> None:
+def test_the_tour_is_short_and_covers_the_system() -> None:
     assert len(TOUR.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
     assert len(STOPS) >= 40
     assert sum(stop.caller is not None for stop in STOPS) >= 20
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_a_name_of_the_tour_is_defined_where_the_tour_says(stop: Stop) -> None:
+def test_names_of_the_tour_are_defined_in_the_linked_file(stop: Stop) -> None:
     assert stop.path.is_file(), f"{stop.path} is not there"
-    assert definition_of(stop) is not None, f"{stop.path} does not define {stop.name}"
+    assert find_definition(stop) is not None, f"{stop.path} does not define {stop.name}"
 
 
 @pytest.mark.parametrize("stop", [s for s in STOPS if s.caller is not None], ids=str)
-def test_what_stands_under_a_name_of_the_tour_is_called_by_it(stop: Stop) -> None:
+def test_nested_names_of_the_tour_are_called_by_their_parent(stop: Stop) -> None:
     assert stop.caller is not None
-    caller = definition_of(stop.caller)
+    caller = find_definition(stop.caller)
     assert caller is not None
     called = stop.name.removesuffix(".__call__").removesuffix(".__init__").split(".")
-    assert mentioned_in(caller) & {called[-1], called[0]}, f"{stop.caller} does not use {stop}"
+    assert list_used_names(caller) & {called[-1], called[0]}, f"{stop.caller} does not use {stop}"
 
 
-def test_every_path_of_the_map_is_there() -> None:
+def test_every_path_of_the_map_exists() -> None:
     named = re.findall(r"`([\w/]+/ludus/[\w/.]+)`", AGENTS.read_text("utf-8"))
     assert len(named) >= 15
     assert [path for path in named if not (ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""What each image runs needs no package that the image does not have."""
+"""The programs of each image need only packages that the image has."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ getattr(importlib.import_module(module), function)()
 """
 
 
-def installed_by(dockerfile: str, **arguments: str) -> set[str]:
-    """Distributions that the image gets, by their canonical names."""
+def list_installed(dockerfile: str, **arguments: str) -> set[str]:
+    """Return the canonical names of the distributions in the image."""
     text = (ROOT / dockerfile).read_text(encoding="utf-8")
     for name, value in arguments.items():
         text = text.replace(f"${{{name}}}", value)
     words = _WHAT_IT_NEEDS.findall(text)[0].split()
-    without = {after for word, after in pairwise(words) if word == "--without"}
-    patterns = [word for word in words if not word.startswith("--") and word not in without]
+    excluded = {next_word for word, next_word in pairwise(words) if word == "--without"}
+    patterns = [word for word in words if not word.startswith("--") and word not in excluded]
     folders = [folder for pattern in patterns for folder in ROOT.glob(pattern)]
-    return set(_with_what_they_require(list_requirements(folders, without), set()))
+    return set(_with_what_they_require(list_requirements(folders, excluded), set()))
 
 
-def _with_what_they_require(lines: Sequence[str], seen: set[tuple[str, str]]) -> Iterator[str]:
+def _with_what_they_require(lines: Sequence[str], visited: set[tuple[str, str]]) -> Iterator[str]:
     for line in lines:
-        wanted = Requirement(line)
-        for extra in ("", *wanted.extras):
-            name = canonicalize_name(wanted.name)
-            if (name, extra) in seen:
+        requirement = Requirement(line)
+        for extra in ("", *requirement.extras):
+            name = canonicalize_name(requirement.name)
+            if (name, extra) in visited:
                 continue
-            seen.add((name, extra))
+            visited.add((name, extra))
             try:
                 required = importlib.metadata.requires(name) or ()
             except importlib.metadata.PackageNotFoundError:
                 continue
             yield name
             yield from _with_what_they_require(
-                [one for one in required if _holds(Requirement(one), extra)], seen
+                [text for text in required if _holds(Requirement(text), extra)], visited
             )
 
 
@@ -71,13 +71,14 @@ def _holds(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def others(installed: set[str]) -> list[str]:
-    """Modules that can be imported here and come with no distribution of the image."""
-    ours = {"ludus", *(folder.name for folder in ROOT.glob("envs/*_env"))}
+def list_missing_modules(installed: set[str]) -> list[str]:
+    """Return the importable modules of this machine that the image does not have."""
+    repository_modules = {"ludus", *(folder.name for folder in ROOT.glob("envs/*_env"))}
     return [
         module
         for module, distributions in importlib.metadata.packages_distributions().items()
-        if module not in ours and not installed & {canonicalize_name(one) for one in distributions}
+        if module not in repository_modules
+        and not installed & {canonicalize_name(name) for name in distributions}
     ]
 
 
@@ -87,21 +88,21 @@ CHECK = ["ludus.trainer.__main__:main", "check", "--config", "examples/blackjack
 
 
 def command(dockerfile: str, program: Sequence[str], **arguments: str) -> list[str]:
-    """The program, run with the packages of the image alone."""
-    blocked = others(installed_by(dockerfile, **arguments))
+    """Return a command that runs the program with only the packages of the image."""
+    blocked = list_missing_modules(list_installed(dockerfile, **arguments))
     assert "pytest" in blocked and "grpc" not in blocked
     return [sys.executable, "-c", _WITHOUT_THE_REST, ",".join(blocked), *program]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dockerfile", "program", "says"),
+    ("dockerfile", "program", "expected"),
     [
         pytest.param("services/Dockerfile", GATEWAY, "all environments", id="gateway"),
         pytest.param("envs/Dockerfile", SERVER, "listening", id="environment"),
     ],
 )
-def test_what_an_image_serves_starts(dockerfile: str, program: list[str], says: str) -> None:
+def test_the_servers_of_an_image_start(dockerfile: str, program: list[str], expected: str) -> None:
     process = subprocess.Popen(
         command(dockerfile, program, ENVIRONMENT="openspiel_env"),
         stdout=subprocess.PIPE,
@@ -112,20 +113,20 @@ def test_what_an_image_serves_starts(dockerfile: str, program: list[str], says: 
     )
     try:
         assert process.stdout is not None
-        said = ""
-        while says not in said:
+        output = ""
+        while expected not in output:
             line = process.stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
     finally:
         process.kill()
         process.communicate()
 
 
 @pytest.mark.slow
-def test_the_trainers_image_looks_at_a_run(tmp_path: Path) -> None:
+def test_the_trainer_image_checks_a_run(tmp_path: Path) -> None:
     program = [*CHECK, "--set", f"output_dir={tmp_path}"]
-    checked = subprocess.run(
+    result = subprocess.run(
         command("trainer/Dockerfile", program), capture_output=True, text=True, cwd=ROOT
     )
-    assert checked.returncode == 0, checked.stderr
+    assert result.returncode == 0, result.stderr

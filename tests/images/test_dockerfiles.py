@@ -23,40 +23,42 @@ SECRETS = ("id=pip.conf", "id=certificates")
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile with what follows them, continued lines joined."""
+    """Return the instructions of a Dockerfile with their arguments, continued lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+    return [
+        (word, arguments.strip()) for word, _, arguments in (line.partition(" ") for line in lines)
+    ]
 
 
 def stages(name: str) -> list[list[tuple[str, str]]]:
-    """The instructions of each stage, its FROM first."""
-    found: list[list[tuple[str, str]]] = []
+    """Return the instructions of each stage, FROM first."""
+    stage_list: list[list[tuple[str, str]]] = []
     for instruction in instructions(name):
         if instruction[0] == "FROM":
-            found.append([])
-        if found:
-            found[-1].append(instruction)
-    return found
+            stage_list.append([])
+        if stage_list:
+            stage_list[-1].append(instruction)
+    return stage_list
 
 
-def stage(name: str, called: str) -> list[tuple[str, str]]:
-    """The stage that a Dockerfile calls so."""
-    return next(s for s in stages(name) if s[0][1].endswith(f" AS {called}"))
+def stage(name: str, stage_name: str) -> list[tuple[str, str]]:
+    """Return the stage with this name."""
+    return next(s for s in stages(name) if s[0][1].endswith(f" AS {stage_name}"))
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_image_runs_as_a_numbered_user_under_an_init(name: str) -> None:
-    last = stages(name)[-1]
-    # A name could not be checked by `runAsNonRoot`.
-    assert [rest for word, rest in last if word == "USER"] == ["1000:1000"]
-    entry = [rest for word, rest in last if word == "ENTRYPOINT"]
+    final_stage = stages(name)[-1]
+    # `runAsNonRoot` cannot check a user name.
+    assert [arguments for word, arguments in final_stage if word == "USER"] == ["1000:1000"]
+    entry = [arguments for word, arguments in final_stage if word == "ENTRYPOINT"]
     assert entry and entry[0].startswith('["dumb-init", "--single-child", "--"')
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name: str) -> None:
-    runs = [rest for word, rest in instructions(name) if word == "RUN"]
+    runs = [arguments for word, arguments in instructions(name) if word == "RUN"]
     installing = [
         run for run in runs if re.search(r"pip.*? install", run) and "--no-deps" not in run
     ]
@@ -67,29 +69,29 @@ def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_no_index_no_host_and_no_secret_stands_in_it(name: str) -> None:
+def test_a_dockerfile_has_no_index_no_host_and_no_secret(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert (
         re.findall(r"https?://|--trusted-host|PIP_(?:EXTRA_)?INDEX|find-links (?!of)", text) == []
     )
-    # Where the index of PyTorch is an argument, nothing is its default.
+    # If the PyTorch index is an argument, its default is empty.
     assert all(
-        rest in ("TORCH_INDEX_URL=",)
-        for w, rest in instructions(name)
-        if "INDEX" in rest and w == "ARG"
+        arguments in ("TORCH_INDEX_URL=",)
+        for w, arguments in instructions(name)
+        if "INDEX" in arguments and w == "ARG"
     )
-    copied = [rest for word, rest in instructions(name) if word in ("COPY", "ADD")]
-    assert not any("pip.conf" in rest or "certificates" in rest for rest in copied)
+    copied = [arguments for word, arguments in instructions(name) if word in ("COPY", "ADD")]
+    assert not any("pip.conf" in arguments or "certificates" in arguments for arguments in copied)
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_last_stage_only_copies_so_that_nothing_mounted_leaves_a_trace(name: str) -> None:
+def test_the_last_stage_only_copies(name: str) -> None:
     assert all(word != "RUN" for word, _ in stages(name)[-1])
 
 
 @pytest.mark.parametrize("name", [n for n in DOCKERFILES if n != "charts/store.Dockerfile"])
-def test_a_change_of_code_installs_nothing_anew(name: str) -> None:
-    dependencies = [rest for word, rest in stage(name, "dependencies") if word == "COPY"]
+def test_a_code_change_reinstalls_no_dependency(name: str) -> None:
+    dependencies = [arguments for word, arguments in stage(name, "dependencies") if word == "COPY"]
     assert dependencies
     for files in dependencies:
         if files.startswith("--from=manifests "):  # pyproject.toml files alone
@@ -98,10 +100,10 @@ def test_a_change_of_code_installs_nothing_anew(name: str) -> None:
             re.search(r"(pyproject\.toml|\.txt|image_requirements\.py|trim_packages\.sh)$", source)
             for source in files.split()[:-1]
         )
-    # What is built from code needs no index, and is the last thing copied.
-    code = [rest for word, rest in stage(name, "code") if word == "RUN"]
+    # Packages built from code need no index and are copied last.
+    code = [arguments for word, arguments in stage(name, "code") if word == "RUN"]
     assert code and all("--mount" not in run and "--no-deps" in run for run in code)
-    copied = [rest for word, rest in stages(name)[-1] if word == "COPY"]
+    copied = [arguments for word, arguments in stages(name)[-1] if word == "COPY"]
     assert copied[-1] == "--from=code /opt/ludus /opt/ludus"
 
 
@@ -110,14 +112,14 @@ def test_no_secret_of_a_checkout_can_reach_a_build() -> None:
     assert next(line for line in lines if not line.startswith("#")) == "*"
 
 
-def test_requirements_are_other_peoples_packages() -> None:
+def test_requirements_are_third_party_packages() -> None:
     folders = [ROOT / name for name in ("proto", "envs/sdk", "services")]
-    wanted = list_requirements(folders, {"kubernetes"})
-    assert any(line.startswith("grpcio") for line in wanted)
-    assert not any(line.startswith(("ludus", "kubernetes")) for line in wanted)
+    requirement_lines = list_requirements(folders, {"kubernetes"})
+    assert any(line.startswith("grpcio") for line in requirement_lines)
+    assert not any(line.startswith(("ludus", "kubernetes")) for line in requirement_lines)
 
 
-def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
+def test_pip_has_the_same_settings_in_the_image(tmp_path: Path) -> None:
     index = tmp_path / "mirror" / "simple"
     wheels = tmp_path / "wheels"
     index.mkdir(parents=True)
@@ -138,7 +140,7 @@ def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
     assert "constraint" not in (secrets / "pip.conf").read_text(encoding="utf-8")
 
 
-def test_an_engine_is_handed_secrets_and_folders_but_no_docker_volumes(
+def test_an_engine_gets_secrets_and_folders_but_no_docker_volumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.conf").touch()
@@ -155,17 +157,19 @@ def test_an_engine_is_handed_secrets_and_folders_but_no_docker_volumes(
 
 def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> None:
     config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
-    built = {
+    built_images = {
         (a["image"], a["docker"]["dockerfile"], *a["docker"].get("buildArgs", {}).values())
         for a in config["build"]["artifacts"]
     }
     names = ("gateway", "env-openspiel", "trainer", "store")
-    ours = [IMAGES[name] for name in names]
-    assert built == {(f"docker.io/{i.name}", i.dockerfile, *i.arguments.values()) for i in ours}
+    images = [IMAGES[name] for name in names]
+    assert built_images == {
+        (f"docker.io/{i.name}", i.dockerfile, *i.arguments.values()) for i in images
+    }
     (release,) = config["deploy"]["helm"]["releases"]
     values = yaml.safe_load((ROOT / release["valuesFiles"][0]).read_text(encoding="utf-8"))
     templates = release["setValueTemplates"]
-    for image in ours:
+    for image in images:
         name = f"docker_io_{image.name}".replace("/", "_").replace("-", "_")
         for part in ("IMAGE_DOMAIN", "IMAGE_REPO_NO_DOMAIN", "IMAGE_TAG"):
             assert f"{{{{.{part}_{name}}}}}" in templates.values()
@@ -176,15 +180,15 @@ def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> 
 def test_skaffold_builds_the_same_images_without_docker() -> None:
     config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
     profiles = {profile["name"]: profile for profile in config["profiles"]}
-    built = {a["image"]: a["custom"] for a in profiles["buildah"]["build"]["artifacts"]}
-    assert list(built) == [artifact["image"] for artifact in config["build"]["artifacts"]]
-    for image, how in built.items():
-        name = how["buildCommand"].removeprefix("python3 dev/images.py --skaffold ")
+    built_images = {a["image"]: a["custom"] for a in profiles["buildah"]["build"]["artifacts"]}
+    assert list(built_images) == [artifact["image"] for artifact in config["build"]["artifacts"]]
+    for image, builder in built_images.items():
+        name = builder["buildCommand"].removeprefix("python3 dev/images.py --skaffold ")
         assert f"docker.io/{IMAGES[name].name}" == image
-        copied = how["dependencies"]["paths"]
+        copied = builder["dependencies"]["paths"]
         assert all((ROOT / path).exists() for path in copied)
         assert any(IMAGES[name].dockerfile.startswith(path) for path in copied)
     (serving,) = profiles["serving"]["deploy"]["helm"]["releases"]
-    (whole,) = config["deploy"]["helm"]["releases"]
+    (helm_release,) = config["deploy"]["helm"]["releases"]
     chosen = serving["setValueTemplates"]
-    assert chosen == {name: whole["setValueTemplates"][name] for name in chosen}
+    assert chosen == {name: helm_release["setValueTemplates"][name] for name in chosen}

@@ -1,4 +1,4 @@
-"""What lies beside a release in a cluster, what KubeRay does there, and what a driver says."""
+"""Fake resources next to a release, actions of KubeRay, and log lines of a driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECRET, CLAIM = "ludus-auth", "ludus-runs"
 
 
 def node(name: str = "node-1", **allocatable: str) -> Json:
-    """A node that has room."""
+    """Return a node with free resources."""
     amounts = {"cpu": "8", "memory": "32Gi", "pods": "110", **allocatable}
     return {
         "apiVersion": "v1",
@@ -27,7 +27,7 @@ def node(name: str = "node-1", **allocatable: str) -> Json:
 
 
 def secret(name: str = SECRET, *keys: str) -> Json:
-    """A Secret with these keys."""
+    """Return a Secret with these keys."""
     data = dict.fromkeys(keys or ("gateway-token",), "eA==")
     return {
         "apiVersion": "v1",
@@ -38,7 +38,7 @@ def secret(name: str = SECRET, *keys: str) -> Json:
 
 
 def claim(name: str = CLAIM, mode: str = "ReadWriteMany", phase: str = "Bound") -> Json:
-    """The volume that holds the folders of runs."""
+    """Return the claim of the volume with the run folders."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -49,30 +49,30 @@ def claim(name: str = CLAIM, mode: str = "ReadWriteMany", phase: str = "Bound") 
 
 
 def install(cluster: FakeKubernetes, template: Json | None = None, **changes: Any) -> None:
-    """Put KubeRay, a node, and a release with its secret and volume into the cluster."""
+    """Add KubeRay, a node, and a release with its secret and volume to the cluster."""
     cluster.groups.update(KINDS)
-    for made in (config_map(template, **changes), node(), secret(), claim()):
-        cluster.put(made)
+    for resource in (config_map(template, **changes), node(), secret(), claim()):
+        cluster.put(resource)
 
 
-# What KubeRay does.
+# Actions of KubeRay.
 
 
 def set_status(cluster: FakeKubernetes, run: str = "demo", **status: Any) -> None:
-    """The operator writes the RayJob's status."""
+    """Write the RayJob's status as the operator does."""
     job = cluster.get("ray.io/v1", "rayjobs", NAMESPACE, run)
     assert job is not None, f"no RayJob {run}"
     cluster.put({**job, "status": {**(job.get("status") or {}), **status}})
 
 
 def begin(cluster: FakeKubernetes, run: str = "demo") -> None:
-    """The operator starts the cluster of a run, and its driver."""
+    """Start the cluster of a run and its driver as the operator does."""
     set_status(cluster, run, jobDeploymentStatus="Running", rayClusterName=f"{run}-abcde")
     cluster.put(head_pod(run))
 
 
 def head_pod(run: str = "demo", phase: str = "Running", **status: Any) -> Json:
-    """The head of a run's cluster."""
+    """Return the head pod of a run's cluster."""
     labels = {"ray.io/cluster": f"{run}-abcde", "ray.io/node-type": "head"}
     return {
         "apiVersion": "v1",
@@ -88,21 +88,21 @@ def head_pod(run: str = "demo", phase: str = "Running", **status: Any) -> Json:
 
 
 def lose_head(cluster: FakeKubernetes, run: str = "demo") -> None:
-    """The head's pod goes, and its log with it."""
+    """Remove the head pod and its log."""
     cluster.remove("v1", "pods", NAMESPACE, f"{run}-head")
     cluster.pods.logs.pop(f"{run}-head", None)
 
 
-# What a driver says.
+# Log lines of a driver.
 
 
 def phase_row(phase: Phase = Phase.TRAIN) -> str:
-    """A line of the log: the run turns to something."""
+    """Return the log line for the start of a phase."""
     return _line(MetricsRow(kind="phase", phase=phase, step=0, elapsed_s=1.0, num_games_trained=0))
 
 
 def step_row(step: int, reward: float = -0.05) -> str:
-    """A line of the log: a step is done."""
+    """Return the log line for a finished step."""
     return _line(
         MetricsRow(
             kind="train",

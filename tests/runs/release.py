@@ -1,4 +1,4 @@
-"""A release of Ludus as its chart writes it for `ludus submit`, and runs to submit to it."""
+"""A release of Ludus as its chart describes it to `ludus submit`, and runs to submit."""
 
 from __future__ import annotations
 
@@ -56,23 +56,25 @@ def template(name: str, resource: str, **resources: str) -> Json:
 
 
 def start_params(resource: str, count: int) -> Json:
-    # As the chart writes it: JSON, quoted once more for the shell that KubeRay hands it to.
+    # As the chart writes it: JSON, quoted again for the shell that KubeRay uses.
     return {"resources": json.dumps(json.dumps({resource: count}))}
 
 
-def group(name: str, least: int, most: int, per_pod: int = 1, **resources: str) -> Json:
+def group(
+    name: str, min_replicas: int, max_replicas: int, per_pod: int = 1, **resources: str
+) -> Json:
     return {
         "groupName": name,
-        "replicas": least,
-        "minReplicas": least,
-        "maxReplicas": most,
+        "replicas": min_replicas,
+        "minReplicas": min_replicas,
+        "maxReplicas": max_replicas,
         "rayStartParams": start_params(name, per_pod),
         "template": template("ray-worker", name, **resources),
     }
 
 
 def ray_job(**spec: Any) -> Json:
-    """The template of a release's RayJobs."""
+    """Return the template of a release's RayJobs."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -118,19 +120,19 @@ def platform(**changed: Any) -> Json:
 
 
 def config_map(job: Json | None = None, **changed: Any) -> Json:
-    """What a release says of itself."""
-    said = platform(**changed)
+    """Return the ConfigMap in which a release describes itself."""
+    description = platform(**changed)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {
-            "name": f"{said['release']}-runs",
+            "name": f"{description['release']}-runs",
             "namespace": NAMESPACE,
             "labels": {"ludus.dev/runs": "true"},
         },
         "data": {
             "rayjob.yaml": yaml.dump(job or ray_job(), Dumper=yaml.CSafeDumper),
-            "platform.json": json.dumps(said),
+            "platform.json": json.dumps(description),
         },
     }
 
@@ -152,8 +154,8 @@ def manifests(job: Json | None = None, **changed: Any) -> RunManifests:
     return make_manifests(run_config(**changed), release(job))
 
 
-def broken(**spec: Any) -> Json:
-    """The RayJob of a run, with other fields in its spec."""
-    made = copy.deepcopy(manifests().job)
-    made["spec"].update(spec)
-    return made
+def change_spec(**spec: Any) -> Json:
+    """Return the RayJob of a run with changed fields in its spec."""
+    job = copy.deepcopy(manifests().job)
+    job["spec"].update(spec)
+    return job

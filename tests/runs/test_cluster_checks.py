@@ -1,4 +1,4 @@
-"""What would keep a run from beginning is said before it is submitted, with the way out."""
+"""Problems that would stop a run are reported with a remedy before the run is submitted."""
 
 from __future__ import annotations
 
@@ -26,56 +26,62 @@ async def cluster() -> AsyncIterator[FakeKubernetes]:
         yield cluster
 
 
-async def found_in(
-    cluster: FakeKubernetes, made: RunManifests | None = None, *ignored: str
+async def find_problems(
+    cluster: FakeKubernetes, run_manifests: RunManifests | None = None, *ignored: str
 ) -> ClusterFindings:
     async with make_api_client(cluster) as api:
-        return await check_cluster(RunsCluster(api, NAMESPACE), made or manifests(), ignored)
+        return await check_cluster(
+            RunsCluster(api, NAMESPACE), run_manifests or manifests(), ignored
+        )
 
 
-async def problem_in(cluster: FakeKubernetes, made: RunManifests | None = None) -> str:
-    """The only problem."""
-    (problem,) = (await found_in(cluster, made)).problems
+async def find_single_problem(
+    cluster: FakeKubernetes, run_manifests: RunManifests | None = None
+) -> str:
+    """Return the only problem."""
+    (problem,) = (await find_problems(cluster, run_manifests)).problems
     return problem
 
 
-def with_gpus(group: str, number: int, **run: Any) -> RunManifests:
-    """A run whose pods of a group ask for GPUs."""
+def request_gpus(group: str, number: int, **run: Any) -> RunManifests:
+    """Return a run in which the pods of a group request GPUs."""
     job = ray_job()
-    for one in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
-        if one["groupName"] == group:
-            resources = one["template"]["spec"]["containers"][0]["resources"]
+    for worker_group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        if worker_group["groupName"] == group:
+            resources = worker_group["template"]["spec"]["containers"][0]["resources"]
             for part in ("requests", "limits"):
                 resources[part] = {**resources[part], "nvidia.com/gpu": str(number)}
     return manifests(job, **run)
 
 
-async def test_a_cluster_that_has_everything_is_found_good(cluster: FakeKubernetes) -> None:
-    found = await found_in(cluster)
-    assert (found.problems, found.notes) == ([], [])
-    found.raise_if_any()
-    assert cluster.get("ray.io/v1", "rayjobs", NAMESPACE, "demo") is None  # asked, not made
+async def test_a_complete_cluster_has_no_problems(cluster: FakeKubernetes) -> None:
+    findings = await find_problems(cluster)
+    assert (findings.problems, findings.notes) == ([], [])
+    findings.raise_if_any()
+    assert cluster.get("ray.io/v1", "rayjobs", NAMESPACE, "demo") is None  # checked, not created
 
 
-async def test_without_the_operator_it_is_all_that_is_said(cluster: FakeKubernetes) -> None:
+async def test_a_missing_operator_is_the_only_problem(cluster: FakeKubernetes) -> None:
     cluster.groups.clear()
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
-    said = await problem_in(cluster)
-    assert "the KubeRay operator is not installed; install it with: helm install kuberay" in said
+    message = await find_single_problem(cluster)
+    assert "the KubeRay operator is not installed; install it with: helm install kuberay" in message
 
 
-async def test_several_problems_are_told_at_once(cluster: FakeKubernetes) -> None:
+async def test_several_problems_are_reported_at_once(cluster: FakeKubernetes) -> None:
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
-    found = await found_in(cluster, manifests(name="Demo"))
+    findings = await find_problems(cluster, manifests(name="Demo"))
     with pytest.raises(ConfigError, match="2 problems prevent the run:\n  name = 'Demo'"):
-        found.raise_if_any()
+        findings.raise_if_any()
 
 
-async def test_a_model_of_this_machine_is_not_there(cluster: FakeKubernetes) -> None:
-    made = manifests(model={"kind": "pretrained", "path": "./models/mine"})
-    assert "'./models/mine' is a folder of this machine" in await problem_in(cluster, made)
-    there = manifests(model={"kind": "pretrained", "path": "/runs/models/mine"})
-    assert (await found_in(cluster, there)).problems == []
+async def test_a_local_model_folder_is_refused(cluster: FakeKubernetes) -> None:
+    run_manifests = manifests(model={"kind": "pretrained", "path": "./models/mine"})
+    assert "'./models/mine' is a folder of this machine" in await find_single_problem(
+        cluster, run_manifests
+    )
+    shared_model_run = manifests(model={"kind": "pretrained", "path": "/runs/models/mine"})
+    assert (await find_problems(cluster, shared_model_run)).problems == []
 
 
 # Secrets and volumes.
@@ -85,7 +91,7 @@ async def test_a_missing_secret_is_named_with_the_command_that_makes_it(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
-    assert await problem_in(cluster) == (
+    assert await find_single_problem(cluster) == (
         "there is no Secret 'ludus-auth' in namespace 'arena'; create it with: kubectl -n arena "
         "create secret generic ludus-auth --from-literal=gateway-token=..."
     )
@@ -93,7 +99,7 @@ async def test_a_missing_secret_is_named_with_the_command_that_makes_it(
 
 async def test_a_secret_without_its_key_is_named(cluster: FakeKubernetes) -> None:
     cluster.put(secret("ludus-auth", "another"))
-    assert "Secret 'ludus-auth' has no key 'gateway-token'" in await problem_in(cluster)
+    assert "Secret 'ludus-auth' has no key 'gateway-token'" in await find_single_problem(cluster)
 
 
 async def test_a_missing_secret_for_images_is_named(cluster: FakeKubernetes) -> None:
@@ -102,65 +108,77 @@ async def test_a_missing_secret_for_images_is_named(cluster: FakeKubernetes) -> 
     head["imagePullSecrets"] = [{"name": "registry"}]
     head["volumes"].append({"name": "ca", "secret": {"secretName": "ludus-tls"}})
     head["volumes"].append({"name": "no", "secret": {"secretName": "no", "optional": True}})
-    said = (await found_in(cluster, manifests(job))).problems
-    assert ["'registry'" in said[0], "'ludus-tls'" in said[1], len(said)] == [True, True, 2]
+    problems = (await find_problems(cluster, manifests(job))).problems
+    assert ["'registry'" in problems[0], "'ludus-tls'" in problems[1], len(problems)] == [
+        True,
+        True,
+        2,
+    ]
 
 
 async def test_a_volume_that_is_missing_lost_or_read_only_is_named(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(claim(mode="ReadOnlyMany"))
-    assert "'ludus-runs' is read-only; a run needs ReadWriteMany" in await problem_in(cluster)
+    assert "'ludus-runs' is read-only; a run needs ReadWriteMany" in await find_single_problem(
+        cluster
+    )
     cluster.put(claim(phase="Lost"))
-    assert "'ludus-runs' has lost its volume" in await problem_in(cluster)
+    assert "'ludus-runs' has lost its volume" in await find_single_problem(cluster)
     cluster.remove("v1", "persistentvolumeclaims", NAMESPACE, "ludus-runs")
-    assert "no PersistentVolumeClaim 'ludus-runs' in namespace" in await problem_in(cluster)
+    assert "no PersistentVolumeClaim 'ludus-runs' in namespace" in await find_single_problem(
+        cluster
+    )
 
 
 # Nodes and GPUs.
 
 
 async def test_gpus_that_no_node_has_are_named(cluster: FakeKubernetes) -> None:
-    made = with_gpus("learner", 8)
-    said = await problem_in(cluster, made)
-    assert "a learner pod requests 8 of nvidia.com/gpu, but no node that admits it has" in said
-    assert "more than 0" in said and "--ignore nodes" in said
-    assert (await found_in(cluster, made, "nodes")).problems == []
+    run_manifests = request_gpus("learner", 8)
+    message = await find_single_problem(cluster, run_manifests)
+    assert "a learner pod requests 8 of nvidia.com/gpu, but no node that admits it has" in message
+    assert "more than 0" in message and "--ignore nodes" in message
+    assert (await find_problems(cluster, run_manifests, "nodes")).problems == []
 
 
 async def test_more_gpus_than_all_nodes_have_together_are_named(cluster: FakeKubernetes) -> None:
     cluster.put(node("gpu-1", **{"nvidia.com/gpu": "8"}))
-    assert (await found_in(cluster, with_gpus("learner", 8))).problems == []
-    made = with_gpus("learner", 8, learner={"num_ranks": 2})
-    said = await problem_in(cluster, made)
-    assert "the run starts with 16 nvidia.com/gpu, but the nodes have 8" in said
+    assert (await find_problems(cluster, request_gpus("learner", 8))).problems == []
+    run_manifests = request_gpus("learner", 8, learner={"num_ranks": 2})
+    message = await find_single_problem(cluster, run_manifests)
+    assert "the run starts with 16 nvidia.com/gpu, but the nodes have 8" in message
 
 
 async def test_a_run_that_wants_gpus_of_pods_without_is_refused(cluster: FakeKubernetes) -> None:
-    said = await problem_in(cluster, manifests(rollout={"num_gpus_per_worker": 1}))
-    assert said.startswith("rollout.num_gpus_per_worker = 1, but the release's rollout pods have")
+    message = await find_single_problem(cluster, manifests(rollout={"num_gpus_per_worker": 1}))
+    assert message.startswith(
+        "rollout.num_gpus_per_worker = 1, but the release's rollout pods have"
+    )
 
 
-async def test_pods_that_no_node_lets_in_are_named(cluster: FakeKubernetes) -> None:
+async def test_pods_that_no_node_admits_are_named(cluster: FakeKubernetes) -> None:
     job = ray_job()
     spec = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     spec["nodeSelector"] = {"pool": "gpu"}
-    assert "no node with pool=gpu admits a learner pod" in await problem_in(cluster, manifests(job))
+    assert "no node with pool=gpu admits a learner pod" in await find_single_problem(
+        cluster, manifests(job)
+    )
     tainted = node("gpu-1")
     tainted["metadata"]["labels"] = {"pool": "gpu"}
     tainted["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
     cluster.put(tainted)
-    assert "no node with pool=gpu admits" in await problem_in(cluster, manifests(job))
+    assert "no node with pool=gpu admits" in await find_single_problem(cluster, manifests(job))
     spec["tolerations"] = [{"key": "gpu", "operator": "Exists"}]
-    assert (await found_in(cluster, manifests(job))).problems == []
+    assert (await find_problems(cluster, manifests(job))).problems == []
 
 
 async def test_pods_that_fit_on_no_single_node_are_named(cluster: FakeKubernetes) -> None:
     cluster.put(node("node-1", cpu="8", memory="500Mi"))
     cluster.put(node("node-2", cpu="500m", memory="32Gi"))
-    said = (await found_in(cluster)).problems
-    assert all("no node has all the resources it requests" in one for one in said)
-    assert len(said) == 3
+    problems = (await find_problems(cluster)).problems
+    assert all("no node has all the resources it requests" in problem for problem in problems)
+    assert len(problems) == 3
 
 
 # Quotas and queues.
@@ -176,16 +194,19 @@ def quota(used: str, hard: str) -> Json:
     }
 
 
-async def test_a_quota_that_is_too_small_or_used_up_is_told_with_its_numbers(
+async def test_a_small_or_exhausted_quota_is_reported_with_its_numbers(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(quota("0", "2"))
-    said = await problem_in(cluster)
-    assert "3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in said
+    message = await find_single_problem(cluster)
+    assert "3.5 of requests.cpu, but quota 'team' allows 2; request a larger quota" in message
     cluster.put(quota("6500m", "8"))
-    assert "quota 'team' has 1.5 left of 8; wait for other runs to end" in await problem_in(cluster)
+    assert (
+        "quota 'team' has 1.5 left of 8; wait for other runs to end"
+        in await find_single_problem(cluster)
+    )
     cluster.put(quota("1", "8"))
-    assert (await found_in(cluster)).problems == []
+    assert (await find_problems(cluster)).problems == []
 
 
 def kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
@@ -199,48 +220,56 @@ def kueue(cluster: FakeKubernetes, cpu: str | None = "8") -> None:
         cluster.put({"apiVersion": api, **backing, "spec": spec})
 
 
-async def test_each_thing_that_a_queue_lacks_is_named(cluster: FakeKubernetes) -> None:
-    made = make_manifests(run_config(), release(), queue="team")
-    assert "uses queue 'team', but Kueue is not installed" in await problem_in(cluster, made)
+async def test_each_problem_of_a_queue_is_named(cluster: FakeKubernetes) -> None:
+    run_manifests = make_manifests(run_config(), release(), queue="team")
+    assert "uses queue 'team', but Kueue is not installed" in await find_single_problem(
+        cluster, run_manifests
+    )
     kueue(cluster, cpu=None)
-    assert "uses ClusterQueue 'all', which does not exist" in await problem_in(cluster, made)
+    assert "uses ClusterQueue 'all', which does not exist" in await find_single_problem(
+        cluster, run_manifests
+    )
     kueue(cluster, cpu="2")
-    said = await problem_in(cluster, made)
-    assert "starts with 3.5 of cpu, but queue 'team' has 2 in total" in said
+    message = await find_single_problem(cluster, run_manifests)
+    assert "starts with 3.5 of cpu, but queue 'team' has 2 in total" in message
     kueue(cluster, cpu="8")
-    assert (await found_in(cluster, made)).problems == []
-    other = make_manifests(run_config(), release(), queue="other")
-    assert "no LocalQueue 'other' in namespace 'arena'" in await problem_in(cluster, other)
+    assert (await find_problems(cluster, run_manifests)).problems == []
+    other_queue_run = make_manifests(run_config(), release(), queue="other")
+    assert "no LocalQueue 'other' in namespace 'arena'" in await find_single_problem(
+        cluster, other_queue_run
+    )
 
 
 async def test_a_run_in_a_queue_waits_for_a_quota_that_is_used_up(cluster: FakeKubernetes) -> None:
     cluster.put(quota("8", "8"))
     kueue(cluster)
-    made = make_manifests(run_config(), release(), queue="team")
-    assert (await found_in(cluster, made)).problems == []
+    run_manifests = make_manifests(run_config(), release(), queue="team")
+    assert (await find_problems(cluster, run_manifests)).problems == []
 
 
-# The API server's own judgement.
+# Errors of the API server.
 
 
-async def test_what_the_api_server_refuses_is_told_in_its_words(cluster: FakeKubernetes) -> None:
+async def test_the_message_of_the_api_server_is_reported(cluster: FakeKubernetes) -> None:
     cluster.fail(422, verb="create", plural="rayjobs")
-    assert (await problem_in(cluster)).startswith("the API server refuses the RayJob: 422 ")
+    assert (await find_single_problem(cluster)).startswith(
+        "the API server refuses the RayJob: 422 "
+    )
     cluster.fail(403, verb="create", plural="pods")
-    said = await problem_in(cluster)
-    assert said.startswith("the API server refuses the pod of container 'ray-head': 403 ")
+    message = await find_single_problem(cluster)
+    assert message.startswith("the API server refuses the pod of container 'ray-head': 403 ")
 
 
-async def test_what_may_not_be_looked_at_is_left_out_and_said(cluster: FakeKubernetes) -> None:
+async def test_checks_without_permission_are_skipped_with_a_note(cluster: FakeKubernetes) -> None:
     cluster.fail(403, verb="list", plural="nodes")
-    found = await found_in(cluster)
-    assert found.problems == []
-    (note,) = found.notes
+    findings = await find_problems(cluster)
+    assert findings.problems == []
+    (note,) = findings.notes
     assert note.startswith("check 'nodes' is skipped: no permission")
 
 
-async def test_an_unknown_check_is_refused_with_those_that_there_are(
+async def test_an_unknown_check_is_refused_with_the_known_checks(
     cluster: FakeKubernetes,
 ) -> None:
     with pytest.raises(ConfigError, match=r"must be one of operator, rules, .*, got 'all'"):
-        await found_in(cluster, None, "all")
+        await find_problems(cluster, None, "all")

@@ -1,4 +1,4 @@
-"""A run configuration and a release make the RayJob that the run is."""
+"""The RayJob of a run is built from a run configuration and a release."""
 
 from __future__ import annotations
 
@@ -37,62 +37,74 @@ VERSION = "1.37"
 
 def sizes(job: Json) -> dict[str, tuple[int, int, int]]:
     return {
-        one["groupName"]: (one["replicas"], one["minReplicas"], one["maxReplicas"])
-        for one in worker_groups(job)
+        worker_group["groupName"]: (
+            worker_group["replicas"],
+            worker_group["minReplicas"],
+            worker_group["maxReplicas"],
+        )
+        for worker_group in worker_groups(job)
     }
 
 
-def test_the_run_is_named_wherever_its_placeholder_stands() -> None:
-    made = manifests()
-    assert made.job["metadata"]["name"] == "demo"
-    assert made.job["metadata"]["namespace"] == NAMESPACE
-    assert made.job["spec"]["metadata"] == {"run_id": "demo"}
-    assert made.config_map["metadata"]["name"] == "demo-config"
-    text = yaml.dump(made.job, Dumper=yaml.CSafeDumper)
+def test_the_run_name_replaces_every_placeholder() -> None:
+    run_manifests = manifests()
+    assert run_manifests.job["metadata"]["name"] == "demo"
+    assert run_manifests.job["metadata"]["namespace"] == NAMESPACE
+    assert run_manifests.job["spec"]["metadata"] == {"run_id": "demo"}
+    assert run_manifests.config_map["metadata"]["name"] == "demo-config"
+    text = yaml.dump(run_manifests.job, Dumper=yaml.CSafeDumper)
     assert "RUN" not in text.replace("LUDUS_", "")
     assert text.count("name: demo-config") == 3
-    for found in (made.job, made.config_map):
-        assert found["metadata"]["labels"]["ludus.dev/run"] == "demo"
-    assert broken_rules(made.job) == []
+    for chart_release in (run_manifests.job, run_manifests.config_map):
+        assert chart_release["metadata"]["labels"]["ludus.dev/run"] == "demo"
+    assert broken_rules(run_manifests.job) == []
 
 
-def test_the_trainer_reads_a_run_whose_places_are_the_clusters() -> None:
-    made = manifests()
-    read = LanguageModelRun.model_validate_json(made.config_map["data"]["run.json"])
-    assert read == made.run
-    environment = read.environments["blackjack"]
+def test_the_trainer_reads_a_run_with_the_paths_of_the_cluster() -> None:
+    run_manifests = manifests()
+    parsed_run = LanguageModelRun.model_validate_json(run_manifests.config_map["data"]["run.json"])
+    assert parsed_run == run_manifests.run
+    environment = parsed_run.environments["blackjack"]
     assert isinstance(environment, RemoteEnvironment)
     assert environment.address == "grpc://ludus-gateway:18000/blackjack"
-    assert (read.output_dir, read.weights) == ("/runs", FolderWeightStore())
-    assert read.training == run_config().training
-    again = make_manifests(read, release(environments={})).run
-    assert again == read  # a resumed run stays where it was
+    assert (parsed_run.output_dir, parsed_run.weights) == ("/runs", FolderWeightStore())
+    assert parsed_run.training == run_config().training
+    readapted_run = make_manifests(parsed_run, release(environments={})).run
+    assert readapted_run == parsed_run  # a resumed run keeps its locations
 
 
-def test_what_a_run_says_of_its_environment_goes_with_it() -> None:
+def test_environment_settings_of_a_run_are_kept() -> None:
     config = load_run_config(ROOT / "examples/blackjack/tiny.toml")
-    there = adapt_to_release(config, release().platform, {})
-    before, after = config.environment, there.environment
-    assert isinstance(after, RemoteEnvironment)
-    assert (after.policies, after.baselines) == (before.policies, before.baselines)
-    assert (after.policy_chart, after.rewards) == (before.policy_chart, before.rewards)
+    adapted_run = adapt_to_release(config, release().platform, {})
+    local_environment, remote_environment = config.environment, adapted_run.environment
+    assert isinstance(remote_environment, RemoteEnvironment)
+    assert (remote_environment.policies, remote_environment.baselines) == (
+        local_environment.policies,
+        local_environment.baselines,
+    )
+    assert (remote_environment.policy_chart, remote_environment.rewards) == (
+        local_environment.policy_chart,
+        local_environment.rewards,
+    )
 
 
-def test_weights_travel_by_the_releases_store_as_often_as_the_run_says() -> None:
+def test_weights_use_the_release_store_and_the_run_interval() -> None:
     bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
     served = release(weights=bucket).platform
-    there = adapt_to_release(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
-    assert there.weights == S3WeightStore(**{**bucket, "full_every": 4})
-    own = {"kind": "s3", "bucket": "own-bucket"}
-    assert adapt_to_release(run_config(weights=own), served, {}).weights.bucket == "own-bucket"
+    adapted_run = adapt_to_release(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
+    assert adapted_run.weights == S3WeightStore(**{**bucket, "full_every": 4})
+    own_store = {"kind": "s3", "bucket": "own-bucket"}
+    assert (
+        adapt_to_release(run_config(weights=own_store), served, {}).weights.bucket == "own-bucket"
+    )
 
 
 def test_the_releases_monitors_find_the_drivers_metrics() -> None:
     served = release(metrics_port=9100).platform
     sink = adapt_to_release(run_config(), served, {}).metrics.prometheus
     assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
-    own = run_config(metrics={"prometheus": {"port": 7}})
-    assert adapt_to_release(own, served, {}).metrics.prometheus.port == 7
+    own_store = run_config(metrics={"prometheus": {"port": 7}})
+    assert adapt_to_release(own_store, served, {}).metrics.prometheus.port == 7
 
 
 @pytest.mark.parametrize(
@@ -104,7 +116,7 @@ def test_the_releases_monitors_find_the_drivers_metrics() -> None:
         ({}, {"black": "blackjack"}, "the run has no environment 'black'; it has openspiel"),
     ],
 )
-def test_an_environment_that_is_not_served_is_named_with_the_way_out(
+def test_an_environment_that_is_not_served_is_named_with_a_remedy(
     environment: Json, choices: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -112,7 +124,7 @@ def test_an_environment_that_is_not_served_is_named_with_the_way_out(
     assert expected in str(caught.value)
 
 
-def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None:
+def test_environments_are_found_by_name_option_and_target() -> None:
     served = {
         "cards": {"address": "grpc://g/cards", "package": "openspiel_env", "options": {"a": 1}},
         "other": {"address": "grpc://g/other"},
@@ -124,8 +136,8 @@ def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None
     }
     tree = {"name": "demo", "environments": played}
     config = LanguageModelRun.model_validate(tree)
-    there = adapt_to_release(config, release(environments=served).platform, {"free": "other"})
-    assert [one.address for one in there.environments.values()] == [
+    adapted_run = adapt_to_release(config, release(environments=served).platform, {"free": "other"})
+    assert [worker_group.address for worker_group in adapted_run.environments.values()] == [
         "grpc://g/cards",
         "grpc://g/other",
         "grpc://elsewhere:1",
@@ -133,28 +145,30 @@ def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None
 
 
 def test_groups_have_the_pods_that_the_runs_workers_need() -> None:
-    made = manifests(learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2})
-    # KubeRay begins when all replicas are there, so what may come later is not among them.
-    assert sizes(made.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
-    made = manifests(rollout={"num_workers": 6})
-    assert sizes(made.job)["rollout"] == (1, 1, 6)
+    run_manifests = manifests(
+        learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2}
+    )
+    # KubeRay waits for all replicas, so optional workers are not included.
+    assert sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+    run_manifests = manifests(rollout={"num_workers": 6})
+    assert sizes(run_manifests.job)["rollout"] == (1, 1, 6)
 
 
 def test_a_group_without_autoscaling_has_all_its_pods_from_the_start() -> None:
     job = ray_job()
     job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] = False
-    made = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
-    assert sizes(made.job)["rollout"] == (3, 3, 3)
+    run_manifests = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
+    assert sizes(run_manifests.job)["rollout"] == (3, 3, 3)
 
 
-def test_several_ranks_or_workers_share_a_pod_where_it_has_places() -> None:
+def test_several_ranks_or_workers_can_share_a_pod() -> None:
     per_pod = {"learner": {"per_pod": 8}, "rollout": {"per_pod": 2}}
     run = run_config(learner={"num_ranks": 16}, rollout={"num_workers": 5, "min_workers": 3})
-    made = make_manifests(run, release(**per_pod))
-    assert sizes(made.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+    run_manifests = make_manifests(run, release(**per_pod))
+    assert sizes(run_manifests.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
 
 
-def test_what_the_driver_says_goes_to_its_containers_log_and_its_exit_code_counts() -> None:
+def test_the_driver_output_goes_to_the_container_log() -> None:
     entrypoint = manifests().job["spec"]["entrypoint"]
     command = shlex.split(entrypoint)
     assert command[:4] == ["bash", "-o", "pipefail", "-c"]
@@ -163,24 +177,27 @@ def test_what_the_driver_says_goes_to_its_containers_log_and_its_exit_code_count
 
 
 def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
-    made = make_manifests(run_config(), release(), queue="gpus")
-    metadata = made.job["metadata"]
+    run_manifests = make_manifests(run_config(), release(), queue="gpus")
+    metadata = run_manifests.job["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert metadata["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
-    assert broken_rules(made.job) == []
+    assert broken_rules(run_manifests.job) == []
 
 
 # Releases.
 
 
 def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
-    one, two = config_map(), config_map(release="second")
-    assert choose_release([one], None, "here").platform.release == "ludus"
-    assert choose_release([one, two], "second", "here").platform.release == "second"
+    first_release, second_release = config_map(), config_map(release="second")
+    assert choose_release([first_release], None, "here").platform.release == "ludus"
+    assert (
+        choose_release([first_release, second_release], "second", "here").platform.release
+        == "second"
+    )
     with pytest.raises(ConfigError, match="ludus, second; choose one with --release"):
-        choose_release([one, two], None, "here")
+        choose_release([first_release, second_release], None, "here")
     with pytest.raises(NotFoundError, match="did you mean 'second'"):
-        choose_release([one, two], "secnd", "here")
+        choose_release([first_release, second_release], "secnd", "here")
     with pytest.raises(NotFoundError, match=r"no Ludus release in namespace 'x'; install one"):
         choose_release([], None, "namespace 'x'")
 
@@ -198,7 +215,7 @@ def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
         ),
     ],
 )
-def test_a_config_map_of_another_version_says_so(data: Json, expected: str) -> None:
+def test_a_config_map_of_another_version_is_refused(data: Json, expected: str) -> None:
     with pytest.raises(ConfigError, match="upgrade the release") as caught:
         parse_release({"metadata": {"name": "ludus-runs"}, "data": data})
     assert expected in str(caught.value)
@@ -215,20 +232,20 @@ def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None
         read_release_file(tmp_path / "none", None)
 
 
-# Against the chart, and KubeRay's own schema.
+# Comparison with the chart and with KubeRay's schema.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["values-cpu.yaml", "values-gpu.yaml"])
-def test_what_the_chart_renders_makes_a_run_that_breaks_no_rule(file: str, tmp_path: Path) -> None:
+def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None:
     rendered = template(ValueSet("shipped", file=file))
     assert rendered.returncode == 0, rendered.stderr
     path = tmp_path / "rendered.yaml"
     path.write_text(rendered.stdout)
-    found = read_release_file(path, None)
-    served = found.platform.environments["blackjack"]
+    chart_release = read_release_file(path, None)
+    served = chart_release.platform.environments["blackjack"]
     run = run_config(environment={"package": served.package, "options": served.options})
-    job = make_manifests(run, found).job
+    job = make_manifests(run, chart_release).job
     assert broken_rules(job) == []
     assert "RUN" not in yaml.safe_dump(job).replace("LUDUS_", "")
 
@@ -236,8 +253,8 @@ def test_what_the_chart_renders_makes_a_run_that_breaks_no_rule(file: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("queue", [None, "gpus"])
 def test_a_run_is_a_ray_job_by_kuberays_schema(queue: str | None) -> None:
-    made = make_manifests(run_config(), release(), queue=queue)
-    assert problems(made.job, VERSION) == []
-    assert problems(made.config_map, VERSION) == []
-    made.job["spec"]["backofLimit"] = 1
-    assert problems(made.job, VERSION) != []
+    run_manifests = make_manifests(run_config(), release(), queue=queue)
+    assert problems(run_manifests.job, VERSION) == []
+    assert problems(run_manifests.config_map, VERSION) == []
+    run_manifests.job["spec"]["backofLimit"] = 1
+    assert problems(run_manifests.job, VERSION) != []

@@ -1,4 +1,4 @@
-"""What only the operator and the queue refuse is said before anything is submitted."""
+"""Rules of the operator and the queue are checked before a run is submitted."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 
 from ludus.services.runs.names import QUEUE_LABEL, job_name_problem
 from ludus.services.runs.rules import broken_rules
-from tests.runs.release import Json, broken, group, manifests, ray_job
+from tests.runs.release import Json, change_spec, group, manifests, ray_job
 
 
 def with_cluster(**changed: object) -> Json:
-    return broken(rayClusterSpec={**ray_job()["spec"]["rayClusterSpec"], **changed})
+    return change_spec(rayClusterSpec={**ray_job()["spec"]["rayClusterSpec"], **changed})
 
 
 def with_rollout(**changed: object) -> Json:
     return with_cluster(workerGroupSpecs=[{**group("rollout", 1, 4), **changed}])
 
 
-def queued(**spec: object) -> Json:
-    job = broken(**spec)
+def make_queued_job(**spec: object) -> Json:
+    job = change_spec(**spec)
     job["metadata"]["labels"][QUEUE_LABEL] = "gpus"
     return job
 
@@ -34,7 +34,7 @@ def deletion(*rules: tuple[str, int]) -> Json:
     }
 
 
-def test_what_the_chart_makes_breaks_no_rule() -> None:
+def test_the_chart_template_violates_no_rule() -> None:
     assert broken_rules(manifests().job) == []
 
 
@@ -50,36 +50,39 @@ def test_what_the_chart_makes_breaks_no_rule() -> None:
     ],
 )
 def test_a_name_that_a_rayjob_cannot_have_is_refused(name: str, expected: str) -> None:
-    said = job_name_problem(name)
-    assert expected in said if expected else said == ""
+    message = job_name_problem(name)
+    assert expected in message if expected else message == ""
 
 
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
         (
-            broken(deletionStrategy=deletion(("DeleteCluster", 1))),
+            change_spec(deletionStrategy=deletion(("DeleteCluster", 1))),
             "deletionRules exclude each other",
         ),
         (
-            broken(shutdownAfterJobFinishes=False),
+            change_spec(shutdownAfterJobFinishes=False),
             "ttlSecondsAfterFinished needs shutdownAfterJobFinishes",
         ),
         (
-            broken(
+            change_spec(
                 shutdownAfterJobFinishes=False,
                 ttlSecondsAfterFinished=0,
                 deletionStrategy=deletion(("DeleteCluster", 60), ("DeleteSelf", 5)),
             ),
             "DeleteSelf after 5 s comes before DeleteCluster after 60 s",
         ),
-        (broken(activeDeadlineSeconds=0), "activeDeadlineSeconds must be a number"),
-        (broken(backoffLimit=-1), "backoffLimit must be 0 or more, got -1"),
-        (broken(clusterSelector={"ray.io/cluster": "a"}), "backoffLimit cannot be combined with"),
-        (broken(rayClusterSpec=None), "neither rayClusterSpec nor clusterSelector"),
-        (broken(entrypointNumCpus=1), "places the driver on a worker"),
+        (change_spec(activeDeadlineSeconds=0), "activeDeadlineSeconds must be a number"),
+        (change_spec(backoffLimit=-1), "backoffLimit must be 0 or more, got -1"),
         (
-            broken(submissionMode="InteractiveMode"),
+            change_spec(clusterSelector={"ray.io/cluster": "a"}),
+            "backoffLimit cannot be combined with",
+        ),
+        (change_spec(rayClusterSpec=None), "neither rayClusterSpec nor clusterSelector"),
+        (change_spec(entrypointNumCpus=1), "places the driver on a worker"),
+        (
+            change_spec(submissionMode="InteractiveMode"),
             "cannot be combined with Interactive",
         ),
         (with_cluster(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, got '2.51.0'"),
@@ -91,13 +94,16 @@ def test_a_name_that_a_rayjob_cannot_have_is_refused(name: str, expected: str) -
         (with_rollout(resources={"rollout": "1"}), "both resources and rayStartParams.resources"),
         (with_rollout(rayStartParams={"labels": "a=b"}), "rayStartParams.labels is not supported"),
         (with_rollout(template={}), "has no container"),
-        (queued(shutdownAfterJobFinishes=False, ttlSecondsAfterFinished=0), "in queue 'gpus' need"),
-        (queued(), 'needs the annotation kueue.x-k8s.io/elastic-job: "true"'),
+        (
+            make_queued_job(shutdownAfterJobFinishes=False, ttlSecondsAfterFinished=0),
+            "in queue 'gpus' need",
+        ),
+        (make_queued_job(), 'needs the annotation kueue.x-k8s.io/elastic-job: "true"'),
     ],
 )
-def test_each_rule_says_what_to_set(job: Json, expected: str) -> None:
-    said = broken_rules(job)
-    assert any(expected in one for one in said) if expected else said == []
+def test_each_message_has_a_remedy(job: Json, expected: str) -> None:
+    message = broken_rules(job)
+    assert any(expected in problem for problem in message) if expected else message == []
 
 
 def test_pods_must_be_complete() -> None:
@@ -108,8 +114,8 @@ def test_pods_must_be_complete() -> None:
     head["volumeMounts"] = []
     head["env"] = [{"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "120"}]
     spec["restartPolicy"] = "Always"
-    said = "\n".join(broken_rules(job))
-    assert "container 'ray-head' has no image" in said
-    assert "does not mount the run's configuration at /etc/ludus" in said
-    assert "terminationGracePeriodSeconds = 120 must be above RAY_GRACEFUL" in said
-    assert "restartPolicy: Never" in said
+    message = "\n".join(broken_rules(job))
+    assert "container 'ray-head' has no image" in message
+    assert "does not mount the run's configuration at /etc/ludus" in message
+    assert "terminationGracePeriodSeconds = 120 must be above RAY_GRACEFUL" in message
+    assert "restartPolicy: Never" in message

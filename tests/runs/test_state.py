@@ -1,4 +1,4 @@
-"""Where a run stands is told from its RayJob, and what keeps its pods from them."""
+"""The state of a run is read from its RayJob, and problems of its pods from the pods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state(control: Json | None = None, suspend: bool = False, **status: Any) -> 
         ),
     ],
 )
-def test_the_state_is_the_operators_and_the_wish_to_stop(
+def test_the_state_combines_the_operator_status_and_the_stop_request(
     status: Json, control: Json | None, expected: RunPhase
 ) -> None:
     assert state(control, **status).phase is expected
@@ -52,31 +52,31 @@ def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
     job = manifests().job
     job["metadata"]["labels"][QUEUE_LABEL] = "team"
     job["spec"]["suspend"] = True
-    found = read_state(job)
-    assert (found.phase, found.queue) == (RunPhase.QUEUED, "team")
+    run_state = read_state(job)
+    assert (run_state.phase, run_state.queue) == (RunPhase.QUEUED, "team")
 
 
-def test_a_run_that_is_being_deleted_says_so() -> None:
+def test_a_deleted_run_is_reported() -> None:
     job = manifests().job
     job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert read_state(job).phase is RunPhase.ENDING
 
 
-def test_attempts_and_exit_code_are_the_operators() -> None:
-    found = state(
+def test_attempts_and_exit_code_are_read_from_the_operator() -> None:
+    run_state = state(
         jobDeploymentStatus="Failed",
         reason="AppFailed",
         failed=4,
         message="Job entrypoint command failed with exit code 2, last logs: error: no",
     )
-    assert (found.attempts_failed, found.attempts_allowed, found.exit_code) == (4, 4, 2)
-    assert found.reason == "the trainer ended with an error"
-    assert found.is_over
+    assert (run_state.attempts_failed, run_state.attempts_allowed, run_state.exit_code) == (4, 4, 2)
+    assert run_state.reason == "the trainer ended with an error"
+    assert run_state.is_over
 
 
-def waiting(reason: str, message: str = "", **more: Any) -> Json:
+def waiting(reason: str, message: str = "", **fields: Any) -> Json:
     state = {"waiting": {"reason": reason, "message": message}}
-    return head_pod(phase="Pending", containerStatuses=[{"image": "i", "state": state, **more}])
+    return head_pod(phase="Pending", containerStatuses=[{"image": "i", "state": state, **fields}])
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def waiting(reason: str, message: str = "", **more: Any) -> Json:
         (head_pod("demo", "Failed", reason="Evicted", message="disk"), "stopped: Evicted: disk"),
     ],
 )
-def test_what_keeps_a_pod_is_told_with_the_way_out(pod: Json, expected: str) -> None:
-    (said,) = pod_troubles([pod])
-    assert said.startswith("the head pod demo-head ")
-    assert expected in said
+def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> None:
+    (message,) = pod_troubles([pod])
+    assert message.startswith("the head pod demo-head ")
+    assert expected in message
 
 
 @pytest.mark.parametrize("pod", [head_pod(), head_pod(phase="Pending"), waiting("PodInitializing")])
-def test_a_pod_that_only_takes_its_time_has_no_trouble(pod: Json) -> None:
+def test_a_slow_pod_has_no_problem(pod: Json) -> None:
     assert pod_troubles([pod]) == []
