@@ -1,4 +1,4 @@
-"""The endpoint as OpenAI's own client sees it: chat and responses, whole and streamed; refusals."""
+"""The endpoint with OpenAI's client: chat and responses, complete and streamed; refusals."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_do
 
 
 class Box:
-    """Tools of an environment."""
+    """A simulated session with tools."""
 
     tools = (Tool("look", "Looks.", {"type": "object", "properties": {}}),)
 

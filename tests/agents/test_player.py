@@ -1,4 +1,4 @@
-"""Episodes that agents play: what they return and may do, and what becomes of those that fail."""
+"""Episodes that agents play: their results, their limits, and their failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def player_with(
     answers: tuple[str, ...] = ("STAND",),
     **parts: Any,
 ) -> AsyncIterator[ScriptedPlayer]:
-    """A player whose episodes an agent plays, with a policy that answers by script."""
+    """Start a player for the agent, with a scripted policy."""
     script = itertools.cycle(answers)
     policy = ScriptedPolicy(chat, script)
     reward = parts.pop("reward", None) or Reward()

@@ -1,4 +1,4 @@
-"""Whatever an agent does with its history: what was sampled is trained on, token by token."""
+"""Conversation trees train exactly on the sampled tokens, however an agent edits its history."""
 
 from __future__ import annotations
 

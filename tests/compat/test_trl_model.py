@@ -1,4 +1,4 @@
-"""Models and tokenizers that a script passes, as the model of a run."""
+"""A script's models and tokenizers become the model of a run."""
 
 from __future__ import annotations
 

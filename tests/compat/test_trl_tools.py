@@ -1,4 +1,4 @@
-"""Tools and environments of TRL's: scripted answers, real methods, exact tokens."""
+"""TRL's tools and environments: scripted completions, real methods, exact tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def chat() -> ChatTokenizer:
 
 
 class Scripted(RolloutTrainer):
-    """Answers by script, one list for each episode; every token has log-prob -1."""
+    """A trainer that samples from a script: one list per episode, log-prob -1 for each token."""
 
     def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
         self._chat = chat
@@ -119,7 +119,7 @@ def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> No
         assert len(ids) == len(logprobs) == len(mask)
         assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
         assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
-    # Every prompt begins with the tokens before it: none is encoded twice.
+    # Every prompt begins with the earlier tokens, so no text is encoded twice.
     for previous, current in zip(trainer.sent, trainer.sent[1:], strict=False):
         assert any(current[0][: len(sent)] == sent for sent in previous)
     assert "from 1" in chat.decode(played["prompt_ids"][0])

@@ -1,4 +1,4 @@
-"""GRPOTrainer: what a script passes, as the run that it starts."""
+"""GRPOTrainer: a script's arguments become the settings of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parties of a conformance test, and what they play.
+"""The parties of a conformance test and their games.
 
-Everybody plays the same seeded games with the same policy (`upstream/policy.py`) and reports
+All parties play the same seeded games with the same policy (`upstream/policy.py`) and reports
 what it saw: every observation, reward and end, and how far the episode got.
 """
 
@@ -51,7 +51,7 @@ Games = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OurServer:
-    """A running environment server of ours."""
+    """A running Ludus environment server."""
 
     http_address: str
     grpc_address: str

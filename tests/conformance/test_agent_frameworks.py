@@ -1,4 +1,4 @@
-"""Agents of LangGraph and smolagents, unchanged: what they ask for is done, and is trained."""
+"""Unmodified agents of LangGraph and smolagents: their requests are served and trained on."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> str:
-    """The name of a framework whose environment can be made here."""
+    """Return the name of a framework."""
     made(request.param)
     return request.param
 
 
 def made(framework: str) -> Path:
-    """The framework's interpreter; skips where there is none."""
+    """Return the framework's interpreter; skip the test if it cannot be installed."""
     try:
         return python_with(framework)
     except UpstreamEnvironmentError as error:
@@ -132,16 +132,16 @@ async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
     assert measured["answer"] == "red"
     looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
     assert measured["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
-    assert len(measured["errors"]) == 1  # "It is" calls nothing, though a call was required
+    assert len(measured["errors"]) == 1  # "It is" contains no call, although a call was required
     first, second, *_ = tree.played_turns()
     assert "look" in first.messages[0]["content"]
-    # Calls come back as words of the agent's own.
+    # The agent writes calls in its own words.
     assert "Calling tools:" in second.messages[-2]["content"]
     assert "nothing" in second.messages[-1]["content"]
 
 
 class _CutOff:
-    """A policy by script whose answers are cut where a request wants them short."""
+    """A scripted policy that cuts its completions at the requested limit."""
 
     def __init__(self, policy: ScriptedPolicy) -> None:
         self._policy = policy
@@ -174,7 +174,7 @@ async def test_what_a_service_of_many_episodes_was_told_is_what_is_trained(
         measured = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
     check(measured, 24)
     assert measured.most_at_once > 1
-    if framework == "langgraph":  # a history that only grows is one sequence
+    if framework == "langgraph":  # a growing history is one sequence
         assert measured.num_sequences == measured.num_episodes < measured.num_answers
 
 

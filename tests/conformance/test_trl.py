@@ -51,12 +51,12 @@ print(json.dumps([dict(row) for row in PromptRows.of(Dataset.from_dict(columns),
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """An interpreter with TRL and OpenEnv's client."""
+    """Return an interpreter with TRL and OpenEnv's client."""
     return build_virtual_environment("upstream-trl-1.16.0+openenv-0.10.0", REQUIREMENTS)
 
 
 def last_line(command: list[Any]) -> Any:
-    """The last line that the program prints, which is JSON."""
+    """Return the last line of the output, parsed as JSON."""
     ended = subprocess.run(
         command,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""OpenEnv's clients of every generation on our echo: the same words, the same pay."""
+"""OpenEnv's clients of every generation on our echo environment: equal texts and rewards."""
 
 import json
 

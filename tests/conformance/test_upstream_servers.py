@@ -1,4 +1,4 @@
-"""Our client plays on OpenEnv's own servers, and sees what their own clients see."""
+"""Our client on OpenEnv's servers returns the same results as OpenEnv's clients."""
 
 import pytest
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("version", SERVERS)
 def test_our_client_sees_what_the_servers_own_client_sees(version):
-    # Servers of 0.1.x take no seeds: each process deals from the first one again.
+    # Servers of 0.1.x accept no seeds: each process starts from the first seed.
     seeded = version != "0.1.1"
     with upstream_server(version) as address:
         upstream_games = play_with_upstream_client(version, address)

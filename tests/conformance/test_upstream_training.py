@@ -1,4 +1,4 @@
-"""A run trains on OpenEnv's own servers: between two games nothing but the address changes."""
+"""A run trains on OpenEnv's servers; only the address changes between two games."""
 
 from __future__ import annotations
 

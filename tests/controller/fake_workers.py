@@ -1,8 +1,8 @@
 """Rollout workers without Ray and engines: the real supervision of simulated processes.
 
-RolloutWorkers  -->  FakeActor   one for each process that was started; does what `Behaviour` says
+RolloutWorkers  -->  FakeActor   one for each started process; follows `Behaviour`
       |
-      +-->  CountingBuffer       takes what was played, refuses what was lost
+      +-->  CountingBuffer       accepts played groups, refuses lost ones
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FakeActor:
         return Method(object.__getattribute__(self, f"_{name}"))
 
     def end(self, error: Exception | None = None) -> None:
-        """Die, of this error or without one."""
+        """Kill the process, with this error or without an error."""
         self.is_alive = False
         if not self.ended.done():
             self.ended.set_exception(error or ray.exceptions.RayActorError(error_msg="it died"))

@@ -63,7 +63,7 @@ def chat() -> ChatTokenizer:
 def make_run(
     folder: Path, chat: ChatTokenizer, fails: Callable[[int], bool], **parts: Any
 ) -> SimulatedRun:
-    """A run with real players and a policy that has one completion."""
+    """Return a run with real players and a policy that has one completion."""
     settings = {
         "environments": {"coins": {"reconnect_timeout_s": 0.5}},
         "training": {"num_steps": 15, "groups_per_step": 4},

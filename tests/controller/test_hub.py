@@ -54,7 +54,7 @@ class SilentHub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
-    """A silent hub and an empty cache."""
+    """Yield a silent hub; use an empty cache."""
     silent = SilentHub()
     monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -93,7 +93,7 @@ class SimulatedCall:
 
 
 def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerGroup, list[Any]]:
-    """A learner of two such ranks, and the killed ranks."""
+    """Return a learner with two such ranks, and the list of killed ranks."""
     ended: list[Any] = []
 
     class Options:

@@ -1,4 +1,4 @@
-"""A rollout worker gives up what it must not finish, and never goes back to older weights."""
+"""A rollout worker abandons groups on request and never returns to older weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HeldStore:
         self._may_end = may_end
 
     def fetch(self, published: PublishedWeights) -> FetchedWeights:
-        """A tensor that holds the version."""
+        """Return a tensor that contains the version."""
         version = published.manifest.version
         if version == 1:
             assert self._may_end.wait(timeout=60)

@@ -124,7 +124,7 @@ class FrozenBuffer:
         return self
 
     def remote(self, *_: object) -> FrozenBuffer:
-        """The actor."""
+        """Return the actor."""
         return self
 
     def __getattr__(self, method: str) -> Any:
@@ -135,11 +135,11 @@ class FrozenCall(Method):
     """A method of the actor."""
 
     def options(self, **_: object) -> FrozenCall:
-        """The call itself."""
+        """Return the call itself."""
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        """The call; `take` consists of two calls."""
+        """Return the call; `take` consists of two calls."""
         call = super().remote(*arguments)
         return (call, None) if len(arguments) == 2 and isinstance(arguments[1], float) else call
 

@@ -1,4 +1,4 @@
-"""One Ray for the whole runs that look at no process: starting it costs more than such a run."""
+"""Fixtures: one Ray cluster for several runs, because its start takes longer than a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ sys.stdin.read()
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """The address of a Ray that lasts as long as the tests of this process."""
-    for _ in range(2):  # Ray gives its own start 30 s, which a busy machine may not keep
+    """Start Ray for the tests of this process; yield its address."""
+    for _ in range(2):  # Ray's start times out after 30 s, which a busy machine may exceed
         with subprocess.Popen(
             [sys.executable, "-c", HOLD_RAY],
             stdin=subprocess.PIPE,
@@ -39,6 +39,6 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture
 def shared_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs of a test join that Ray, with its token, instead of starting their own."""
+    """Connect the runs of a test to the shared Ray, with its token."""
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

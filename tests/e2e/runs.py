@@ -48,12 +48,12 @@ class Run:
 
     @property
     def rows(self) -> list[MetricsRow]:
-        """The metrics so far."""
+        """The metrics up to now."""
         return read_metrics(self.folder)
 
     @property
     def last_step(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
@@ -115,7 +115,7 @@ def find_processes(marker: str) -> dict[int, str]:
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
             environment = (folder / "environ").read_bytes()
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has exited, or belongs to another user
             continue
         if marker.encode() in environment and int(folder.name) != os.getpid():
             commands[int(folder.name)] = command.decode(errors="replace")

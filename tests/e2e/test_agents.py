@@ -1,4 +1,4 @@
-"""The agent of the example is trained as users train it: a function, and the program it is."""
+"""The agent of the example is trained as a function and as a program."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RayCluster:
     """Nodes that run as separate programs."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
-        """Let a node join that offers so much of the resource `group`."""
+        """Add a node with this amount of the resource `group`."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{num_cpus} {group} {amount}\n")
         self.process.stdin.flush()
@@ -69,7 +69,7 @@ class RayCluster:
         self.raylets.setdefault(group, []).append(int(line[1]))
 
     def start_node(self, group: str) -> subprocess.Popen[bytes]:
-        """The program of a node as it runs in a pod, which SIGTERM ends with a drain."""
+        """Start a node program as in a pod, which SIGTERM stops with a drain."""
         node = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
@@ -96,7 +96,7 @@ class RayCluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
-    """A head that takes no tasks, a node for the learner, and one for a rollout worker."""
+    """Yield a cluster of a head without tasks, a learner node and a rollout node."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
     with subprocess.Popen(
@@ -134,7 +134,7 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         versions = held_versions(run)
         assert len(set(versions)) == 1 and versions[0] >= 2
         node.send_signal(signal.SIGTERM)
-        node.wait(600)  # It goes as soon as nothing is played there, not when its time is up.
+        node.wait(600)  # The node leaves as soon as it plays nothing, not after its time limit.
         step = run.last_step
         run.wait_until(lambda: run.last_step > step + 1)
         assert len(held_versions(run)) == 1
@@ -145,7 +145,7 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         lines = run.output().splitlines()
     logged = [
         MetricsRow.model_validate_json(line.partition(LOG_ROW_PREFIX)[2])
-        for line in lines  # in which what Ray's processes say may stand before it
+        for line in lines  # output of Ray's processes may precede the JSON on the same line
         if LOG_ROW_PREFIX in line
     ]
     assert [row for row in run.rows if row.kind in ("phase", "train", "eval", "event")] == logged
@@ -153,9 +153,9 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
 
 
 def commands_below(pid: int) -> Iterator[str]:
-    """The command lines of the process's children."""
+    """Return the command lines of the process's children."""
     for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # one that idled may end meanwhile
+        with suppress(psutil.NoSuchProcess):  # an idle child may exit meanwhile
             yield " ".join(child.cmdline())
 
 

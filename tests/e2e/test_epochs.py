@@ -1,6 +1,6 @@
-"""Whole passes over a data set, with real workers: each row once, also after a stop.
+"""Epochs over a data set with real workers: each row is used once, also after a stop.
 
-A reward function writes down which row was judged, so the count is of what was played.
+A reward function records the row of each scored completion, so the test counts played rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ num_games_during = 0
 
 
 def judge(completions: list[object], row_id: list[int], file: list[str]) -> list[float]:
-    """A reward for length; each row that is judged is a line of the file that the rows name."""
+    """Return the lengths as rewards; append each scored row to the file that the rows name."""
     with open(file[0], "a") as judged_rows:
         judged_rows.write(f"{json.dumps(row_id)}\n")
     return [float(len(str(completion))) for completion in completions]

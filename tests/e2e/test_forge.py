@@ -1,4 +1,4 @@
-"""Forge's calls train for real: in parts as at once, with functions of the program's own."""
+"""Forge's calls train a model: in parts or in one call, with custom functions."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything that its cells print."""
+    """Execute the notebook; return the output of its cells."""
     monkeypatch.setenv("GYMFORMER_RUNS", str(runs))
     monkeypatch.setenv("GYMFORMER_EPISODES", str(EPISODES))
     monkeypatch.setenv("GYMFORMER_COMPARISONS", "160")

@@ -1,4 +1,4 @@
-"""The examples of answers that reward functions judge begin to learn within a few steps."""
+"""The examples with reward functions learn within a few steps."""
 
 from __future__ import annotations
 

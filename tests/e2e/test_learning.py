@@ -1,12 +1,12 @@
-"""It learns; and what must not learn does not.
+"""A run learns from true rewards and does not learn from shuffled rewards.
 
-Both runs are the same but for the rewards: dealt as earned, or dealt out at random. They are
-the blackjack example, cut to 41,000 games, and are judged by the share of the gap from random
-play to basic strategy that they close on the same deals.
+The two runs differ only in their rewards. Both are the blackjack example with 41,000 games. The
+measure is the share of the gap from random play to basic strategy that a run closes on the same
+deals.
 
-Shuffled rewards still move the policy, at random: it may come to stand more often, or less, and
-win or lose by that. What they cannot teach is to look at the hand. So the line between learning
-and drifting is what always standing closes, the best that can be done without looking.
+Shuffled rewards still change the policy at random: it may stand more or less often. They cannot
+teach the policy to use its hand. The threshold between learning and drift is therefore the share
+that always standing closes, which is the best result without using the hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def learn(folder: Path, *overrides: str) -> Summary:
-    """The summary of such a run."""
+    """Train such a run; return its summary."""
     with start_run(folder, *SETTINGS, *overrides) as run:
         return run.finish(timeout_s=2300)
 

@@ -69,5 +69,5 @@ def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_rest
 
 
 def num_restarts(run: Run) -> float:
-    """Environment servers that the run has started again."""
+    """Return the number of environment servers that the run restarted."""
     return sum(row.values.get("num_environment_restarts", 0) for row in run.rows)

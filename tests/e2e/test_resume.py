@@ -58,7 +58,7 @@ def select_trained_rows(run: Run) -> list[tuple[str, int, str | None, dict[str, 
 
 
 def evaluations(run: Run) -> list[MetricsRow]:
-    """The rows of the evaluations, without their time."""
+    """Return the rows of the evaluations, without their time."""
     rows = [row for row in run.rows if row.kind == "eval"]
     return [row.model_copy(update={"elapsed_s": 0.0}) for row in rows]
 

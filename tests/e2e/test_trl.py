@@ -1,4 +1,4 @@
-"""Scripts of TRL's train here with one import line changed."""
+"""TRL scripts train with one changed import."""
 
 from __future__ import annotations
 

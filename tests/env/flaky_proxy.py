@@ -1,4 +1,4 @@
-"""A TCP proxy for tests that delays, cuts, swallows and half-closes what passes through it;
+"""A TCP proxy for tests that delays, cuts, drops and half-closes connections;
 it can also put TLS before a server that has none."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ssl import SSLContext
 
 
 class FlakyProxy:
-    """Stands between a client and a server: `async with FlakyProxy(server.grpc_address) as p`."""
+    """A proxy between a client and a server: `async with FlakyProxy(server.grpc_address) as p`."""
 
     def __init__(self, upstream: str, ssl: SSLContext | None = None) -> None:
         self._ssl = ssl
@@ -38,11 +38,11 @@ class FlakyProxy:
         self.cut()
 
     def lead_to(self, upstream: str) -> None:
-        """New connections go to another server."""
+        """Forward new connections to another server."""
         self._port = int(upstream.rpartition(":")[2])
 
     def cut(self) -> None:
-        """Breaks every connection, as a killed process or a dropped route with a reset does."""
+        """Reset every connection, like a killed process or a dropped route."""
         for link in list(self._links):
             link.abort()
 
@@ -52,7 +52,7 @@ class FlakyProxy:
             link.swallows = True
 
     def half_close(self) -> None:
-        """The server's direction ends; what the client sends is still taken."""
+        """Close the server's direction; still accept data from the client."""
         for link in self._links:
             link.half_close()
 

@@ -1,4 +1,4 @@
-"""Counting with an aim, which the environment itself says was met or missed."""
+"""A counting environment that reports success or failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUT_OFF = [{"add": 7}]
 
 
 class GoalEnv(CountingEnv):
-    """An episode succeeds when its five numbers make exactly ten."""
+    """A counting environment whose episodes succeed if their five numbers sum to ten."""
 
     name = "goal"
 

@@ -1,6 +1,6 @@
 """A gRPC server around a SessionCore with any of the core's options.
 
-For tests that need what a whole `EnvServer` does not let them set.
+For tests of options that `EnvServer` does not expose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GrpcServed:
     address: str
 
     async def kill(self) -> None:
-        """Ends it as a crash does: connections break, sessions are gone."""
+        """Stop the server like a crash: connections break and sessions are lost."""
         await self.server.stop(grace=None)
         await self.core.shut_down()
 

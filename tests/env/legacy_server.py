@@ -1,6 +1,6 @@
-"""A server that speaks HTTP as OpenEnv 0.1 does, in a thread; it counts.
+"""A counting server in a thread with the HTTP interface of OpenEnv 0.1.
 
-Copies the behaviour seen of the real one: one environment for all callers, bodies whose
+It copies the behavior of the real server: one environment for all callers, bodies whose
 unknown keys are ignored, a bare 500 for every fault, no /schema and no /metadata.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass
 class Counter:
-    """The one environment."""
+    """The only environment of the server."""
 
     total: int = 0
     step_count: int = 0

@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, never for a time; a clock is moved instead."""
+"""Helpers that wait for conditions in tests, and clocks that tests advance."""
 
 from __future__ import annotations
 

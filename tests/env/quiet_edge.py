@@ -1,4 +1,4 @@
-"""A gRPC edge for tests that tells of a stream's end only those who say something on it."""
+"""A gRPC proxy for tests that reports a stream's end only when the client sends something."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ludus.proto.env.v1 import env_pb2_grpc
 
 
 class QuietEdge(env_pb2_grpc.EnvServiceServicer):
-    """Stands between a client and a server: `async with QuietEdge(server.grpc_address) as edge`."""
+    """A gRPC proxy: `async with QuietEdge(server.grpc_address) as edge`."""
 
     def __init__(self, upstream: str) -> None:
         self.address = ""
         self.upstreams: list[Any] = []
-        """The streams to the server; cancelling one ends it there."""
+        """Streams to the server; a cancelled stream ends on the server."""
         self._channel = grpc.aio.insecure_channel(upstream.removeprefix("grpc://"))
         self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
         self._server = grpc.aio.server()

@@ -17,14 +17,14 @@ class RawStream:
         self.call = env_pb2_grpc.EnvServiceStub(self.channel).Connect(metadata=metadata)
 
     async def ask(self, call: pb.Call) -> pb.Reply:
-        """The reply, whether a result or an error."""
+        """Send a call; return its result or error."""
         await self.call.write(pb.CallBatch(calls=[call]))
         (reply,) = (await self.call.read()).replies
         assert reply.call_id == call.call_id
         return reply
 
     async def open(self, **fields) -> str:
-        """The id of a new session."""
+        """Open a session; return its id."""
         opened = await self.ask(pb.Call(open=pb.OpenRequest(**fields)))
         assert not opened.HasField("error"), opened.error
         return opened.open.session_id

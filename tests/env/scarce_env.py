@@ -1,4 +1,4 @@
-"""The counting environment, in a process that may be kept from forking.
+"""The counting environment, in a process whose forks can fail on request.
 
 While the folder named by the variable holds a file `no-fork`, the fork server, or those that it
 forks to make a worker, find no process left; the file says which of them. A process that imports

@@ -1,4 +1,4 @@
-"""An ASGI application on a real port in this event loop, over sessions of the test's choice."""
+"""An ASGI application on a real port in this event loop, with the test's sessions."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.env.counting_env import CountingEnv
 
 
 def get_core(factory=CountingEnv, **options) -> SessionCore:
-    """The sessions of a server with these options."""
+    """Return the sessions of a server with these options."""
     return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 

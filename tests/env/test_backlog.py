@@ -165,7 +165,7 @@ async def test_a_backlog_has_room_again_when_enough_is_done(
 
 
 def embedded(field: int, content: bytes) -> bytes:
-    """A field of protobuf's wire format that holds a message."""
+    """Return a field of protobuf's wire format that contains a message."""
     size, head = len(content), bytes([field << 3 | 2])
     while size >= 0x80:
         head, size = head + bytes([size & 0x7F | 0x80]), size >> 7

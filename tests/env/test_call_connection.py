@@ -1,4 +1,4 @@
-"""The client's WebSocket: replies that are handed on, and those that have to be read."""
+"""The client's WebSocket: delivered replies, and replies that must be read."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio
 
 @asynccontextmanager
 async def open_connection(answer):
-    """A connection to a server that says something first if it wants to, and answers."""
+    """Open a connection to a server that sends an optional first message, and replies."""
     async with serve(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         address = f"ws://127.0.0.1:{port}"

@@ -15,7 +15,7 @@ from tests.env.polling import turns_of_the_loop
 
 
 class Written:
-    """Keeps what is written, and answers nothing."""
+    """A stream that records its input and never replies."""
 
     def __init__(self) -> None:
         self.batches: list[pb.CallBatch] = []

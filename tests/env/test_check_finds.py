@@ -1,4 +1,4 @@
-"""`check_environment` finds what bad environments do, by name, and comes to an end."""
+"""`check_environment` names the faults of bad environments, and always finishes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def throw(error) -> None:
 
 
 class Renderer(CountingRenderer):
-    """Counts as ever, but for its deeds."""
+    """A counting renderer with configurable faults."""
 
     def __init__(self, deeds) -> None:
         self._deeds = deeds
@@ -63,7 +63,7 @@ class Renderer(CountingRenderer):
 
 
 class BadEnv(CountingEnv):
-    """Counts as ever, but for its deeds: each gets what is right and returns what to do."""
+    """A counting environment with configurable faults; each maps a correct value to a wrong one."""
 
     steps_on_event_loop = False
 
@@ -225,7 +225,7 @@ def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
     ],
 )
 def test_the_end_of_its_process_is_one_broken_rule(deed, message) -> None:
-    # A busy machine may take seconds to end a process of this size.
+    # A busy machine may take seconds to stop a process of this size.
     broken = find_broken(timeout_s=60.0, call=lambda good: deed())
     assert list(broken) == ["tools_return_json_objects"]
     assert message in broken["tools_return_json_objects"]

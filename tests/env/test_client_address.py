@@ -169,7 +169,7 @@ async def test_basic_credentials_and_tokens_travel_on_every_wire() -> None:
 
 @asynccontextmanager
 async def answering(status_line: str, headers: str = "", body: str = "") -> AsyncIterator[str]:
-    """A server that gives every request the same answer."""
+    """Start a server that sends the same response to every request."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -203,7 +203,7 @@ async def test_what_an_http_status_says_of_coming_back_is_kept() -> None:
 
 
 async def test_a_path_before_the_endpoints_is_kept() -> None:
-    """As at a gateway, where http://gateway/envs/NAME is an environment."""
+    """A gateway serves an environment at http://gateway/envs/NAME."""
     async with running() as server:
         outer = FastAPI()
         outer.mount("/envs/counting", build_app(server.core))

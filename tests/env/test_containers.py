@@ -1,4 +1,4 @@
-"""Clients that start their server in a container: started, waited for, removed in every case."""
+"""Clients that start their server in a container: started, awaited, and always removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ludus.proto.errors import ConfigError, UnavailableError
 
 @dataclass
 class FakeProvider:
-    """A provider whose container is a server of this process, or none."""
+    """A provider whose container is a server of this process or nothing."""
 
     address: str
     is_ready: bool = True
@@ -67,7 +67,7 @@ def pay_in(provider: FakeProvider, token: str) -> float | None:
     with client:
         client.reset()
         reward = client.step(EchoAction(message="Hello, World!")).reward
-    client.close()  # a second time is no harm
+    client.close()  # a second call is harmless
     return reward
 
 
@@ -149,7 +149,7 @@ esac
 
 @dataclass
 class FakeEngine:
-    """A program in docker's place, which writes down what it is asked for."""
+    """A program that replaces docker and records its arguments."""
 
     folder: Path
 
@@ -159,16 +159,16 @@ class FakeEngine:
 
     @property
     def is_running(self) -> bool:
-        """True while the started container exists."""
+        """True if the started container exists."""
         return (self.folder / "running").exists()
 
     @property
     def commands(self) -> list[str]:
-        """The arguments of each call of the engine."""
+        """Arguments of each call of the engine."""
         return (self.folder / "commands").read_text().splitlines()
 
     def say(self, name: str, text: str = "") -> None:
-        """Have it say `text` where it looks for a file of this name."""
+        """Make the program print `text` for the command of this name."""
         (self.folder / name).write_text(text)
 
 
@@ -272,7 +272,7 @@ def test_a_container_goes_with_its_process_even_when_that_is_killed(engine: Fake
     assert not engine.is_running
 
 
-# -- what runs in the container --------------------------------------------------------
+# -- the program in the container --------------------------------------------------------
 
 
 @pytest.mark.parametrize(("token", "flags"), [("", ["--insecure"]), ("secret", [])])

@@ -1,4 +1,4 @@
-"""Parts of a call that parsers take and writers do not: refused, and the next call is answered."""
+"""Parts of a call that can be parsed but not written: refused, and the next call succeeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reply belongs to its call, whatever the connection does to it."""
+"""Every reply belongs to its call, even on a faulty connection."""
 
 import asyncio
 import dataclasses
@@ -266,7 +266,7 @@ async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun
 
 
 def now_and_then_cut(proxy: FlakyProxy) -> Callable[[], float]:
-    """A delay of none for each chunk, a little after some of which the connection is cut.
+    """Return a zero delay for each chunk, and cut the connection shortly after some chunks.
 
     A fake clock would leave a slow machine no time to finish anything.
     """

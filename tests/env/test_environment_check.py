@@ -1,4 +1,4 @@
-"""`check_environment` passes what is right and names what is wrong."""
+"""`check_environment` passes correct environments and names the faults of others."""
 
 import random
 

@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def examples() -> dict:
-    """The names that the two environments of the page leave."""
+    """Return the namespace of the page's two examples."""
     names: dict = {"__name__": "guessing"}
     for example in blocks("python")[:2]:
         exec(example, names)

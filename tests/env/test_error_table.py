@@ -1,4 +1,4 @@
-"""docs/errors.md, the codes, and what each wire makes of them are one and the same."""
+"""docs/errors.md, the error codes, and their form on each wire agree."""
 
 import re
 from pathlib import Path

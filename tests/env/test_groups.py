@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class MoodyEnv(CountingEnv):
-    """Begins differently each time, whatever the seed."""
+    """An environment whose start ignores the seed."""
 
     moods = itertools.count()
 

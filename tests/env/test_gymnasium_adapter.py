@@ -47,7 +47,7 @@ SPACES = {
 
 
 class MirrorEnv(gymnasium.Env):
-    """Shows the last action again; the space is both what it takes and what it shows."""
+    """An environment that shows the last action; one space is used for actions and observations."""
 
     def __init__(self, space: str, mask: bool = False) -> None:
         self.action_space = self.observation_space = SPACES[space]
@@ -86,14 +86,14 @@ class CameraEnv(gymnasium.Env):
 
 
 class RoboticEnv(CameraEnv):
-    """Says itself whether it succeeded, and pays nothing for it."""
+    """An environment that reports success without a reward."""
 
     def step(self, action):
         return self._see(), -1.0, False, True, {"is_success": np.float32(action)}
 
 
 class StillEnv(CameraEnv):
-    """Pays a tenth for each of nine steps in which nothing is done; 0.9 is what is hoped for."""
+    """An environment with reward 0.1 for each of nine idle steps; its reward threshold is 0.9."""
 
     def reset(self, *, seed=None, options=None):
         self._num_steps = 0
@@ -216,7 +216,7 @@ def test_flags_stay_apart_and_a_step_after_the_end_is_refused() -> None:
 
 
 def make_final_step(env_id: str, actions: list, **options) -> Transition:
-    """The end of an episode in which the actions are taken over and over."""
+    """Return the last step of an episode that repeats the actions."""
     environment = make(env_id, **options)()
     environment.reset(seed=3)
     for action in itertools.cycle(actions):

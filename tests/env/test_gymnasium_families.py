@@ -93,7 +93,7 @@ def make_own(env, **options):
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MuJoCo writes its warnings into a file of the folder that it runs in."""
+    """Run each test in its own folder, because MuJoCo writes a log into the working folder."""
     monkeypatch.chdir(tmp_path)
 
 

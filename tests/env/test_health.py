@@ -1,4 +1,4 @@
-"""Health, readiness, drain and metrics, as Kubernetes and Prometheus ask for them."""
+"""Health, readiness, drain and metrics, as Kubernetes and Prometheus request them."""
 
 import asyncio
 import contextlib

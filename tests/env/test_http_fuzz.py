@@ -1,4 +1,4 @@
-"""Any request to the HTTP routes is answered with something typed, never with a bare 500."""
+"""Any request to the HTTP routes gets a typed response, never a bare 500."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class PatientEnv(CountingEnv):
-    """Raises at nothing and sleeps at nothing."""
+    """A counting environment that never raises and never sleeps."""
 
     def step(self, action):
         return super().step(action.model_copy(update={"add": action.add % 7 + 1}))

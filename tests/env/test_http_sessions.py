@@ -22,7 +22,7 @@ from tests.env.served import running
 
 
 def visitor(server) -> httpx.AsyncClient:
-    """A client that keeps cookies, as OpenEnv 0.1 does."""
+    """Open a client that keeps cookies, like OpenEnv 0.1."""
     return httpx.AsyncClient(base_url=server.http_address, timeout=60)
 
 

@@ -277,7 +277,7 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
         host = worker_host(server)
         await open_many(client, 1)
         fork_server = host.fork_server_pid
-        os.kill(fork_server, signal.SIGSTOP)  # it receives orders but does not carry them out
+        os.kill(fork_server, signal.SIGSTOP)  # the worker receives orders but does not execute them
         killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
@@ -326,7 +326,7 @@ async def test_no_slot_leaks_after_200_opens_and_kills(isolation: str) -> None:
         await eventually(lambda: all(not worker.sessions for worker in host.live_workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
-            with contextlib.suppress(InfrastructureError, ExecutionError):  # a late kill
+            with contextlib.suppress(InfrastructureError, ExecutionError):  # the kill may be late
                 sessions += await open_many(client, 1)
         assert server.core.load.num_sessions == max_sessions
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))

@@ -1,6 +1,6 @@
 """A server keeps no object that an environment returned, even without garbage collection.
 
-A quiet server makes too little garbage to collect any: whatever needs that would stay.
+A quiet server creates too little garbage to start a collection, so cycles would stay in memory.
 """
 
 from __future__ import annotations

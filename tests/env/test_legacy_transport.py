@@ -1,4 +1,4 @@
-"""OpenEnv 0.1 servers: recognised, driven by HTTP, and honestly limited."""
+"""OpenEnv 0.1 servers: detected, used over HTTP, with clear errors for missing features."""
 
 import asyncio
 

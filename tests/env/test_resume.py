@@ -32,7 +32,7 @@ ACTIONS = [{"add": 1}, "ADD 2", {"add": 8}, {"add": 3}, {"add": 4}]
 
 
 class MoodyEnv(CountingEnv):
-    """Begins differently each time, whatever the seed."""
+    """An environment whose start ignores the seed."""
 
     moods = itertools.count()
 

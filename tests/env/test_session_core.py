@@ -148,7 +148,7 @@ async def test_a_failed_reset_frees_the_slot(factory) -> None:
 
 
 class AddsToAnOption(CountingEnv):
-    """Accepts any option and reports a bad one at the first reset."""
+    """An environment that accepts any option and reports a bad option at the first reset."""
 
     start: object = "3"
 
@@ -378,7 +378,7 @@ async def test_requested_episode_id_is_in_the_state(factory) -> None:
 
 
 class DyingHost(LocalHost):
-    """Loses every session right after its first result, before a client knows its id."""
+    """A host that loses every session after its first result, before a client receives its id."""
 
     async def open(self, session_id, *, with_text, on_lost):
         hosted = await super().open(session_id, with_text=with_text, on_lost=on_lost)

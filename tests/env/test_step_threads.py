@@ -94,7 +94,7 @@ async def test_calls_fail_while_all_threads_hang_and_work_again_later() -> None:
 
 
 class HeldAndFailing(Held):
-    """Raise an error on request."""
+    """A call that raises an error on request."""
 
     def __call__(self) -> str:
         super().__call__()

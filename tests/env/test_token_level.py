@@ -1,4 +1,4 @@
-"""Environments whose actions are tokens: nothing lists the vocabulary, an answer is one step."""
+"""Environments with token actions: no text lists the vocabulary; a completion is one step."""
 
 from __future__ import annotations
 

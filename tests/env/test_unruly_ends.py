@@ -1,7 +1,7 @@
 """Calls that end a worker process or never return, on every host and over every wire.
 
 The caller gets an error code in time, the slot is freed, and another session
-gets a worker at once. Inline the server itself ends, and says so by its exit code.
+gets a worker at once. An inline server exits itself, with a clear exit code.
 """
 
 from __future__ import annotations

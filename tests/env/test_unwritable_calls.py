@@ -14,7 +14,7 @@ from tests.env.tool_env import ToolEnv
 
 LONG = 2**70
 HALF = "\ud800"
-"""Half of a character: a str that no UTF-8 says."""
+"""Half of a surrogate pair, which UTF-8 cannot encode."""
 
 
 async def refusals(address: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whatever arrives on a socket: a typed answer or a proper close, and no session left over."""
+"""Any message on a socket gets a typed response or a proper close, and leaks no session."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ fuzzing = settings(
 
 
 def is_typed(reply: dict) -> bool:
-    """True for what the protocols know."""
+    """Return True if the message has a type of one of the protocols."""
     if "jsonrpc" in reply:
         return "result" in reply or isinstance(reply["error"]["code"], int)
     if reply["type"] == "error":
@@ -122,7 +122,7 @@ def is_typed(reply: dict) -> bool:
 
 
 async def converse(server, path: str, sent: list[str | bytes]) -> None:
-    """Sends the frames and checks what comes back; the socket may be closed by any of them."""
+    """Send the frames and check the responses; any frame may close the socket."""
     url = server.http_address.replace("http", "ws") + path
     async with connect(url, additional_headers=BEARER, compression=None) as socket:
         try:
@@ -162,7 +162,7 @@ async def test_any_frames_get_typed_answers_and_leave_nothing_behind(
 
 
 async def until_empty_but_created(server, sent) -> None:
-    """Sessions that MCP calls created on purpose stay; all others are gone."""
+    """Wait until only the sessions that MCP calls created are open."""
     if any("openenv/session/create" in str(message) for message in sent):
         return
     await wait_for_sessions(server.core, 0)

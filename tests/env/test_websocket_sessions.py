@@ -30,7 +30,7 @@ async def ask(socket, message):
 
 
 async def wait_for_close(socket) -> tuple[int, str]:
-    """Close code and reason, once nothing else came before."""
+    """Return the close code and reason; fail on any other message."""
     with pytest.raises(ConnectionClosed):
         await asyncio.wait_for(socket.recv(), 60)
     return socket.close_code, socket.close_reason
@@ -179,7 +179,7 @@ async def test_a_half_open_connection_is_cut_and_its_session_freed() -> None:
     async with serving(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
         socket = await socket_to(authority)
         await ask(socket, {"type": "reset"})
-        socket.transport.pause_reading()  # pongs need reading
+        socket.transport.pause_reading()  # the client must read to answer pings
         move_loop_clock(61)
         await turns_of_the_loop()
         move_loop_clock(61)
@@ -243,7 +243,7 @@ async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so
 
 
 class RequestedEnv(CountingEnv):
-    """Shows the request id of the call that is served."""
+    """An environment that shows the request id of the current call."""
 
     def _observe(self, note: str = ""):
         return super()._observe(note or current_request_id())

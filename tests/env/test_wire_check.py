@@ -1,4 +1,4 @@
-"""`check_server` passes servers that keep the rules of the wire, and names those they break."""
+"""`check_server` passes servers that follow the rules of the wire, and names broken rules."""
 
 import random
 

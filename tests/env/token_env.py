@@ -11,7 +11,7 @@ TOKENS = "ludus-tests/Tokens-v0"
 
 
 class CountingTokens(gymnasium.Env):
-    """Pays 1 for a token that is one more than the last; 9 ends it, and a 5 is answered by 50."""
+    """An environment with reward 1 for the last token plus 1; 9 ends it, and 50 follows each 5."""
 
     num_made = 0
 

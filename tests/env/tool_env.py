@@ -8,7 +8,7 @@ from tests.env.counting_env import CountingEnv
 
 
 class ToolEnv(CountingEnv):
-    """Notes are kept for the session; `fail` fails, `wrong` refuses its arguments."""
+    """An environment that keeps notes; tool `fail` fails, tool `wrong` refuses its arguments."""
 
     name = "tools"
 

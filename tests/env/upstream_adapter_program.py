@@ -1,6 +1,6 @@
 """A program that uses foreign environments through our SDK in a virtual environment with OpenEnv.
 
-Arguments: targets. Prints a JSON object: for each target what the checks found, and an episode.
+Arguments: targets. Prints a JSON object: for each target, its findings and an episode.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class SumState(State):
 
 
 class SumEnvironment(Environment):
-    """Adds up to ten."""
+    """An environment that adds numbers up to ten."""
 
     def __init__(self):
         super().__init__()

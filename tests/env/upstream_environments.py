@@ -81,7 +81,7 @@ class AsyncGuessEnvironment(GuessEnvironment):
 
 
 class OneThreadEnvironment(GuessEnvironment):
-    """All of them in one thread."""
+    """An environment whose sessions share one thread."""
 
     REQUIRES_SINGLE_THREAD_EXECUTOR = True
 

@@ -30,7 +30,7 @@ def upstream_python(version: str) -> Path:
 
 
 def run_beside_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
-    """A finished `python SCRIPT ARGUMENTS` in that virtual environment."""
+    """Run `python SCRIPT ARGUMENTS` in that virtual environment; return the finished process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     return subprocess.run(
         [upstream_python(version), script, *arguments],

@@ -6,7 +6,7 @@ from openenv.core.env_server.types import Action, Observation, State
 
 
 class ToolsEnvironment(MCPEnvironment):
-    """Echoes."""
+    """An environment with an echo tool."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -15,7 +15,7 @@ class ToolsEnvironment(MCPEnvironment):
 
         @server.tool
         def echo(message: str) -> str:
-            """Says it again."""
+            """Return the message."""
             return message
 
         super().__init__(server)

@@ -1,4 +1,4 @@
-"""A small environment with tools: sums, with a calculator that may be asked before the answer."""
+"""A small environment with tools: sums, with a calculator as an optional tool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Renderer:
 
 
 class CalculatorEnv(Environment[Answer, Question, State]):
-    """One sum; right is worth 1."""
+    """One sum; the correct answer has reward 1."""
 
     action_type = Answer
     observation_type = Question

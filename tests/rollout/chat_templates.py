@@ -1,4 +1,4 @@
-"""Chat templates in the manner of model families, each with a byte-level tokenizer that fits it."""
+"""Chat templates like those of model families, each with a matching byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ QWEN25 = Family(
     has_tools=True,
 )
 
-# Thoughts of turns before the last question are taken out; without thinking an empty thought
-# stands in the prompt.
+# Removes the reasoning of earlier turns. With reasoning disabled, the prompt contains an empty
+# reasoning block.
 QWEN3 = Family(
     "qwen3",
     "{%- set ns = namespace(last=-1) %}"
@@ -85,7 +85,7 @@ QWEN3 = Family(
     eos="<|im_end|>",
 )
 
-# A token that begins the text; contents are trimmed; no line break after the end token.
+# Starts the text with a BOS token, trims contents, and adds no line break after the end token.
 LLAMA3 = Family(
     "llama3",
     "{{- bos_token }}"
@@ -102,7 +102,7 @@ LLAMA3 = Family(
     bos="<|begin_of_text|>",
 )
 
-# Roles must alternate, no role but two; a space before the answer that the model says itself.
+# Accepts two alternating roles only; the model itself samples the space before its answer.
 MISTRAL = Family(
     "mistral",
     "{{- bos_token }}"
@@ -119,7 +119,7 @@ MISTRAL = Family(
     bos="<s>",
 )
 
-# The end of a turn is not the end of a text; no system role; the assistant is called model.
+# Ends turns with a token that is not EOS, has no system role, and calls the assistant "model".
 GEMMA = Family(
     "gemma",
     "{{- bos_token }}"
@@ -137,7 +137,7 @@ GEMMA = Family(
     bos="<bos>",
 )
 
-# Plain words: nothing ends a turn but the next one.
+# Uses plain words; only the next turn ends a turn.
 PLAIN = Family(
     "plain",
     "{%- for m in messages %}{{- m.role | capitalize + ': ' + m.content + '\\n' }}{%- endfor %}"

@@ -1,4 +1,4 @@
-"""The engines under test, each with an untied and a tied model; and what episodes need."""
+"""Fixtures: the engines under test with untied and tied models, and the parts of an episode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rollout.engine_pair import TRANSFORMERS, VLLM, EnginePair, open_pair
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EnginePair]:
-    """Each kind of engine with its plain model, one after the other."""
+    """Yield each kind of engine with its plain model."""
     torch.set_num_threads(1)
     with open_pair(request.param, tmp_path_factory.mktemp("model")) as opened:
         yield opened

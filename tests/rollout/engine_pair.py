@@ -48,21 +48,21 @@ VLLM = [
 
 @dataclass(frozen=True)
 class EnginePair:
-    """An engine, and a plain model that always holds the same weights."""
+    """An engine, and a plain model with the same weights."""
 
     kind: EngineKind
     engine: Engine
     model: PreTrainedModel
 
     def sync(self, seed: int) -> None:
-        """Move the plain model a little and hand its weights to the engine."""
+        """Change the plain model slightly and load its weights into the engine."""
         move(self.model, seed, 0.05)
         self.engine.load_weights(dict(self.model.named_parameters()))
 
 
 @contextmanager
 def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
-    """An engine of that kind and its plain model; skips where vLLM is wanted and missing."""
+    """Open an engine of this kind with its plain model; skip the test if vLLM is missing."""
     path = make_folder(folder, tie_embeddings=kind.tie_embeddings)
     model = load_language_model(path).eval()
     if kind.name == "transformers":
@@ -73,7 +73,7 @@ def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
 
 
 def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
-    """The folder of a tiny model whose answers are far from uniform."""
+    """Write a tiny model with a far from uniform distribution; return its folder."""
     config = TinyModel(
         width=64,
         num_heads=2,
@@ -92,13 +92,13 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
 
 
 def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine:
-    """A transformers engine with the model of `path`."""
+    """Return a transformers engine with the model in `path`."""
     model = load_language_model(path)
     return TransformersEngine(model, end_token_id=END_TOKEN_ID, max_batch_size=max_batch_size)
 
 
 def make_vllm_engine(path: str) -> Engine:
-    """A vLLM engine with the model of `path`; the process must be prepared for it."""
+    """Return a vLLM engine with the model in `path`; the process must be prepared for vLLM."""
     from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
 
     return VllmEngine(
@@ -112,7 +112,7 @@ def make_vllm_engine(path: str) -> Engine:
 
 @contextmanager
 def prepared_for_vllm() -> Iterator[None]:
-    """This process, prepared for one vLLM engine at a time; skips where vLLM is missing."""
+    """Prepare this process for one vLLM engine at a time; skip the test if vLLM is missing."""
     if not has_vllm():
         pytest.skip("vLLM is not installed")
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +137,7 @@ def make_requests(
     top_p: float = 1.0,
     first_seed: int = 0,
 ) -> list[EngineRequest]:
-    """Requests with random prompts of four lengths."""
+    """Return requests with random prompts of four lengths."""
     draw = random.Random(0)
     return [
         EngineRequest(
@@ -151,7 +151,7 @@ def make_requests(
 
 
 def answer(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, EngineOutput]:
-    """The engine's output for each request, by its id."""
+    """Return the engine's output for each request, by request id."""
     for request in requests:
         engine.submit(request)
     return drain(engine)
@@ -171,7 +171,7 @@ def drain(engine: Engine) -> dict[int, EngineOutput]:
 def full_logprobs(
     model: PreTrainedModel, prompt_ids: list[int], answer_ids: list[int], temperature: float = 1.0
 ) -> list[float]:
-    """The answer's log-probs from one forward over the whole sequence, without a cache."""
+    """Return the completion's log-probs from one forward pass without a cache."""
     logits = model(torch.tensor([prompt_ids + answer_ids]), use_cache=False).logits[0]
     rows = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
     return rows[range(len(answer_ids)), answer_ids].tolist()
@@ -180,11 +180,11 @@ def full_logprobs(
 def largest_error(
     model: PreTrainedModel, requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> float:
-    """The largest difference between an output's log-prob and that of a full forward."""
+    """Return the largest difference of the outputs' log-probs to a full forward pass."""
     errors = [0.0]
     for request in requests:
         output = outputs[request.request_id]
-        # Greedy answers report the log-probs of temperature 1.
+        # Greedy completions report the log-probs of temperature 1.
         temperature = request.sampling.temperature or 1.0
         expected = full_logprobs(model, request.prompt_ids, output.token_ids, temperature)
         errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]

@@ -11,10 +11,10 @@ from ludus.trainer.core.types import ScoringRequest
 
 
 class FakeEngine:
-    """Answers all that waits in one step.
+    """An engine that completes all waiting requests in one step.
 
-    `hold` keeps it inside a step, as a long step of a real engine would, until `release`;
-    while it is held, `is_stepping` is set.
+    `hold` makes the next step wait for `release`, like a long step of a real engine. The event
+    `is_stepping` is set while a step waits.
     """
 
     def __init__(self) -> None:
@@ -35,27 +35,27 @@ class FakeEngine:
         self._waiting: list[EngineRequest] = []
 
     def hold(self) -> None:
-        """Let the next step not end before `release`."""
+        """Make the next step wait for `release`."""
         self._may_continue.clear()
 
     def release(self) -> None:
-        """Let a held step end."""
+        """Let the waiting step finish."""
         self._may_continue.set()
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits."""
+        """True if a request waits."""
         return bool(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
-        """Answer the request in the next step; an empty prompt is refused, after it was noted."""
+        """Queue the request for the next step; record and refuse an empty prompt."""
         self._waiting.append(request)
         if not request.prompt_ids:
             raise ValueError("the prompt is empty")
         self.seeds.append(request.seed)
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Let them wait no longer."""
+        """Remove the waiting requests with these ids."""
         waiting = [request.request_id for request in self._waiting]
         self.aborted += [request_id for request_id in request_ids if request_id in waiting]
         self._waiting = [
@@ -63,7 +63,7 @@ class FakeEngine:
         ]
 
     def step(self) -> list[EngineOutput]:
-        """The sum of each waiting prompt."""
+        """Return the sum of each waiting prompt."""
         requests, self._waiting = self._waiting, []
         self.batches.append([request.prompt_ids for request in requests])
         self.is_stepping.set()
@@ -76,14 +76,14 @@ class FakeEngine:
         ]
 
     def load_weights(self, state: StateDict) -> None:
-        """Keep the state for the test to see; a step may not be under way."""
+        """Record the state; fail if a step is running."""
         assert not self.is_stepping.is_set()
         self._raise_failure()
         time.sleep(self.load_takes_s)
         self.loaded.append(state)
 
     def score(self, canary: ScoringRequest) -> list[float]:
-        """A log-prob that tells how many times weights were loaded."""
+        """Return log-probs that count the loads of weights."""
         self._raise_failure()
         return [-float(len(self.loaded))] * len(canary.completion_ids)
 

@@ -34,7 +34,7 @@ class FragileRenderer(CountingRenderer):
 
 
 class FragileEnv(CountingEnv):
-    """Counts, and fails on some seeds, on ADD 13, on a total of 3 and on words."""
+    """A counting environment that fails on some seeds, on ADD 13, on a total of 3 and on words."""
 
     name = "fragile"
     text_renderer = FragileRenderer()

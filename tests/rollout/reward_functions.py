@@ -21,7 +21,7 @@ THE_END = threading.Event()
 
 
 def remember(**columns: list[Any]) -> list[float]:
-    """0 each; keeps what it was given."""
+    """Return 0 for each; record the arguments."""
     CALLS.append(columns)
     THREADS.add(threading.get_ident())
     return [0.0] * len(columns["prompts"])
@@ -38,7 +38,7 @@ def num_words(completions: list[list[Message]]) -> list[int]:
 async def return_if_finished(
     episode_return: list[float], *, terminated: list[bool], unknown: str = "default"
 ) -> list[float | None]:
-    """The return of finished episodes; the others cannot be scored."""
+    """Return the returns of finished episodes, None for the others."""
     await asyncio.sleep(0)
     assert unknown == "default"
     return [paid if ended else None for paid, ended in zip(episode_return, terminated, strict=True)]
@@ -78,7 +78,7 @@ def fails(prompts: list[list[Message]]) -> list[float]:
 
 
 def exits(prompts: list[list[Message]]) -> list[float]:
-    """As code of a policy may, that is executed to judge it."""
+    """Exit, as code that a policy wrote may do when it is executed."""
     exec("exit(3)")
     return []
 
@@ -99,12 +99,12 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
 
 
 def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
-    """1 each, once the event loop has set `LOOP_RUNS`; 0 each where it never does."""
+    """Return 1 for each when the event loop sets `LOOP_RUNS`, or 0 if it never does."""
     return [float(LOOP_RUNS.wait(20))] * len(prompts)
 
 
 def waits_for_the_end(prompts: list[list[Message]]) -> list[float]:
-    """Ends with the test."""
+    """Block until the test ends."""
     THE_END.wait(60)
     return [0.0] * len(prompts)
 
@@ -138,9 +138,9 @@ async def play_in_pairs(
 async def play_and_say_nothing(
     session: AsyncSession, first: StepResult, conversation: Conversation
 ) -> None:
-    """Returns no end."""
+    """Play, but do not return the end."""
 
 
 def num_thoughts(thoughts: list[list[str]]) -> list[float]:
-    """A field that the rollout function adds."""
+    """Return the lengths of a field of the rollout function."""
     return [float(len(thought)) for thought in thoughts]

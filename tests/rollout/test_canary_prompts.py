@@ -1,4 +1,4 @@
-"""Canary prompts ask for what the policy would say, one answer at a time."""
+"""Canary prompts request legal answers of the policy, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_to
 
 
 async def connected_to(client: AsyncEnvClient) -> ConnectedEnvironment:
-    """The environment of the client."""
+    """Return the environment of the client."""
     config = LocalEnvironment()
     return ConnectedEnvironment(
         config, "there", client, await client.describe(), make_renderer(config)
@@ -63,5 +63,5 @@ async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
 
 
 def assistant(text: str) -> dict[str, str]:
-    """A message of the policy."""
+    """Return a message of the policy."""
     return {"role": "assistant", "content": text}

@@ -1,4 +1,4 @@
-"""A conversation is one growing token sequence that equals the chat template's own."""
+"""A conversation is one growing token sequence, equal to the chat template's output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def user(content: str) -> list[Message]:
-    """One message of the user."""
+    """Return one message of the user."""
     return [{"role": "user", "content": content}]
 
 

@@ -24,7 +24,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def kept_by(function: Callable[[], None]) -> int:
-    """The bytes that are still allocated when the function has returned."""
+    """Return the bytes that are still allocated after the function returns."""
     tracemalloc.start()
     try:
         function()
@@ -34,7 +34,7 @@ def kept_by(function: Callable[[], None]) -> int:
 
 
 def user(content: str) -> list[Message]:
-    """One message of the user."""
+    """Return one message of the user."""
     return [{"role": "user", "content": content}]
 
 

@@ -1,4 +1,4 @@
-"""For every family of templates: a conversation grows by appending, and is the template's own."""
+"""For every template family: a conversation grows by appending and equals the template's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.rollout.chat_templates import (
     make_family_tokenizer,
 )
 
-# Words as people and games use them: no white space at their ends, which templates may trim.
+# Texts without white space at their ends, because templates may trim it.
 WORDS = st.text(
     st.characters(codec="utf-8", exclude_characters="<>[]|", exclude_categories=("C", "Z")),
     min_size=1,
@@ -38,7 +38,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 @dataclass
 class Grown:
-    """A conversation as it grows, token by token."""
+    """A growing conversation and its tokens."""
 
     chat: ChatTokenizer
     prompts: list[list[int]]
@@ -46,7 +46,7 @@ class Grown:
 
 
 def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -> Grown:
-    """The exchanges, and then the question."""
+    """Return a conversation with the exchanges and the question."""
     grown = Grown(chat, [], [])
     for text, answer in exchanges:
         ask(grown, [user(text)])
@@ -108,7 +108,7 @@ def test_a_grown_conversation_is_the_template_of_the_whole(
 def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     family: Family, exchanges: list[tuple[str, str]], question: str
 ) -> None:
-    """Whole and grown prompts differ in what earlier turns lose, never in the last question."""
+    """Complete and grown prompts may differ in earlier turns, but not in the last question."""
     chat = ChatTokenizer(make_family_tokenizer(family), keep_thinking=False)
     messages: list[Message] = []
     for text, answer in exchanges:

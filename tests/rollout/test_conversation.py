@@ -26,14 +26,14 @@ def user(content: str) -> list[Message]:
 def make_conversation(
     family: Family, script: Iterator[str], limits: RolloutConfig = LIMITS, *, keep: bool = True
 ) -> tuple[Conversation, ScriptedPolicy]:
-    """A conversation with a scripted policy that may think aloud."""
+    """Return a conversation with a scripted policy that may output reasoning."""
     chat = ChatTokenizer(make_family_tokenizer(family), enable_thinking=True, keep_thinking=keep)
     policy = ScriptedPolicy(chat, script)
     return Conversation(policy, chat, limits, SAMPLING, key=3), policy
 
 
 async def talk(conversation: Conversation, *questions: str) -> None:
-    """Ask each question and reward its answer with its number."""
+    """Send each question and reward its answer with its index."""
     for number, question in enumerate(questions, start=1):
         conversation.add(user(question))
         await conversation.complete()

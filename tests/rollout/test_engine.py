@@ -165,7 +165,7 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
 
 @pytest.mark.slow
 def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
-    """Whatever the batch, the order, the request's id, and what the engine did before."""
+    """The batch, the order, the request id and earlier requests have no influence."""
     requests = make_requests(100)
     together = tokens_by_seed(requests, answer(pair.engine, requests))
     assert tokens_by_seed(requests, answer(pair.engine, reversed(requests))) == together
@@ -230,7 +230,7 @@ def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(
 def changed_logprobs(
     pair: EnginePair, request: EngineRequest, answer_ids: list[int]
 ) -> list[float]:
-    """The answer's log-probs, each token's distribution computed term by term."""
+    """Return the completion's log-probs, with each distribution computed term by term."""
     sampling, ids, logprobs = request.sampling, list(request.prompt_ids), []
     for token_id in answer_ids:
         with torch.no_grad():
@@ -268,7 +268,7 @@ def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None
 def tokens_by_seed(
     requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
 ) -> dict[int, list[int]]:
-    """The sampled tokens by the seed of their request."""
+    """Return the sampled tokens by the seed of their request."""
     return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 

@@ -1,4 +1,4 @@
-"""An episode over a real server: what is sampled, what is masked, what counts, what is void."""
+"""Episodes on a real server: sampled tokens, masks, rewards and void episodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUNCTIONS = "tests.rollout.reward_functions"
 
 
 async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> Rollout:
-    """The rollout of the first deal in which one may hit without going bust, then stand."""
+    """Return the rollout of the first deal in which the player hits safely, then stands."""
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT", "STAND"]))
         rollout = await player.play_episode(seed)
@@ -259,10 +259,10 @@ async def test_render_and_parse_of_the_configuration_replace_the_renderer(
 
 
 def render(observation: dict[str, object], first: bool) -> list[dict[str, str]]:
-    """A renderer of the test's own."""
+    """Return the test's messages for an observation."""
     return [{"role": "user", "content": f"legal: {observation['legal_actions']}"}]
 
 
 def parse(text: str, observation: dict[str, object]) -> dict[str, int]:
-    """The action that the text names by number."""
+    """Return the action with the number in the text."""
     return {"action_id": int(text)}

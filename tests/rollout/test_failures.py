@@ -1,4 +1,4 @@
-"""Whatever fails in an episode over a real server voids the episode, says why and leaks nothing."""
+"""A failure in an episode voids it, is reported with its reason, and leaks no session."""
 
 from __future__ import annotations
 

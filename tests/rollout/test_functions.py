@@ -1,4 +1,4 @@
-"""Functions that a configuration names: imported by their own name, or given with one."""
+"""Functions in a configuration: imported by path, or registered under a name."""
 
 from __future__ import annotations
 

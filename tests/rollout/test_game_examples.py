@@ -1,4 +1,4 @@
-"""The examples of board games: episodes of legal moves reach their end within the limits."""
+"""The examples of board games: episodes of legal actions finish within the limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Played = tuple[list[str], list[str]]
 
 
 async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Played:
-    """An episode of random legal answers."""
+    """Play an episode of random legal answers; return its texts."""
     choose, shown, answers = random.Random(f"answers {seed}"), [], []
     session, result = await client.open(seed=seed, close_when_done=True)
     while not result.done and len(answers) < max_turns:

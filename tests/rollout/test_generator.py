@@ -205,7 +205,7 @@ async def catch_error(
 async def in_step(
     engine: FakeEngine, call: Coroutine[Any, Any, SampledCompletion]
 ) -> asyncio.Task[SampledCompletion]:
-    """The call, once the engine is held in the middle of its step."""
+    """Start the call and return it when the engine waits inside its step."""
     engine.hold()
     task = asyncio.create_task(call)
     assert await asyncio.to_thread(engine.is_stepping.wait, 60)
@@ -213,5 +213,5 @@ async def in_step(
 
 
 async def in_time(*tasks: asyncio.Task[Any]) -> list[Any]:
-    """The tasks' results."""
+    """Return the tasks' results; fail after a time limit."""
     return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)

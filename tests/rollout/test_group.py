@@ -1,4 +1,4 @@
-"""Groups over a real server: opened together or one by one, in time or void, and never leaking."""
+"""Groups on a real server: opened together or one by one, void after a time limit, no leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPENED = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together", "one
 
 
 def blackjack_server(max_sessions: int) -> EnvServer:
-    """To be entered with `async with`."""
+    """Return a server for `async with`."""
     options = ServerOptions(port=0, max_sessions=max_sessions)
     return EnvServer(lambda: make_environment(game="blackjack"), options)
 
@@ -127,7 +127,7 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
 
 
 async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
-    """A policy that does not answer."""
+    """Wait forever, like a policy without a response."""
     await asyncio.Event().wait()
     raise AssertionError
 

@@ -1,4 +1,4 @@
-"""Players as a run's configuration asks for them."""
+"""Players built from a run's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FUNCTIONS = "tests.rollout.reward_functions"
 
 
 def run_with(**environment: Any) -> LanguageModelRun:
-    """A run that plays blackjack, and one that plays it as it comes."""
+    """Return a run with two blackjack environments."""
     return LanguageModelRun.model_validate(
         {
             "seed": 3,

@@ -1,4 +1,4 @@
-"""A reward that asks for a column which the data lacks is refused before anything heavy starts."""
+"""A reward function with an argument for a missing data column is refused before the run starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from prompts_env import write_rows
 
 
 def needs_solution(completions, solution):
-    """A reward by a column."""
+    """Return a reward that depends on a column."""
     return [0.0 for _ in completions]
 
 
 def needs_nothing(completions, level=1, **columns):
-    """A reward that takes what there is."""
+    """Return a reward that accepts any columns."""
     return [0.0 for _ in completions]
 
 

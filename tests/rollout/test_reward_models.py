@@ -1,4 +1,4 @@
-"""A reward model as a term: loaded once, asked in batches, off the event loop."""
+"""A reward model as a term: loaded once, called in batches, outside the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def path(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a reward model with a random head."""
+    """Write a reward model with a random head; return its folder."""
     folder = tmp_path_factory.mktemp("reward") / "pleasing"
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
@@ -41,7 +41,7 @@ def path(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def episode(answer: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> PlayedEpisode:
-    """An episode of one turn, for which the environment has paid 1."""
+    """Return an episode of one turn with reward 1 from the environment."""
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, (tokens,), 1.0, 1.0, (), status, 0)
     completion = [{"role": "assistant", "content": answer}]
@@ -100,7 +100,7 @@ async def test_groups_that_wait_at_the_same_time_are_scored_together(
     groups = [[episode("HIT"), episode("STAND " * number)] for number in range(1, 9)]
     scored = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
     ticking.cancel()
-    # All begin in one turn of the event loop, so at most two calls are made for the eight.
+    # All start in one iteration of the event loop, so the eight need at most two calls.
     assert sum(batch_sizes) == 16
     assert len(batch_sizes) <= 2
     assert ticks > 5  # the event loop turned meanwhile

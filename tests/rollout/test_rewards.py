@@ -1,4 +1,4 @@
-"""Rewards of a group: weighted terms, functions of the run's own, and what cannot be scored."""
+"""Rewards of a group: weighted terms, custom functions, and episodes that cannot be scored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.rollout.scripted_policy import LIMITS, make_player
 
 
 def term(function: str | None, weight: float = 1.0, name: str | None = None) -> RewardTerm:
-    """A term whose function stands in reward_functions.py."""
+    """Return a term with a function of reward_functions.py."""
     path = None if function is None else f"tests.rollout.reward_functions:{function}"
     return RewardTerm(function=path, weight=weight, name=name)
 
@@ -41,7 +41,7 @@ def term(function: str | None, weight: float = 1.0, name: str | None = None) -> 
 def episode(
     paid: float | None, status: RolloutStatus = RolloutStatus.TERMINATED, answer: str = "ADD 1"
 ) -> PlayedEpisode:
-    """An episode of one turn."""
+    """Return an episode of one turn."""
     is_lost = status is RolloutStatus.LOST
     tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, () if is_lost else (tokens,), paid, paid, (), status, 0)
@@ -199,7 +199,7 @@ async def counting() -> AsyncIterator[AsyncEnvClient]:
 async def play_counting(
     client: AsyncEnvClient, chat: ChatTokenizer, *terms: RewardTerm, script: tuple[str, ...]
 ) -> RolloutGroup:
-    """Three episodes of the counting environment, each by the same script."""
+    """Play three episodes of the counting environment with the same script."""
     player, _ = make_player(client, chat, itertools.cycle(script), LIMITS, reward=Reward(terms))
     one_after_another = [
         await player.play_group(GroupSpec(0, "count", (index,))) for index in range(2)

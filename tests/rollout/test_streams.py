@@ -1,4 +1,4 @@
-"""Random numbers of a run: no two purposes share any, and what is replayed draws the same."""
+"""Random numbers of a run: purposes share no numbers, and a replay draws the same numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
 
 
 def test_no_key_is_a_seed_that_somebody_else_has_at_hand() -> None:
-    """Environments and players seed generators with what they know: small numbers."""
+    """Environments and players seed their generators with small numbers, which are never keys."""
     first = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):
         drawn = {make_random(run_seed, stream, counter).random() for counter in range(50)}
@@ -57,7 +57,7 @@ def test_no_key_is_a_seed_that_somebody_else_has_at_hand() -> None:
 
 
 def test_numbers_of_purposes_are_kept_for_ever() -> None:
-    """Others would be other random numbers: then `VERSION` has to move, and this test with it."""
+    """Changed numbers change the random draws, which requires a new `VERSION`."""
     assert {stream.name: stream.value for stream in Stream} == {
         "INITIAL_WEIGHTS": 1,
         "LEARNER": 2,

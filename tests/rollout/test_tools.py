@@ -1,4 +1,4 @@
-"""Answers that call the tools of an environment, on a real server over each wire."""
+"""Completions that call the tools of an environment, on a real server over each wire."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def play(
     limits: RolloutConfig = LIMITS,
     seed: int = 5,
 ) -> PlayedEpisode:
-    """An episode whose answers call tools."""
+    """Play an episode whose completions call tools."""
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:
         text = policy(chat.tokenizer.decode(prompt_ids))
@@ -73,7 +73,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def by_calculator(text: str) -> str:
-    """A policy that asks the calculator and believes it."""
+    """Return a policy that calls the calculator and repeats its result."""
     returned = re.findall(r'"sum": (\d+)', text)
     if returned:
         return returned[-1]

@@ -1,4 +1,4 @@
-"""Tools of an OpenEnv MCPEnvironment: on our server, and on OpenEnv's own."""
+"""Tools of an OpenEnv MCPEnvironment, on our server and on OpenEnv's server."""
 
 from __future__ import annotations
 

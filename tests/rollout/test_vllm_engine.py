@@ -151,7 +151,7 @@ def test_a_process_of_its_own_stays_quiet_alone_and_whole(tmp_path: Path) -> Non
 
 
 class KeptOpen:
-    """The engine, but for its end: the fixture closes it."""
+    """An engine that ignores `close`, because the fixture closes it."""
 
     def __init__(self, engine: object) -> None:
         self._engine = engine
@@ -164,5 +164,5 @@ class KeptOpen:
 
 
 def tokens(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:
-    """The sampled tokens by request id."""
+    """Return the sampled tokens by request id."""
     return {request_id: output.token_ids for request_id, output in outputs.items()}

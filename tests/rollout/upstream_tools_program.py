@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def serve_ours(port_file: Path) -> None:
-    """Serve their class with our server, until it is killed."""
+    """Serve OpenEnv's class with our server until killed."""
     from ludus.env.serving.application import ServerApplication
     from ludus.env.targets.targets import environment_factory
 
@@ -18,7 +18,7 @@ def serve_ours(port_file: Path) -> None:
 
 
 def serve_upstream(port_file: Path) -> None:
-    """Serve their class with their server, until it is killed."""
+    """Serve OpenEnv's class with OpenEnv's server until killed."""
     import uvicorn
     from openenv.core.env_server import create_app
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation

@@ -1,4 +1,4 @@
-"""A process that uses vLLM as a rollout worker does, and tells on stdout what it saw of itself."""
+"""A process that uses vLLM like a rollout worker and prints a report of itself on stdout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ connections: list[str] = []
 
 
 def watch(event: str, args: tuple[object, ...]) -> None:
-    """Note whatever looks for another machine."""
+    """Record every look-up of another machine."""
     if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
         connections.append(f"{event} {args[1:]}")
 
 
 def main(model_path: str) -> None:
-    """Write one JSON object."""
+    """Print one JSON object."""
     prepare_process(num_threads=1)
     sys.addaudithook(watch)
-    # Only now: vLLM and torch read the environment while they are imported.
+    # Imported late, because vLLM and torch read the environment at import.
     import torch
 
     from ludus.proto.config import VllmGenerator

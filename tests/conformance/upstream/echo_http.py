@@ -1,6 +1,6 @@
 """Echoes with OpenEnv's client of 0.1.x; runs in the virtual environment of that client.
 
-Argument: address. Prints what came back as JSON.
+Argument: address. Prints the responses as JSON.
 """
 
 import json

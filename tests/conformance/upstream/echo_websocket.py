@@ -1,6 +1,6 @@
 """Echoes with OpenEnv's clients of 0.2 to 0.10; runs in the virtual environment of the client.
 
-Argument: address. Prints what came back as JSON; "tools" where the client knows of tools.
+Argument: address. Prints the responses as JSON; with "tools" if the client supports tools.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A game of OpenSpiel for OpenEnv's own servers; runs in their virtual environments.
 
-It knows nothing of Ludus: one seat, chance drawn by a uniform index where that is right, and
-random opponents, from one generator per episode.
+It does not use Ludus. It has one seat, uniform chance events and random opponents, with one
+generator per episode.
 """
 
 import random
@@ -10,7 +10,7 @@ import pyspiel
 
 
 class Game:
-    """One seat at a game, an episode at a time; unseeded episodes count seeds upwards."""
+    """One seat of a game; unseeded episodes use increasing seeds."""
 
     def __init__(self, name: str, first_seed: int = 0) -> None:
         self._game = pyspiel.load_game(name)
@@ -21,7 +21,7 @@ class Game:
         self.num_steps = 0
 
     def reset(self, seed: int | None = None) -> None:
-        """Deals."""
+        """Start an episode."""
         if seed is None:
             seed, self._next_seed = self._next_seed, self._next_seed + 1
         self._random = random.Random(seed)
@@ -31,7 +31,7 @@ class Game:
         self._play_others()
 
     def step(self, action_id: int) -> float:
-        """The reward of a move."""
+        """Play an action and return its reward."""
         self._state.apply_action(action_id)
         self._play_others()
         self.num_steps += 1
@@ -40,11 +40,11 @@ class Game:
 
     @property
     def is_over(self) -> bool:
-        """True at the end."""
+        """True if the episode is over."""
         return self._state.is_terminal()
 
     def view(self) -> dict:
-        """The fields of OpenEnv's OpenSpiel observation."""
+        """Return the fields of OpenEnv's OpenSpiel observation."""
         over, state = self.is_over, self._state
         return {
             "info_state": state.information_state_tensor(0)

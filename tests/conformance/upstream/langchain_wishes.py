@@ -1,4 +1,4 @@
-"""Asks an endpoint for all that LangChain's ChatOpenAI can ask for, and prints what came, as JSON.
+"""A program that sends every kind of request of LangChain's ChatOpenAI; prints JSON results.
 
 langchain_wishes.py BASE_URL API_KEY
 """
@@ -25,7 +25,7 @@ class Look(BaseModel):
 
 
 def model(**fields: Any) -> ChatOpenAI:
-    """The client, with more fields."""
+    """Return the client with additional fields."""
     return ChatOpenAI(model="any", base_url=sys.argv[1], api_key=sys.argv[2], **fields)
 
 
@@ -70,13 +70,13 @@ def read_refusal(method: str) -> str:
 
 
 async def at_once() -> list[dict[str, Any]]:
-    """Requests side by side."""
+    """Send requests in parallel; return the messages."""
     questions = [f"{QUESTION} {number}" for number in range(4)]
     return [shown(message) for message in await model().abatch(questions)]
 
 
 def main() -> None:
-    """Print what came of each wish."""
+    """Print the result of each request."""
     one_call = model().bind_tools([Look], tool_choice="any", parallel_tool_calls=False)
     structured = model().with_structured_output(Look, method="function_calling")
     results = {

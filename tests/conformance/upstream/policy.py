@@ -5,14 +5,14 @@ import zlib
 
 
 def choose(observation: dict) -> int:
-    """A legal move, the same for the same view."""
+    """Return a legal action that depends only on the view."""
     seen = json.dumps([round(value, 4) for value in observation["info_state"]])
     legal_actions = observation["legal_actions"]
     return legal_actions[zlib.crc32(seen.encode()) % len(legal_actions)]
 
 
 def shown(observation: dict) -> dict:
-    """The observation without its metadata, which clients before 0.10 do not show."""
+    """Return the observation without its metadata, which clients before 0.10 do not show."""
     return {key: value for key, value in observation.items() if key != "metadata"}
 
 

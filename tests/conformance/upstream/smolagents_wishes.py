@@ -1,4 +1,4 @@
-"""Runs an agent of smolagents' with its own prompts, whole or streamed, and prints its steps.
+"""A program that runs a smolagents agent, complete or streamed, and prints its steps.
 
 smolagents_wishes.py BASE_URL API_KEY whole|streamed
 """
@@ -22,7 +22,7 @@ def look(box: str) -> str:
 
 
 def main() -> None:
-    """Print the answer, and what was called."""
+    """Run the agent; print its answer, calls and errors."""
     agent = ToolCallingAgent(
         tools=[look],
         model=OpenAIServerModel("any", api_base=sys.argv[1], api_key=sys.argv[2]),

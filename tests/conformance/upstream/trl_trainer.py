@@ -35,7 +35,7 @@ class Blackjack:
         self.client.__enter__()
 
     def reset(self, seed, **columns):
-        """The hand."""
+        """Return the hand."""
         self.game = {"seed": seed, "actions": [], "rewards": []}
         GAMES.append(self.game)
         self.is_over = False
@@ -63,7 +63,7 @@ class Blackjack:
 
 
 def make_tokenizer():
-    """Bytes, with Qwen's template and marks."""
+    """Return a tokenizer of bytes with Qwen's template and special tokens."""
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    """A model of random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -99,7 +99,7 @@ def make_model(tokenizer):
 
 
 def teach_to_call(model, tokenizer):
-    """Trains it until it answers any prompt with the call."""
+    """Train the model until it answers any prompt with the call."""
     answer = tokenizer.encode(CALL, add_special_tokens=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for phase in itertools.islice(itertools.cycle(["initial", "x", "decide"]), 90):
@@ -117,7 +117,7 @@ def teach_to_call(model, tokenizer):
 
 
 def rollout_func(prompts, trainer):
-    """Whole games: the parity of each sampled token is the move."""
+    """Play complete games; the parity of each sampled token is the action."""
     tokenizer, columns = trainer.processing_class, {"prompt_ids": [], "completion_ids": []}
     columns |= {"logprobs": [], "game_return": []}
     table = Blackjack()
@@ -140,7 +140,7 @@ def rollout_func(prompts, trainer):
 
 
 def main(address, mode, folder):
-    """Trains, and prints what was played."""
+    """Train, and print the games."""
     Blackjack.address = address
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
