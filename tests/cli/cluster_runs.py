@@ -1,4 +1,4 @@
-"""Runs on the fake cluster: what is done to them, and what they are asked."""
+"""Helpers that start, finish and query runs on the fake cluster."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ num_steps = 3
 """
 
 
-def beyond_the_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
-    """What was asked of the API server and is not in the documentation's Role."""
+def find_requests_beyond_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
+    """Return the API requests that the Role in the documentation does not allow."""
     (text,) = re.findall(r"```yaml\n(apiVersion: rbac.*?)```", DOCS.read_text(), re.DOTALL)
     allowed = {
         (verb, resource)
@@ -46,59 +46,61 @@ def beyond_the_role(cluster: FakeKubernetes) -> set[tuple[str, str]]:
         for verb in rule["verbs"]
         for resource in rule["resources"]
     } | {("list", "nodes")}
-    of_namespace = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
-    parts = [(r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in of_namespace]
+    namespace_requests = [r for r in cluster.requests if r.target.namespace == NAMESPACE]
+    parts = [(r.verb, f"{r.target.plural}/{r.target.part}".rstrip("/")) for r in namespace_requests]
     return set(parts) - allowed
 
 
 @contextmanager
-def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    """Does something while a command runs, and waits for it."""
+def run_meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    """Run `work` in a thread inside the context, and wait for it on exit."""
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
+        future = pool.submit(work)
         yield
-        done.result()
+        future.result()
 
 
-def wait_for(call: Call, what: Callable[[FakeKubernetes], Any]) -> Any:
+def poll(call: Call, condition: Callable[[FakeKubernetes], Any]) -> Any:
     deadline_s = time.monotonic() + 120
-    while not (found := call(what)):
-        assert time.monotonic() < deadline_s, "it did not come"
+    while not (result := call(condition)):
+        assert time.monotonic() < deadline_s, "the condition was not met in time"
         time.sleep(0.02)
-    return found
+    return result
 
 
-def job_of(cluster: FakeKubernetes) -> Json | None:
+def get_job(cluster: FakeKubernetes) -> Json | None:
     return cluster.get("ray.io/v1", "rayjobs", NAMESPACE, "demo")
 
 
-def map_of(cluster: FakeKubernetes) -> Json | None:
+def get_config_map(cluster: FakeKubernetes) -> Json | None:
     return cluster.get("v1", "configmaps", NAMESPACE, "demo-config")
 
 
-def say(call: Call, *lines: str) -> None:
+def write_log(call: Call, *lines: str) -> None:
     call(lambda cluster: cluster.pods.say(HEAD, *lines))
 
 
-def submitted(ludus: RunCli, call: Call) -> None:
-    """A run that waits for KubeRay."""
+def submit_run(ludus: RunCli, call: Call) -> None:
+    """Submit a run that waits for KubeRay."""
     assert ludus("submit", "run.toml", "--detach").code == 0
-    assert call(job_of) is not None
+    assert call(get_job) is not None
 
 
-def running(ludus: RunCli, call: Call, *lines: str) -> None:
-    """A run whose driver has said these lines."""
-    submitted(ludus, call)
+def start_run(ludus: RunCli, call: Call, *lines: str) -> None:
+    """Start a run whose driver has logged these lines."""
+    submit_run(ludus, call)
     call(begin)
-    say(call, phase_row(), *lines)
+    write_log(call, phase_row(), *lines)
 
 
-def ended(call: Call, status: str = "SUCCEEDED", deployment: str = "Complete", **more: Any) -> None:
-    call(lambda c: set_status(c, jobStatus=status, jobDeploymentStatus=deployment, **more))
+def finish_run(
+    call: Call, status: str = "SUCCEEDED", deployment: str = "Complete", **fields: Any
+) -> None:
+    call(lambda c: set_status(c, jobStatus=status, jobDeploymentStatus=deployment, **fields))
 
 
-def packed(folder: Path) -> bytes:
-    """The folder of a run as it comes from the volume."""
+def pack_folder(folder: Path) -> bytes:
+    """Return a run folder as the archive that is read from the volume."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for path in folder.iterdir():
@@ -106,21 +108,21 @@ def packed(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def has_results(call: Call, tmp_path: Path) -> list[list[str]]:
-    """The volume holds what a whole run leaves; the commands that are run there."""
+def add_results(call: Call, tmp_path: Path) -> list[list[str]]:
+    """Add the results of a finished run to the volume; return the list of commands run there."""
     build_run(tmp_path / "volume")
-    content, asked = packed(tmp_path / "volume"), []
+    content, commands = pack_folder(tmp_path / "volume"), []
 
     def run(pod: str, command: list[str]) -> Ran:
-        asked.append(command)
+        commands.append(command)
         return Ran(out=content)
 
     call(lambda cluster: setattr(cluster.pods, "run", run))
-    return asked
+    return commands
 
 
-def one_error(outcome: Outcome, code: int = 2) -> str:
-    """The sentence with which a command ended."""
+def read_error(outcome: Outcome, code: int = 2) -> str:
+    """Return the only error message of a command."""
     assert outcome.code == code, outcome
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, outcome.err

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: where the fake trainer is, and a command's outcome."""
+"""The path of the fake trainer and the outcome of a command, for the tests of the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAKE_TRAINER = Path(__file__).with_name("fake_trainer.py")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left: exit code and output."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

@@ -11,7 +11,7 @@ import yaml
 
 from ludus.services.cli import app, trainer_process
 from ludus.services.runs import follow
-from tests.cli.cluster_runs import CONFIG, beyond_the_role
+from tests.cli.cluster_runs import CONFIG, find_requests_beyond_role
 from tests.cli.commands import FAKE_TRAINER, Outcome, RunCli
 from tests.gateway.fake_kubernetes import Call, cluster_in_thread
 from tests.runs.cluster import install
@@ -22,7 +22,7 @@ from tests.runs.release import NAMESPACE
 def ludus(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> RunCli:
-    """Runs `ludus ARGUMENTS` in this process, in an empty folder."""
+    """Return a function that runs `ludus ARGUMENTS` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
@@ -32,10 +32,10 @@ def ludus(
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["ludus", *arguments])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as finish_run:
             app.main()
         out, err = capfd.readouterr()
-        code = ended.value.code
+        code = finish_run.value.code
         return Outcome(code if isinstance(code, int) else 0, out, err)
 
     return run
@@ -43,7 +43,7 @@ def ludus(
 
 @pytest.fixture
 def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts the fake trainer in place of the real one, in the scenario that is given."""
+    """Return a function that replaces the trainer by the fake trainer in a scenario."""
 
     def use(scenario: str) -> None:
         command = [sys.executable, str(FAKE_TRAINER), scenario]
@@ -56,17 +56,17 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """A cluster with a release, which the kubeconfig names."""
+    """Start a fake cluster with a release; the kubeconfig names it."""
     monkeypatch.setattr(follow, "POLL_S", 0.05)
     with cluster_in_thread() as (url, call):
         call(install)
-        place = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
+        context_fields = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
         kubeconfig = {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "c", "cluster": {"server": url}}],
             "users": [{"name": "u", "user": {"token": "secret-token"}}],
-            "contexts": [{"name": "x", "context": place}],
+            "contexts": [{"name": "x", "context": context_fields}],
             "current-context": "x",
         }
         path = tmp_path / "kubeconfig"
@@ -74,4 +74,4 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
         monkeypatch.setenv("KUBECONFIG", str(path))
         (tmp_path / "run.toml").write_text(CONFIG)
         yield call
-        assert call(beyond_the_role) == set()
+        assert call(find_requests_beyond_role) == set()

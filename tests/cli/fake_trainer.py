@@ -1,4 +1,4 @@
-"""Stands in for `python -m ludus.trainer`: `fake_trainer.py SCENARIO train|eval ...`."""
+"""Fake of `python -m ludus.trainer`: `fake_trainer.py SCENARIO train|eval ...`."""
 
 from __future__ import annotations
 
@@ -83,35 +83,37 @@ def train(run: LanguageModelRun, folder: Path) -> int:
 
 
 def wait(folder: Path, *, stops: bool) -> int:
-    """Until it is told to stop; counts how often it is told."""
-    told: list[int] = []
+    """Wait for a stop signal; write the received signals to a file."""
+    signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: told.append(received))
+        signal.signal(number, lambda received, _: signals.append(received))
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / "pids").write_text(f"{subprocess.os.getpid()} {helper.pid}")
-    while not told or not stops:
+    while not signals or not stops:
         time.sleep(0.02)
     time.sleep(0.3)
-    (folder / "told").write_text(" ".join(str(number) for number in told))
+    (folder / "signals").write_text(" ".join(str(number) for number in signals))
     return 130
 
 
 def rows(num_steps: int) -> list[MetricsRow]:
-    made = [MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)]
+    metrics_rows = [
+        MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)
+    ]
     for step in range(1, num_steps + 1):
         values = {
             TrainMetric.REWARD_MEAN: -0.25,
             TrainMetric.TOKENS_PER_SECOND: 2345.0,
             TrainMetric.NUM_EPISODES_LOST: 1,
         }
-        made.append(row("train", step, values))
+        metrics_rows.append(row("train", step, values))
     values: dict[str, float] = {
         EvalMetric.WIN_RATE: 0.401,
         EvalMetric.WIN_RATE_CI95_LOW: 0.391,
         EvalMetric.WIN_RATE_CI95_HIGH: 0.411,
         EvalMetric.RETURN_MEAN: -0.1,
     }
-    return [*made, row("eval", num_steps, values, "openspiel")]
+    return [*metrics_rows, row("eval", num_steps, values, "openspiel")]
 
 
 def row(

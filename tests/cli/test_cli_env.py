@@ -53,12 +53,12 @@ def test_serve_serves_until_it_is_interrupted() -> None:
     assert server.returncode == 0
 
 
-def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:
+def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
     result = ludus("env", "bench", "openspiel_env", "--option", "game=blackjack", "--games", "200")
     assert result.code == 0, result.err
     for policy in ("random", "always stand", "dealer rule", "basic strategy"):
         assert policy in result.out
-    # Exact returns stand beside the measured ones.
+    # Exact returns are next to the measured returns.
     assert "−0.3927" in result.out
     assert "−0.0428" in result.out
 
@@ -70,7 +70,7 @@ def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
     assert result_cells(failed)[1] == "0.0%"
 
 
-def test_bench_measures_what_is_known_exactly(ludus: RunCli, catch_address: str) -> None:
+def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_address: str) -> None:
     arguments = ("--address", catch_address, "--policy", "follow_ball", "--games", "60")
     result = ludus("env", "bench", *arguments)
     assert result.code == 0, result.err
@@ -95,7 +95,7 @@ def no_policies(options):
 
 @pytest.fixture
 def guessing(tmp_path: Path) -> None:
-    """The environment of the docs in a module, and policies for it in another."""
+    """Write the environment of the docs to a module, and its policies to another module."""
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (tmp_path / "guessing.py").write_text(example)
@@ -103,7 +103,7 @@ def guessing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("guessing")
-def test_policies_of_ones_own_are_benched_beside_random_play(ludus: RunCli) -> None:
+def test_custom_policies_are_compared_with_random_play(ludus: RunCli) -> None:
     bench = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
     result = ludus(*bench, "--policies", "guesses:guess_policies")
     assert result.code == 0, result.err
@@ -128,9 +128,9 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(
 def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspeil_env")
     assert result.code == 2
-    *forked, said = result.err.splitlines()
-    assert said == "error: no environment package 'openspeil_env'; did you mean 'openspiel_env'?"
-    # gRPC, which earlier tests have used in this process, says so where the check forks.
+    *forked, message = result.err.splitlines()
+    assert message == "error: no environment package 'openspeil_env'; did you mean 'openspiel_env'?"
+    # gRPC warns when `check` forks, because earlier tests have used gRPC in this process.
     assert all("fork_posix.cc" in line for line in forked)
 
 
@@ -156,8 +156,8 @@ def test_an_option_without_a_value_is_refused(ludus: RunCli) -> None:
 
 
 def test_a_port_in_use_is_named(ludus: RunCli) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         result = ludus(
             *("env", "serve", "openspiel_env", "--option", "game=catch", "--port", str(port)),
             *("--grpc-port", "0"),
@@ -186,7 +186,7 @@ def test_an_address_without_a_scheme_is_refused(ludus: RunCli) -> None:
     assert "grpc://host:port" in result.err
 
 
-def test_bench_needs_something_to_play_on(ludus: RunCli) -> None:
+def test_bench_needs_a_target(ludus: RunCli) -> None:
     result = ludus("env", "bench")
     assert result.code == 2
     assert "TARGET or --address is required" in result.err
@@ -212,7 +212,7 @@ def test_check_shows_every_rule(ludus: RunCli) -> None:
     assert "broken" not in result.out
 
 
-def test_a_broken_rule_makes_check_end_with_1(
+def test_a_broken_rule_makes_check_exit_with_1(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from openspiel_env.server.openspiel_environment import OpenSpielEnvironment

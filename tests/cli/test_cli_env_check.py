@@ -29,17 +29,17 @@ def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
 
 
 @pytest.mark.parametrize("wire", ["http", "grpc"])
-def test_a_running_server_is_checked_and_left_as_it_was(
+def test_a_running_server_is_checked_and_not_changed(
     ludus: RunCli, catch: ServerAddresses, wire: str
 ) -> None:
     for _ in range(2):
         address = getattr(catch, wire)
         result = ludus("env", "check", address, "--json", "--seeds", "3", "--wait", "30")
         assert result.code == 0, result.out
-        found = json.loads(result.out)
-        assert found["ok"]
-        assert {check["about"] for check in found["checks"]} == {"wire"}
-        assert {check["verdict"] for check in found["checks"]} == {"ok"}
+        report = json.loads(result.out)
+        assert report["ok"]
+        assert {check["about"] for check in report["checks"]} == {"wire"}
+        assert {check["verdict"] for check in report["checks"]} == {"ok"}
 
 
 UNSEEDED = """
@@ -52,19 +52,19 @@ class Unseeded(OpenSpielEnvironment):
 """
 
 
-def test_a_broken_rule_is_in_the_json_with_what_was_found(ludus: RunCli, tmp_path: Path) -> None:
+def test_a_broken_rule_is_in_the_json_with_its_details(ludus: RunCli, tmp_path: Path) -> None:
     (tmp_path / "unseeded.py").write_text(UNSEEDED)
     arguments = ("unseeded:Unseeded", "--option", "game=blackjack", "--json", "--seeds", "3")
     result = ludus("env", "check", *arguments)
     assert result.code == 1
-    found = json.loads(result.out)
-    assert not found["ok"]
-    broken = {(c["about"], c["rule"]) for c in found["checks"] if c["verdict"] == "broken"}
+    report = json.loads(result.out)
+    assert not report["ok"]
+    broken = {(c["about"], c["rule"]) for c in report["checks"] if c["verdict"] == "broken"}
     assert ("environment", "same_seed_and_actions_give_the_same_episode") in broken
     assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken
 
 
-def test_an_address_where_nothing_answers_is_named(ludus: RunCli) -> None:
+def test_an_address_without_a_server_is_named(ludus: RunCli) -> None:
     result = ludus("env", "check", "grpc://127.0.0.1:1", "--wait", "0.2")
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -79,21 +79,21 @@ def test_options_are_for_targets(ludus: RunCli) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "check", "play", "bench"])
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("gymnasium:CartPol-v1", "did you mean 'CartPole-v1'?"),
         ("openspiel_env:OpenSpiel", "did you mean 'OpenSpielEnv'?"),
         ("no_such_module:Class", "no module 'no_such_module'"),
     ],
 )
-def test_every_command_names_what_is_wrong_with_a_target(
-    ludus: RunCli, command: str, target: str, said: str
+def test_every_command_names_the_problem_of_a_target(
+    ludus: RunCli, command: str, target: str, message: str
 ) -> None:
     result = ludus("env", command, target)
     assert result.code == 2
-    # Before it gRPC may speak, which other tests have used in this process: `check` forks.
+    # gRPC may warn first: `check` forks, and other tests have used gRPC in this process.
     assert "error: " in [line[:7] for line in result.err.splitlines()]
-    assert said in result.err
+    assert message in result.err
 
 
 def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> None:
@@ -132,14 +132,14 @@ class HangsInAStep(Catch):
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "found"),
+    ("name", "rule", "detail"),
     [
         ("NamelessTool", "a_server_of_it_starts", "'description'"),
         ("FailsToClose", "it_can_be_created_and_closed", "it is stuck"),
     ],
 )
-def test_an_environment_that_raises_anything_is_a_row_and_no_traceback(
-    ludus: RunCli, tmp_path: Path, name: str, rule: str, found: str
+def test_an_error_of_an_environment_is_a_row_and_no_traceback(
+    ludus: RunCli, tmp_path: Path, name: str, rule: str, detail: str
 ) -> None:
     module = f"broken_{name.lower()}"
     (tmp_path / f"{module}.py").write_text(BROKEN_TOOLS)
@@ -148,7 +148,7 @@ def test_an_environment_that_raises_anything_is_a_row_and_no_traceback(
     assert "Traceback" not in result.err
     checks = {check["rule"]: check for check in json.loads(result.out)["checks"]}
     assert checks[rule]["verdict"] == "broken"
-    assert found in checks[rule]["detail"]
+    assert detail in checks[rule]["detail"]
 
 
 def test_an_environment_that_hangs_is_found_in_process_and_on_the_wire(

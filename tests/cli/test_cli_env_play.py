@@ -19,7 +19,7 @@ Play = Callable[..., Outcome]
 
 
 class _Typist(io.StringIO):
-    """Lines, then Ctrl-C."""
+    """Input lines, followed by Ctrl-C."""
 
     def readline(self, size: int | None = -1) -> str:
         line = super().readline()
@@ -30,7 +30,7 @@ class _Typist(io.StringIO):
 
 @pytest.fixture
 def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """`ludus env play ARGUMENTS` with lines on standard input."""
+    """Return a function that runs `ludus env play ARGUMENTS` with lines on standard input."""
 
     def run(lines: list[str], *arguments: str, stdin: type[io.StringIO] = io.StringIO) -> Outcome:
         monkeypatch.setattr(sys, "stdin", stdin("".join(f"{line}\n" for line in lines)))
@@ -49,7 +49,7 @@ def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
     assert "1 episode, return 1, mean 1.000" in result.out
 
 
-def test_text_numbers_and_json_are_answers_and_others_are_refused(play: Play) -> None:
+def test_text_numbers_and_json_are_accepted(play: Play) -> None:
     lines = ["2", "sideways", '{"action": 2}', '{"action": 9}', "", ":state", ":help"]
     result = play(lines, *FROZEN_LAKE)
     assert result.code == 0, result.err
@@ -111,7 +111,7 @@ class WithTools(OpenSpielEnvironment):
 """
 
 
-def test_a_person_calls_tools_and_plays_on(play: Play, tmp_path: Path) -> None:
+def test_a_person_calls_tools_and_continues(play: Play, tmp_path: Path) -> None:
     (tmp_path / "talking.py").write_text(TOOLS)
     lines = [
         *(":tools", ':call echo {"text": "hello"}', ":call echo", ":call", ":call shout {}"),
@@ -125,7 +125,7 @@ def test_a_person_calls_tools_and_plays_on(play: Play, tmp_path: Path) -> None:
     assert "refused: expected a text" in result.out
     assert "refused: this environment has no tool 'shout'; its tools are: echo" in result.out
     assert "refused: :call NAME needs a JSON object, got '[\"hello\"]'" in result.out
-    assert "reward 0, score 0" in result.out, "the episode went on"
+    assert "reward 0, score 0" in result.out, "the episode has not ended"
     plain = play([":tools", ":quit"], *FROZEN_LAKE)
     assert "this environment has no tools" in plain.out
 
@@ -150,8 +150,8 @@ def test_a_recorded_game_replays_and_a_changed_one_is_found(
         result.out.splitlines()
     )
 
-    other = ("gymnasium:FrozenLake-v1", "--option", "map_name=8x8")
-    result = ludus("env", "replay", str(file), *other)
+    other_target = ("gymnasium:FrozenLake-v1", "--option", "map_name=8x8")
+    result = ludus("env", "replay", str(file), *other_target)
     assert result.code == 1
     assert "0 of 3 episodes are the same" in result.out
     assert "first difference: episode 1, reset: expected observation" in result.out
@@ -167,19 +167,19 @@ def test_a_recorded_game_replays_and_a_changed_one_is_found(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("nothing.jsonl",), "no recording 'nothing.jsonl'"),
         (("x", "openspiel_env", "--address", "grpc://127.0.0.1:1"), "cannot be combined"),
         (("x", "--option", "game=catch"), "name the target"),
     ],
 )
-def test_a_replay_that_cannot_work_says_why(
-    ludus: RunCli, arguments: tuple[str, ...], said: str
+def test_an_impossible_replay_is_refused_with_a_reason(
+    ludus: RunCli, arguments: tuple[str, ...], message: str
 ) -> None:
     result = ludus("env", "replay", *arguments)
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
 
 
 def test_a_game_on_a_running_server_is_played_over_its_wire(play: Play) -> None:

@@ -26,7 +26,7 @@ def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> 
     flags = set(re.findall(r"--[a-z][a-z-]*", parser.format_usage())) | {"--help"}
     help_text = ludus("env", "serve", "--help").out
     assert {flag for flag in flags if flag not in help_text} == set()
-    assert len(inspect.signature(serve).parameters) == len(flags) + 1  # less --help
+    assert len(inspect.signature(serve).parameters) == len(flags) + 1  # without --help
 
 
 def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
     assert episode.environment.target == "gymnasium:FrozenLake-v1"
 
 
-def test_limits_that_need_workers_say_so(ludus: RunCli) -> None:
+def test_limits_that_need_workers_are_refused(ludus: RunCli) -> None:
     result = ludus("env", "serve", "openspiel_env", "--port", "0", "--memory-limit-mb", "100")
     assert result.code == 2
     assert "isolation" in result.err

@@ -45,7 +45,7 @@ def test_help_names_every_command(ludus: RunCli) -> None:
 @pytest.mark.parametrize(
     "arguments", [("trian",), ("train", "--sett", "a=b"), ("env", "bench", "x_env", "--games", "0")]
 )
-def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(
+def test_a_usage_error_exits_with_2_and_no_traceback(
     ludus: RunCli, arguments: tuple[str, ...]
 ) -> None:
     result = ludus(*arguments)

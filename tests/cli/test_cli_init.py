@@ -44,7 +44,7 @@ def run(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
-    """The folder that `ludus env init grid_maze` writes."""
+    """Return the folder that `ludus env init grid_maze` writes."""
     result = ludus("env", "init", "grid_maze")
     assert result.code == 0, result.err
     assert "ludus env check grid_maze_env" in result.out
@@ -115,7 +115,7 @@ def test_nothing_is_overwritten(ludus: RunCli, grid_maze: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Maze", "2048", "../up", "a-b", "class", "_x", "x" * 60, "é"])
-def test_a_name_that_is_no_package_is_refused(ludus: RunCli, tmp_path: Path, name: str) -> None:
+def test_an_invalid_package_name_is_refused(ludus: RunCli, tmp_path: Path, name: str) -> None:
     result = ludus("env", "init", name)
     assert result.code == 2
     assert "use lower-case words" in result.err

@@ -48,7 +48,7 @@ def eval_row(step: int, win_rate: float, environment: str = "blackjack") -> Metr
     )
 
 
-def written(*rows: MetricsRow) -> bytes:
+def encode_rows(*rows: MetricsRow) -> bytes:
     return b"".join(row.model_dump_json(exclude_defaults=True).encode() + b"\n" for row in rows)
 
 
@@ -63,14 +63,14 @@ def unlock_row(step: int, environment: str) -> MetricsRow:
     )
 
 
-def test_progress_says_what_the_curriculum_has_opened() -> None:
+def test_progress_shows_the_open_environments_of_the_curriculum() -> None:
     progress = RunProgress(num_steps=100)
-    seen = []
+    open_environments = []
     for num_open, opened in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
         values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
         progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in opened)])
-        seen.append(progress.facts()["open environments"])
-    assert seen == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
+        open_environments.append(progress.facts()["open environments"])
+    assert open_environments == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
 
 
 def test_a_run_without_a_curriculum_shows_no_open_environments() -> None:
@@ -84,12 +84,12 @@ def test_time_left_follows_the_pace_of_recent_steps() -> None:
     assert progress.seconds_left is None
     progress.update([train_row(1, 50.0)])
     assert progress.seconds_left is None
-    # A slow start, then half a second a step.
+    # A slow start, then half a second per step.
     progress.update([train_row(step, 50.0 + 0.5 * (step - 1)) for step in range(2, 41)])
     assert progress.seconds_left == 30.0
 
 
-def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
+def test_progress_has_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
     progress = RunProgress(num_steps=100)
     rewards = {
         TrainMetric.REWARD_MEAN.value: 0.5,
@@ -107,12 +107,12 @@ def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -
     assert progress.line().startswith("step 10/100 · training · wins 40.0%")
 
 
-def test_a_run_that_went_back_stands_where_it_stands_and_counts_each_step_once() -> None:
+def test_a_resumed_run_counts_each_step_once() -> None:
     progress = RunProgress(num_steps=100)
-    lost = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}
-    progress.update([train_row(step, step, **lost) for step in range(1, 6)])
-    # The file is written again up to the checkpoint, and its follower reads it from the start.
-    progress.update([train_row(step, step, **lost) for step in range(1, 4)])
+    lost_episodes = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}
+    progress.update([train_row(step, step, **lost_episodes) for step in range(1, 6)])
+    # The file is rewritten up to the checkpoint, and its follower reads it from the start.
+    progress.update([train_row(step, step, **lost_episodes) for step in range(1, 4)])
     assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
     assert progress.num_episodes_lost == 10
 
@@ -139,11 +139,11 @@ def test_an_environment_without_wins_is_followed_by_its_return() -> None:
     assert "wins in pole" not in facts
 
 
-def test_steps_are_averaged_by_what_they_hold_and_parts_of_a_step_are_not_steps() -> None:
+def test_steps_are_weighted_by_their_episodes() -> None:
     progress = RunProgress(num_steps=100)
     few = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
     many = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
-    of_part = MetricsRow(
+    partial_row = MetricsRow(
         kind="environment",
         step=2,
         environment="catch",
@@ -151,12 +151,12 @@ def test_steps_are_averaged_by_what_they_hold_and_parts_of_a_step_are_not_steps(
         num_games_trained=0,
         values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
     )
-    progress.update([train_row(1, 1, **few), train_row(2, 2, **many), of_part])
+    progress.update([train_row(1, 1, **few), train_row(2, 2, **many), partial_row])
     assert progress.facts()["reward"] == "0.250"
     assert progress.facts()["canary error"] == "0.25"
 
 
-def test_a_stop_is_said_whatever_the_phase() -> None:
+def test_a_stop_is_shown_in_every_phase() -> None:
     progress = RunProgress(num_steps=10)
     progress.update([phase_row(Phase.EVALUATE)])
     assert progress.phase_name == "evaluating"
@@ -168,7 +168,7 @@ def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
     assert follower.read_new() == []
-    content = written(train_row(1, 1.0), train_row(2, 2.0))
+    content = encode_rows(train_row(1, 1.0), train_row(2, 2.0))
     path.write_bytes(content[:-10])
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.read_new() == []
@@ -178,42 +178,44 @@ def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path
 
 def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    path.write_bytes(written(*(train_row(step, step) for step in range(1, 50))))
+    path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
     assert follower.read_new() == []
     path.unlink()
     assert follower.read_new() == []
-    path.write_bytes(written(train_row(1, 1.0)))
+    path.write_bytes(encode_rows(train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
 
 
-def test_follower_starts_again_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
+def test_follower_restarts_on_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
-    path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))
+    path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 6))))
     assert len(follower.read_new()) == 5
-    # Resuming drops the rows after the checkpoint; the new file may well be the longer one.
-    aside = tmp_path / "aside"
-    aside.write_bytes(written(*(train_row(step, step, loss=0.12345678) for step in range(1, 5))))
-    aside.replace(path)
+    # Resuming drops the rows after the checkpoint, but the new file may be longer.
+    replacement = tmp_path / "aside"
+    replacement.write_bytes(
+        encode_rows(*(train_row(step, step, loss=0.12345678) for step in range(1, 5)))
+    )
+    replacement.replace(path)
     assert [row.step for row in follower.read_new()] == [1, 2, 3, 4]
-    path.write_bytes(written(train_row(1, 1.0)))
+    path.write_bytes(encode_rows(train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 0
 
 
-def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> None:
+def test_an_invalid_line_is_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
-    path.write_bytes(b'{"kind": "rumour"}\n' + written(train_row(1, 1.0)))
+    path.write_bytes(b'{"kind": "rumour"}\n' + encode_rows(train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 1
 
 
 @pytest.fixture
 def no_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the time out of plain lines."""
+    """Disable the time limit between plain lines."""
     monkeypatch.setattr(live_view, "PLAIN_INTERVAL_S", 3600.0)
 
 
@@ -234,7 +236,7 @@ def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_ref
 
 
 @pytest.mark.usefixtures("no_line_is_due")
-def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each_step() -> None:
+def test_plain_view_skips_lines_of_frequent_phase_changes() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out, width=120))
     progress = RunProgress(num_steps=30)
@@ -243,11 +245,11 @@ def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each
             progress.update([phase_row(phase), train_row(step, step)])
             view.refresh(progress)
     view.finish(progress)
-    shown = [line.split(" · ")[1] for line in out.getvalue().splitlines()]
-    assert shown == ["saving a checkpoint", "evaluating", "training", "training"]
+    phases = [line.split(" · ")[1] for line in out.getvalue().splitlines()]
+    assert phases == ["saving a checkpoint", "evaluating", "training", "training"]
 
 
-def test_follower_waits_for_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
+def test_follower_waits_for_an_unreadable_folder(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     assert RecordsFollower(tmp_path / "runs" / METRICS_FILE, MetricsRow).read_new() == []
 
@@ -261,9 +263,9 @@ def test_terminal_view_shows_phase_bar_and_facts() -> None:
     progress.update([train_row(step, step, tokens_per_second=2000.0) for step in range(1, 11)])
     TerminalView(console, live).refresh(progress)
     console.print(live.get_renderable())
-    shown = out.getvalue()
+    phases = out.getvalue()
     for expected in ("training", "step 10/20", "10 s left", "30.0% (28.0 to 32.0%)", "2,000"):
-        assert expected in shown
+        assert expected in phases
 
 
 def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> None:

@@ -14,20 +14,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def demo(ludus: RunCli, fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     fake_trainer("goes_well")
     assert ludus("train", "--set", "training.num_steps=2", "--set", "name=demo").code == 0
     return tmp_path / "runs/demo"
 
 
-def test_report_says_where_it_wrote_the_page(ludus: RunCli, demo: Path) -> None:
+def test_report_prints_the_path_of_the_page(ludus: RunCli, demo: Path) -> None:
     (demo / "report.html").unlink()
     result = ludus("report", "runs/demo")
     assert (result.code, result.out) == (0, "runs/demo/report.html\n")
     assert (demo / "report.html").is_file()
 
 
-def test_report_writes_where_it_is_told_and_opens_it(
+def test_report_writes_to_a_path_and_opens_it(
     ludus: RunCli, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
@@ -45,7 +45,7 @@ def test_report_writes_a_figure_instead(ludus: RunCli, demo: Path, tmp_path: Pat
     assert not (demo / "report.html").exists()
 
 
-def test_report_of_a_misspelt_run_names_the_runs_that_are_there(ludus: RunCli, demo: Path) -> None:
+def test_report_of_a_misspelled_run_names_existing_runs(ludus: RunCli, demo: Path) -> None:
     result = ludus("report", "runs/dmeo")
     assert result.code == 2
-    assert "got 'runs/dmeo', which does not exist; beside it there is: demo" in result.err
+    assert "run folder 'runs/dmeo' does not exist; 'runs' has demo" in result.err

@@ -99,7 +99,7 @@ def test_how_a_run_begins_is_left_to_the_trainer(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
 ) -> None:
     fake_trainer("goes_well")
-    # The flag takes nothing from what follows it.
+    # The flag does not consume the next argument.
     config = tmp_path / "run.json"
     config.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
     result = ludus("train", *flags, str(config))
@@ -119,7 +119,7 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     fake_trainer("goes_well")
     result = ludus("train", "--set", "training.num_steps=3", "--set", "name=demo")
     assert result.code == 0, result.err
-    # Progress goes to stderr, with the child's warnings; its chatter does not.
+    # stderr has progress and the warnings of the child, but not its other output.
     assert "step 3/3" in result.err
     assert "wins 40.1% (39.1 to 41.1%)" in result.err
     assert "lost episodes 3" in result.err
@@ -177,7 +177,7 @@ def test_last_words_that_are_read_late_are_shown(
     assert "continue with --resume" in result.err
 
 
-def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer: UseFake) -> None:
+def test_a_killed_trainer_is_reported_as_killed(ludus: RunCli, fake_trainer: UseFake) -> None:
     fake_trainer("dies")
     result = ludus("train")
     assert result.code == 1
@@ -216,7 +216,7 @@ def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
     ):
         assert all(title in out for title in titles)
         assert out.count("gap closed  91.2% (88.1 to 94.3%, 95%)") == 2
-    # What one environment cannot be built with is said before anything starts, first or not.
+    # An invalid option of any environment is reported before anything starts.
     refused = ludus("train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}')
     assert refused.code == 2
     assert "gaem" in refused.err
@@ -229,7 +229,7 @@ def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Pat
 
 
 def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.Popen[str]:
-    """`ludus train` as a process of its own, with the fake trainer, once that one waits."""
+    """Start `ludus train` in a process with the fake trainer; return it once the trainer waits."""
     command = [sys.executable, str(FAKE_TRAINER), scenario]
     program = (
         "from ludus.services.cli import app, trainer_process as t\n"
@@ -268,15 +268,15 @@ def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
 ) -> None:
     cli = start_cli(tmp_path, "waits", grace_s=600.0)
     trainer_pids = pids(tmp_path)
-    # As a terminal does it: to the whole foreground group, of which the trainer is none.
+    # A terminal signals the whole foreground group, which does not include the trainer.
     cli.send_signal(number)
     _, err = cli.communicate(timeout=120)
     assert cli.returncode == 130
     assert "stopping, writing a checkpoint" in err
-    # The fake has written none.
+    # The fake has written no checkpoint.
     assert "no checkpoint was written yet; the same command starts again" in err
     assert "Traceback" not in err
-    assert (tmp_path / "runs/demo/told").read_text() == str(int(number))
+    assert (tmp_path / "runs/demo/signals").read_text() == str(int(number))
     assert not any(is_running(pid) for pid in trainer_pids)
 
 

@@ -1,4 +1,4 @@
-"""`ludus train-reward`: from a file of preferences to a folder that a run takes as a reward."""
+"""`ludus train-reward`: it turns a file of preferences into a reward model for runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples/reward_model/make_preferences.py
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/ and preferences.jsonl, as the example makes them."""
+def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model/ and preferences.jsonl of the example."""
     spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -35,24 +35,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(made: Path, output: Path) -> list[str]:
-    data, model = str(made / "preferences.jsonl"), str(made / "model")
+def options(example_folder: Path, output: Path) -> list[str]:
+    data, model = str(example_folder / "preferences.jsonl"), str(example_folder / "model")
     return ["--model", model, "--data", data, "--output", str(output), "--set", "batch_size=8"]
 
 
-def test_a_reward_model_is_trained_stopped_and_continued(made: Path, tmp_path: Path) -> None:
+def test_a_reward_model_is_trained_stopped_and_continued(
+    example_folder: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "rewards"
     command = [str(Path(sys.executable).parent / "ludus"), "train-reward"]
-    command += [*options(made, output), "--set", "epochs=12"]
+    command += [*options(example_folder, output), "--set", "epochs=12"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     progress = output.with_name("rewards.training") / "progress.jsonl"
     while not (progress.exists() and '"finished":{' in progress.read_text()):
         assert child.poll() is None
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGINT)
-    _, said = child.communicate()
+    _, errors = child.communicate()
     assert child.returncode == 130
-    assert "continue with the same command and --resume" in said
+    assert "continue with the same command and --resume" in errors
     assert not output.exists()
     assert (progress.parent / CHECKPOINT_FILE).is_file()
     ended = subprocess.run([*command, "--resume"], capture_output=True, text=True)
@@ -64,12 +66,12 @@ def test_a_reward_model_is_trained_stopped_and_continued(made: Path, tmp_path: P
     assert not progress.parent.exists()
 
 
-def test_a_row_that_is_no_comparison_ends_with_2_and_its_number(
-    ludus: RunCli, made: Path, tmp_path: Path
+def test_an_invalid_row_exits_with_2_and_names_its_line(
+    ludus: RunCli, example_folder: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "preferences.jsonl"
     data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
-    arguments = ["--model", str(made / "model"), "--data", str(data)]
+    arguments = ["--model", str(example_folder / "model"), "--data", str(data)]
     result = ludus("train-reward", *arguments, "--dry-run")
     assert result.code == 2
     assert "preferences.jsonl, row 2: the row needs columns prompt, chosen, rejected" in result.err

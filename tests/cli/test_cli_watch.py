@@ -1,4 +1,4 @@
-"""`ludus watch`: what was said so far, what is said next, and the end."""
+"""`ludus watch`: past episodes, new episodes, and the end of a run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def write(folder: Path, *transcripts: Transcript) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS_FILE).touch()
     with (folder / TRANSCRIPTS_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(one.model_dump_json() + "\n" for one in transcripts)
+        file.writelines(episode.model_dump_json() + "\n" for episode in transcripts)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Where `ludus` finds a run of the name demo."""
+    """Return the folder in which `ludus` finds the run `demo`."""
     return tmp_path / "runs" / "demo"
 
 
-def test_of_a_run_that_is_over_the_last_episodes_are_shown(ludus: RunCli, run_dir: Path) -> None:
+def test_a_finished_run_shows_its_last_episodes(ludus: RunCli, run_dir: Path) -> None:
     write(run_dir, *(transcript(step) for step in range(1, 6)))
     result = ludus("watch", "demo", "--last", "2")
     assert result.code == 0
@@ -42,12 +42,12 @@ def test_of_a_run_that_is_over_the_last_episodes_are_shown(ludus: RunCli, run_di
     assert "terminated · return 1 · reward 0.9 of environment 1, brevity −0.1" in result.out
 
 
-def test_a_reward_that_is_not_made_of_terms_is_the_return(ludus: RunCli, run_dir: Path) -> None:
+def test_a_reward_without_terms_is_the_return(ludus: RunCli, run_dir: Path) -> None:
     write(run_dir, transcript(1).model_copy(update={"terms": {}}))
     assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")
 
 
-def test_what_ended_an_episode_is_shown_and_does_not_steer_the_terminal(
+def test_a_failure_reason_is_shown_with_escaped_control_characters(
     ludus: RunCli, run_dir: Path
 ) -> None:
     failed = {"status": "failed", "reward": None, "episode_return": None}
@@ -59,24 +59,24 @@ def test_what_ended_an_episode_is_shown_and_does_not_steer_the_terminal(
     assert "failed · return none" in result.out
 
 
-def test_it_goes_on_as_long_as_the_run_does(
+def test_watch_continues_until_the_run_ends(
     ludus: RunCli, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
-    shown: queue.Queue[int] = queue.Queue()
+    shown_steps: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(watch_command, "POLL_S", 0.01)
     show = watch_command.show_transcript
 
-    def show_and_tell(console: Console, one: Transcript) -> None:
-        show(console, one)
-        shown.put(one.step)
+    def show_and_record(console: Console, episode: Transcript) -> None:
+        show(console, episode)
+        shown_steps.put(episode.step)
 
-    monkeypatch.setattr(watch_command, "show_transcript", show_and_tell)
+    monkeypatch.setattr(watch_command, "show_transcript", show_and_record)
 
     def train() -> None:
         for step in (2, 3):
-            assert shown.get(timeout=60) == step - 1
+            assert shown_steps.get(timeout=60) == step - 1
             write(run_dir, transcript(step))
         lock.release()
 
@@ -87,20 +87,20 @@ def test_it_goes_on_as_long_as_the_run_does(
     assert [f"step {n} " in result.out for n in (1, 2, 3)] == [True, True, True]
 
 
-def test_one_environments_episodes_as_they_stand_in_the_file(ludus: RunCli, run_dir: Path) -> None:
+def test_json_output_has_the_episodes_of_one_environment(ludus: RunCli, run_dir: Path) -> None:
     write(run_dir, transcript(1), transcript(2, environment="pong"), transcript(3))
     result = ludus("watch", "demo", "--environment", "blackjack", "--json")
     assert [json.loads(line)["step"] for line in result.out.splitlines()] == [1, 3]
 
 
-def test_what_a_model_says_does_not_steer_the_terminal(ludus: RunCli, run_dir: Path) -> None:
+def test_control_characters_of_a_model_are_escaped(ludus: RunCli, run_dir: Path) -> None:
     write(run_dir, transcript(1, answer="\x1b[2Jgone [bold]"))
     result = ludus("watch", "demo")
     assert "\x1b[2J" not in result.out
     assert "[2Jgone [bold]" in result.out
 
 
-def test_a_run_that_is_not_there_is_named(ludus: RunCli, run_dir: Path) -> None:
+def test_a_missing_run_is_named(ludus: RunCli, run_dir: Path) -> None:
     result = ludus("watch", "dmeo")
     assert result.code == 2
     assert "there is no run 'dmeo'" in result.err

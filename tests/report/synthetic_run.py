@@ -1,4 +1,4 @@
-"""A run's folder made up by formula, as a trainer would have left it."""
+"""A run folder with values from formulas, in the form that a trainer writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_run(
     finished: bool = True,
     environments: Sequence[str] = ("blackjack",),
 ) -> Path:
-    """The folder of a whole run, or of one that was stopped at step 47 before its summary."""
+    """Write the folder of a finished run, or of a run that stopped at step 47 without a summary."""
     run_dir.mkdir(parents=True)
     num_steps = NUM_STEPS if finished else 47
     write_config(run_dir, name, environments)
@@ -60,7 +60,7 @@ def build_run(
 
 
 def transcript(step: int, *, environment: str = "blackjack", answer: str = "STAND") -> Transcript:
-    """An episode of one turn."""
+    """Return the transcript of an episode with one turn."""
     turn = TranscriptTurn(
         shown=(TranscriptMessage(role="user", text="hard 15 vs 10"),),
         answer=answer,
@@ -105,15 +105,15 @@ def write_config(run_dir: Path, name: str, environments: Sequence[str]) -> None:
 def metrics_rows(num_steps: int, environments: Sequence[str] = ("blackjack",)) -> list[MetricsRow]:
     noise = random.Random(3)
 
-    def judged(step: int) -> list[MetricsRow]:
+    def evaluation_rows(step: int) -> list[MetricsRow]:
         return [row for name in environments for row in eval_rows(step, 2000, noise, name)]
 
-    rows = [phase_row(Phase.PREPARE_MODEL), *judged(0), phase_row(Phase.TRAIN)]
+    rows = [phase_row(Phase.PREPARE_MODEL), *evaluation_rows(0), phase_row(Phase.TRAIN)]
     for step in range(1, num_steps + 1):
         rows.append(train_row(step, noise))
         rows += [environment_row(step, noise, name) for name in environments]
         if step % 10 == 0 and step < NUM_STEPS:
-            rows += judged(step)
+            rows += evaluation_rows(step)
     return rows
 
 
@@ -122,7 +122,7 @@ def phase_row(phase: Phase) -> MetricsRow:
 
 
 def skill(step: int) -> float:
-    """From 0, the random policy, to almost 1, the optimal one."""
+    """Return the skill at a step, from 0 (random policy) to almost 1 (optimal policy)."""
     return 0.97 / (1 + math.exp(-(step - 32) / 11)) - 0.05 * math.exp(-step / 20)
 
 
@@ -147,7 +147,7 @@ def make_result(num_games: int, win: float, draw: float, value: float) -> Policy
 def eval_rows(
     step: int, num_games: int, noise: random.Random, environment: str
 ) -> list[MetricsRow]:
-    """What an evaluation in an environment leaves: the policy, and the fixed policies."""
+    """Return the rows of an evaluation: the trained policy and the fixed policies."""
     trained = build_result(step, num_games, noise.gauss(0, 0.006))
     return [
         eval_row("eval", step, environment, trained),
@@ -207,7 +207,7 @@ def environment_row(step: int, noise: random.Random, environment: str) -> Metric
 
 
 def unlock_row(step: int, environment: str) -> MetricsRow:
-    """The curriculum opens an environment."""
+    """Return the row for an environment that the curriculum opens."""
     return MetricsRow(
         kind="event",
         step=step,
@@ -244,11 +244,11 @@ def train_row(step: int, noise: random.Random) -> MetricsRow:
 
 def build_summary(name: str = "demo", environments: Sequence[str] = ("blackjack",)) -> Summary:
     results = {environment: build_environment_result(environment) for environment in environments}
-    first = next(iter(results.values()))
-    result, report = first.report.policy, first.report
+    first_result = next(iter(results.values()))
+    result, report = first_result.report.policy, first_result.report
     return Summary(
         name=name,
-        environment=first.environment,
+        environment=first_result.environment,
         results=results,
         finished=True,
         seed=0,
@@ -266,7 +266,7 @@ def build_summary(name: str = "demo", environments: Sequence[str] = ("blackjack"
         gap_closed_ci95=report.gap_closed_ci95,
         eval_num_games=10_000,
         eval_temperature=1.0,
-        start=first.start,
+        start=first_result.start,
         baselines=report.baselines,
         games_trained=NUM_STEPS * GAMES_PER_STEP,
         games_played=NUM_STEPS * GAMES_PER_STEP + 3584,
@@ -300,7 +300,7 @@ def build_environment_result(environment: str) -> EnvironmentResult:
 
 
 def build_chart() -> PolicyChart:
-    """Hard and soft hands against every card; the policy errs in a few close calls."""
+    """Return a chart of hard and soft hands; the policy errs in a few close decisions."""
     noise = random.Random(5)
     cells = [
         blackjack_cell(panel, total, dealer, noise)

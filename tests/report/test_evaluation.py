@@ -24,7 +24,7 @@ from ludus.proto.errors import (
 
 
 def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
-    """Episodes of a game that is won by whoever ends above nothing."""
+    """Return outcomes of a game in which a positive return is a success."""
     return [
         EpisodeOutcome(seed, value, num_steps=1, success=None if value is None else value > 0)
         for seed, value in enumerate(returns, start=first_seed)
@@ -32,7 +32,7 @@ def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome
 
 
 def silent(*returns: float) -> list[EpisodeOutcome]:
-    """Episodes whose environment does not say whether they succeeded."""
+    """Return outcomes without a statement of success."""
     return [EpisodeOutcome(seed, value, num_steps=1) for seed, value in enumerate(returns)]
 
 
@@ -66,7 +66,7 @@ def test_mean_interval_of_known_numbers() -> None:
         mean_interval([])
 
 
-def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_out() -> None:
+def test_summary_counts_outcomes_and_excludes_void_episodes() -> None:
     result = summarize(
         [
             *outcomes(1.0, 1.0, 0.0, -1.0, None),
@@ -82,23 +82,23 @@ def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_
     assert result.win_rate_ci95 == wilson_interval(2, 5)
 
 
-def test_an_environment_that_does_not_say_what_success_is_has_no_win_rate() -> None:
-    result = summarize(silent(200.0, 17.0, 9.0))  # as of a pole that was balanced for a while
+def test_without_success_there_is_no_win_rate() -> None:
+    result = summarize(silent(200.0, 17.0, 9.0))  # for example the returns of CartPole
     assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
     assert result.expected_return == pytest.approx(226 / 3)
 
 
-def test_success_is_what_the_environment_says_whatever_it_paid() -> None:
-    told = [
+def test_success_does_not_depend_on_the_reward() -> None:
+    episodes = [
         EpisodeOutcome(0, -13.0, 13, success=True),
         EpisodeOutcome(1, 5.0, 20, success=False),
         EpisodeOutcome(2, None, 3, failure="the server died"),
     ]
-    result = summarize(told)
+    result = summarize(episodes)
     assert (result.win_rate, result.draw_rate, result.num_games) == (0.5, 0.0, 2)
 
 
-def test_rewards_that_add_up_to_nothing_but_for_rounding_are_no_win() -> None:
+def test_rounding_errors_are_not_a_win() -> None:
     earned = sum([-0.1] * 9 + [0.9])
     assert earned > 0
     assert summarize([*silent(earned), *outcomes(1.0)]).win_rate == 0.5
@@ -106,7 +106,7 @@ def test_rewards_that_add_up_to_nothing_but_for_rounding_are_no_win() -> None:
     assert summarize(failed).draw_rate == 1.0
 
 
-def test_an_episode_that_did_not_come_to_its_end_has_not_succeeded() -> None:
+def test_a_truncated_episode_is_not_a_success() -> None:
     cut_off = EpisodeOutcome(seed=1, episode_return=0.5, num_steps=6)
     result = summarize([*outcomes(1.0), cut_off])
     assert (result.win_rate, result.win_rate_ci95) == (0.5, wilson_interval(1, 2))
@@ -120,7 +120,7 @@ def test_summary_of_void_episodes_only_is_refused() -> None:
         summarize(void)
 
 
-def test_void_episodes_are_counted_beside_those_that_are_judged() -> None:
+def test_void_episodes_are_counted_separately() -> None:
     result = summarize(outcomes(1.0, None, -1.0))
     assert (result.num_games, result.num_void, result.win_rate) == (2, 1, 0.5)
 
@@ -160,7 +160,7 @@ def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None
     assert 0.92 <= num_covered / num_repeats <= 0.98
 
 
-def test_there_is_no_gap_where_optimal_is_not_above_random() -> None:
+def test_there_is_no_gap_if_optimal_is_not_above_random() -> None:
     assert measure_gap_closed(outcomes(1.0, 1.0), outcomes(0.0, 0.0), outcomes(0.0, 0.0)) is None
 
 
@@ -170,7 +170,7 @@ def test_gap_closed_without_common_seeds_is_refused() -> None:
 
 
 class CoinSession:
-    """Two tosses: reward 1 for each that the action names."""
+    """Session with two coin tosses; each correct guess has reward 1."""
 
     def __init__(self, client: CoinClient, seed: int) -> None:
         self._client, self._seed = client, seed
@@ -227,16 +227,16 @@ def play(client: CoinClient, seeds: range, **options: int) -> list[EpisodeOutcom
     return asyncio.run(play_policy(client, guess, seeds, **options))
 
 
-def test_a_policy_plays_the_same_whatever_the_concurrency_and_in_the_order_of_seeds() -> None:
-    many, one = CoinClient(), CoinClient()
+def test_outcomes_do_not_depend_on_concurrency() -> None:
+    concurrent_client, sequential_client = CoinClient(), CoinClient()
     seeds = range(20, 0, -1)
-    assert play(many, seeds) == play(one, seeds, num_concurrent=1)
+    assert play(concurrent_client, seeds) == play(sequential_client, seeds, num_concurrent=1)
     assert [outcome.seed for outcome in play(CoinClient(), seeds)] == list(seeds)
-    assert many.most_open == 20
-    assert one.most_open == 1
+    assert concurrent_client.most_open == 20
+    assert sequential_client.most_open == 1
 
 
-def test_policies_randomness_is_not_the_environments() -> None:
+def test_policies_and_environments_use_different_random_streams() -> None:
     # random.Random(seed) tosses the first coin of the deal seed * 2.
     returns = [o.episode_return or 0.0 for o in play(CoinClient(), range(500))]
     assert 0.9 < sum(returns) / len(returns) < 1.1
@@ -250,7 +250,7 @@ def test_a_lost_session_voids_its_episode_only() -> None:
     assert client.num_open == 0
 
 
-def test_what_fails_in_an_episode_voids_it_and_leaves_no_session_open() -> None:
+def test_a_failed_episode_is_void_and_its_session_is_closed() -> None:
     client = CoinClient()
 
     def wrong(observation: JsonObject, rng: random.Random) -> JsonObject:
@@ -271,20 +271,27 @@ def test_a_policy_that_cannot_be_used_is_an_error() -> None:
         asyncio.run(play_policy(CoinClient(), unusable, range(4)))
 
 
-def test_a_limit_on_turns_ends_an_episode_with_what_it_has_earned() -> None:
+def test_a_turn_limit_keeps_the_reward_so_far() -> None:
     client = CoinClient()
-    whole, cut = play(CoinClient(), range(50)), play(client, range(50), max_turns=1)
-    assert {outcome.num_steps for outcome in cut} == {1}
+    full_outcomes, short_outcomes = (
+        play(CoinClient(), range(50)),
+        play(client, range(50), max_turns=1),
+    )
+    assert {outcome.num_steps for outcome in short_outcomes} == {1}
     assert client.num_steps == 50
     assert client.num_open == 0
-    for of_two, of_one in zip(whole, cut, strict=True):
-        assert of_one.episode_return in (0.0, 1.0)
-        assert 0.0 <= (of_two.episode_return or 0.0) - (of_one.episode_return or 0.0) <= 1.0
+    for full_outcome, short_outcome in zip(full_outcomes, short_outcomes, strict=True):
+        assert short_outcome.episode_return in (0.0, 1.0)
+        assert (
+            0.0
+            <= (full_outcome.episode_return or 0.0) - (short_outcome.episode_return or 0.0)
+            <= 1.0
+        )
 
 
-def test_outcomes_say_what_the_environment_said_of_their_end() -> None:
-    whole = play(CoinClient(lost_seeds=(3,)), range(50))
-    assert {(o.episode_return, o.success) for o in whole} == {
+def test_outcomes_have_the_success_that_the_environment_reports() -> None:
+    full_outcomes = play(CoinClient(lost_seeds=(3,)), range(50))
+    assert {(o.episode_return, o.success) for o in full_outcomes} == {
         (0.0, False),
         (1.0, False),
         (2.0, True),
@@ -300,6 +307,6 @@ def test_episodes_wait_for_room_on_a_full_server() -> None:
 
 
 def test_every_outcome_is_reported_once() -> None:
-    seen: list[EpisodeOutcome] = []
-    results = asyncio.run(play_policy(CoinClient(), guess, range(10), on_episode=seen.append))
-    assert sorted(seen, key=lambda outcome: outcome.seed) == results
+    reported: list[EpisodeOutcome] = []
+    results = asyncio.run(play_policy(CoinClient(), guess, range(10), on_episode=reported.append))
+    assert sorted(reported, key=lambda outcome: outcome.seed) == results

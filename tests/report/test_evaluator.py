@@ -30,7 +30,10 @@ def outcomes(seeds: Sequence[int], value: float | None) -> list[EpisodeOutcome]:
 
 
 class Workers:
-    """Wins every second deal of blackjack and draws catch; loses some games at first."""
+    """Fake workers that win every second deal of blackjack and draw at catch.
+
+    The first `num_losing_calls` calls lose some games.
+    """
 
     def __init__(self, num_losing_calls: int = 0) -> None:
         self.calls: list[tuple[str, tuple[int, ...], float]] = []
@@ -54,7 +57,7 @@ def evaluator(workers: Workers) -> Evaluator:
     return Evaluator(CONFIG, ENVIRONMENTS, workers, baselines)
 
 
-async def test_every_environment_is_judged_on_the_same_seeds_beside_its_own_policies() -> None:
+async def test_every_environment_is_evaluated_on_the_same_seeds() -> None:
     workers = Workers()
     reports = await evaluator(workers).evaluate(4)
     deals = tuple(range(FIRST_SEED, FIRST_SEED + 4))
@@ -66,7 +69,7 @@ async def test_every_environment_is_judged_on_the_same_seeds_beside_its_own_poli
     assert (catch.policy.draw_rate, catch.gap_closed, catch.baselines) == (1.0, None, {})
 
 
-async def test_games_that_infrastructure_ended_are_played_again_where_they_were_lost() -> None:
+async def test_lost_games_are_played_again() -> None:
     workers = Workers(num_losing_calls=1)
     reports = await evaluator(workers).evaluate(4)
     assert reports["blackjack"].policy.num_games == 4
@@ -77,12 +80,12 @@ async def test_games_that_infrastructure_ended_are_played_again_where_they_were_
     ]
 
 
-async def test_fixed_policies_have_as_many_turns_as_the_trained_one() -> None:
+async def test_fixed_policies_have_the_turn_limit_of_the_trained_policy() -> None:
     played = await play_baselines(CoinClient(), {"guess": guess}, ("guess",), CONFIG, max_turns=1)
     assert [outcome.num_steps for outcome in played["guess"]] == [1] * 8
 
 
-async def test_a_fixed_policy_all_of_whose_games_fail_is_named_with_the_reason() -> None:
+async def test_a_fixed_policy_without_valid_games_is_named_with_the_reason() -> None:
     def fails(observation: JsonObject, rng: random.Random) -> JsonObject:
         raise KeyError("hand")
 
@@ -91,7 +94,7 @@ async def test_a_fixed_policy_all_of_whose_games_fail_is_named_with_the_reason()
 
 
 class Failing(Workers):
-    """Fails in catch: in all games, or in the second."""
+    """Fake workers that fail in all games of catch, or only in the second."""
 
     def __init__(self, num_failing: int) -> None:
         super().__init__()
@@ -102,14 +105,14 @@ class Failing(Workers):
     ) -> list[EpisodeOutcome]:
         played = outcomes(seeds, 1.0)
         if environment == "catch":
-            for place, seed in enumerate(seeds):
+            for index, seed in enumerate(seeds):
                 if seed == FIRST_SEED + 1 or self._num_failing > 1:
                     reason = "KeyError: 'ball'" if seed != FIRST_SEED else "SessionLostError: gone"
-                    played[place] = EpisodeOutcome(seed, None, 1, failure=reason)
+                    played[index] = EpisodeOutcome(seed, None, 1, failure=reason)
         return played
 
 
-async def test_where_all_games_are_void_the_commonest_reason_is_named() -> None:
+async def test_if_all_games_are_void_the_most_common_reason_is_named() -> None:
     with pytest.raises(
         EpisodesFailedError, match=r"all 4 episodes .* in 'catch'.*KeyError: 'ball'"
     ):

@@ -27,51 +27,51 @@ def model(*, tied: bool = False) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(shape)
 
 
-def work(of: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
-    return TrainingWork.for_models([of], CPU, torch.float32, num_devices)
+def make_work(policy_model: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
+    return TrainingWork.for_models([policy_model], CPU, torch.float32, num_devices)
 
 
-def test_a_token_takes_six_flops_for_each_weight_that_it_is_multiplied_with() -> None:
+def test_a_token_needs_six_flops_per_weight() -> None:
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INTERMEDIATE) + WIDTH * VOCAB
-    # Biases and norms are some per cent beside such narrow matrices.
-    assert work(model()).per_token == pytest.approx(6 * matrices, rel=0.03)
-    assert work(model(tied=True)).per_token == work(model()).per_token
+    # Biases and norms are a few percent of the weights of such narrow matrices.
+    assert make_work(model()).per_token == pytest.approx(6 * matrices, rel=0.03)
+    assert make_work(model(tied=True)).per_token == make_work(model()).per_token
 
 
-def test_a_frozen_weight_has_no_gradient_of_its_own() -> None:
+def test_a_frozen_weight_has_no_gradient_work() -> None:
     frozen = model()
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
-    assert work(frozen).per_token == pytest.approx(work(model()).per_token * 4 / 6)
+    assert make_work(frozen).per_token == pytest.approx(make_work(model()).per_token * 4 / 6)
 
 
 def test_forward_work_is_what_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     num_tokens, tested = 16, model()
-    # Fused attention would hide its products from the counter.
+    # The counter does not see the products inside fused attention.
     tested.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tested(torch.zeros(1, num_tokens, dtype=torch.int64))
-    # A third of training; torch counts the whole square of attention, and no biases.
-    ours = dataclasses.replace(
-        work(tested), per_token_of_sequence=2 * work(tested).per_token_of_sequence
+    # One third of training; torch counts the full square of attention, and no biases.
+    forward_work = dataclasses.replace(
+        make_work(tested), per_token_of_sequence=2 * make_work(tested).per_token_of_sequence
     )
-    expected = ours.flops([num_tokens], num_tokens) / 3
+    expected = forward_work.flops([num_tokens], num_tokens) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
 
 
-def test_neither_padding_nor_what_sequences_share_is_work() -> None:
-    of = work(model())
-    alone = of.flops([30, 10], num_tokens=40)
-    assert of.flops([30, 10], num_tokens=64) == alone
-    assert of.flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
-    assert of.flops([], num_tokens=0) == 0
+def test_padding_and_shared_prefixes_are_not_counted() -> None:
+    training_work = make_work(model())
+    alone = training_work.flops([30, 10], num_tokens=40)
+    assert training_work.flops([30, 10], num_tokens=64) == alone
+    assert training_work.flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
+    assert training_work.flops([], num_tokens=0) == 0
 
 
-def test_long_sequences_take_more_for_each_token() -> None:
-    of = work(model())
-    assert of.flops([40], 40) > of.flops([20, 20], 40) > 0
+def test_long_sequences_need_more_flops_per_token() -> None:
+    training_work = make_work(model())
+    assert training_work.flops([40], 40) > training_work.flops([20, 20], 40) > 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_long_sequences_take_more_for_each_token() -> None:
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, tera: float | None) -> None:
+def test_gpu_speed_is_looked_up_by_name(name: str, tera: float | None) -> None:
     expected = None if tera is None else tera * 1e12
     assert gpu_peak_flops(name, torch.bfloat16) == expected
 
@@ -98,6 +98,6 @@ def test_a_cpu_is_measured() -> None:
     assert 1e9 < peak < 1e13
 
 
-def test_several_devices_do_several_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_scales_with_the_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.trainer.models.flops.peak_flops", lambda device, dtype: 5e9)
-    assert [work(model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]
+    assert [make_work(model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]

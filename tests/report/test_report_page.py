@@ -34,7 +34,7 @@ def parse(page: str) -> ET.Element:
     return ET.fromstring(page.removeprefix("<!doctype html>\n"))
 
 
-def text_of(element: ET.Element) -> str:
+def join_text(element: ET.Element) -> str:
     return " ".join("".join(element.itertext()).split())
 
 
@@ -64,7 +64,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
 
 def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
     summary = build_summary()
-    tiles = [text_of(tile) for tile in by_class(parse(page), "tile")]
+    tiles = [join_text(tile) for tile in by_class(parse(page), "tile")]
     win_rate, expected_return, gap, games, time = tiles
     assert f"{summary.win_rate:.1%}" in win_rate
     low, high = (f"{end * 100:.1f}" for end in summary.win_rate_ci95)
@@ -76,7 +76,7 @@ def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
 
 
 def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -> None:
-    rows = [text_of(row) for row in parse(page).iter("tr")]
+    rows = [join_text(row) for row in parse(page).iter("tr")]
     names = ["policy before training", "policy after training", *BASELINES]
     assert len(rows) == len(names) + 1
     for name, (win_rate, _, expected_return) in BASELINES.items():
@@ -89,20 +89,20 @@ def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) ->
     charts = parse(page).iter("svg")
     curves = [svg for svg in charts if "over episodes" in svg.get("aria-label", "")]
     win_rate = curves[0]
-    labels = [text_of(label) for label in by_class(win_rate, "label")]
+    labels = [join_text(label) for label in by_class(win_rate, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
     assert f"{build_summary().win_rate:.1%} this policy" in labels
     num_evals = sum(row.kind == "eval" for row in metrics_rows(NUM_STEPS))
     assert len(by_class(win_rate, "dot")) == num_evals + 1
     assert len(by_class(win_rate, "band")) == 1
-    # The goal is drawn apart from the other levels.
+    # The goal is drawn separately from the other levels.
     assert len(by_class(win_rate, "level")) == len(BASELINES)
-    assert [text_of(line) for line in by_class(win_rate, "goal") if line.tag == "text"] == [
+    assert [join_text(line) for line in by_class(win_rate, "goal") if line.tag == "text"] == [
         "43.3% basic strategy"
     ]
 
 
-def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(page: str) -> None:
+def test_the_policy_chart_outlines_differences(page: str) -> None:
     chart = build_chart()
     root = parse(page)
     letters = by_class(root, "letter")
@@ -110,48 +110,48 @@ def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(pa
     num_different = len(chart.cells) - count_agreements(chart)
     assert num_different > 0
     assert len(by_class(root, "differs")) == num_different
-    assert f"{count_agreements(chart)} of {len(chart.cells)} answers" in text_of(root)
+    assert f"{count_agreements(chart)} of {len(chart.cells)} answers" in join_text(root)
     titles = [title.text or "" for title in root.iter("title")]
     assert any(title.startswith("hard hands 16 against 10: HIT ") for title in titles)
 
 
 def test_training_curves_are_small_multiples_with_units(page: str) -> None:
-    captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
-    # Eight of the run, and what its environment has of its own.
+    captions = [join_text(caption) for caption in parse(page).iter("figcaption")]
+    # Eight curves of the run, and those of its environment.
     assert len(captions) == 8 + 3
     assert any(caption.startswith("Generation tokens per second") for caption in captions)
 
 
-def test_what_goes_wrong_in_episodes_and_how_long_they_are_has_curves(page: str) -> None:
-    captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
-    last = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
-    share = format_compact(sum(last) / (10 * 512))
+def test_problems_and_lengths_of_episodes_have_curves(page: str) -> None:
+    captions = [join_text(caption) for caption in parse(page).iter("figcaption")]
+    last_counts = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
+    share = format_compact(sum(last_counts) / (10 * 512))
     assert f"Invalid answers share of episodes {share}" in captions
     assert "Truncated share of episodes 0" in captions
     assert any(caption.startswith("Turns mean per episode 2.") for caption in captions)
 
 
-def test_terms_and_tools_have_curves_where_there_are_any(tmp_path: Path) -> None:
+def test_terms_and_tools_have_curves_if_they_exist(tmp_path: Path) -> None:
     environments = ("blackjack", "catch")
     run_dir = build_run(tmp_path / "mixed", environments=environments)
     rows = []
     for row in metrics_rows(NUM_STEPS, environments):
-        more = {}
+        extra_values = {}
         if row.kind == "environment" and row.environment == "catch":
-            more = {
+            extra_values = {
                 f"{REWARD_TERM_PREFIX}brevity": -0.25,
                 TrainMetric.NUM_TOOL_CALLS: 256,
                 TrainMetric.NUM_TOOL_CALLS_FAILED: 64,
             }
-        rows.append(row.model_copy(update={"values": row.values | more}))
+        rows.append(row.model_copy(update={"values": row.values | extra_values}))
     lines = "".join(row.model_dump_json() + "\n" for row in rows)
     (run_dir / METRICS_FILE).write_text(lines, encoding="utf-8")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     (blackjack,), (catch,) = (
         [
-            [text_of(caption) for caption in part.iter("figcaption")]
+            [join_text(caption) for caption in part.iter("figcaption")]
             for part in root.iter("div")
-            if any(text_of(head) == name for head in part.findall("h3"))
+            if any(join_text(head) == name for head in part.findall("h3"))
             and list(part.iter("figcaption"))
         ]
         for name in environments
@@ -162,11 +162,11 @@ def test_terms_and_tools_have_curves_where_there_are_any(tmp_path: Path) -> None
         "Failed tool calls share of calls 0.25",
     }
     assert only_catch <= set(catch)
-    assert [one for one in catch if one.startswith("environment reward term")]
+    assert [caption for caption in catch if caption.startswith("environment reward term")]
     assert len(catch) == len(blackjack) + 4
 
 
-def test_what_the_curriculum_opened_is_marked_in_every_curve_over_games(tmp_path: Path) -> None:
+def test_curriculum_steps_are_marked_in_every_curve(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "mixed", environments=("easy", "hard"))
     with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(unlock_row(60, "hard").model_dump_json() + "\n")
@@ -175,8 +175,8 @@ def test_what_the_curriculum_opened_is_marked_in_every_curve_over_games(tmp_path
     assert len(curves) > 4
     for curve in curves:
         assert len(by_class(curve, "mark")) == 1
-        assert "after 30,720 episodes: the curriculum opens hard" in text_of(curve)
-    assert text_of(root).count("the curriculum opens hard after 30,720 episodes") == 2
+        assert "after 30,720 episodes: the curriculum opens hard" in join_text(curve)
+    assert join_text(root).count("the curriculum opens hard after 30,720 episodes") == 2
 
 
 def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
@@ -185,12 +185,12 @@ def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
 
 
 def test_configuration_and_versions_are_there_but_folded(page: str) -> None:
-    details = {text_of(d.find("summary")): text_of(d) for d in parse(page).iter("details")}  # type: ignore[arg-type]
+    details = {join_text(d.find("summary")): join_text(d) for d in parse(page).iter("details")}  # type: ignore[arg-type]
     assert '"groups_per_step": 32' in details["Configuration, resolved"]
     assert "2.13.0" in details["Package versions"]
 
 
-def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     name = "<script>alert('x')</script> & \"co\""
     run_dir = build_run(tmp_path / "demo")
     hostile = {"name": name, "environment": name, "versions": {name: name}}
@@ -211,61 +211,61 @@ def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     page = write_report(run_dir).read_text()
     root = parse(page)
     assert "<script" not in page
-    assert text_of(next(root.iter("h1"))) == name
+    assert join_text(next(root.iter("h1"))) == name
     ET.parse(write_figure(run_dir, tmp_path / "figure.svg"))
 
 
-def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_marked_and_shows_its_data(tmp_path: Path) -> None:
     page = write_report(build_run(tmp_path / "half", finished=False)).read_text()
     root = parse(page)
     (notices,) = by_class(root, "notices")
-    assert "The run is not finished: step 47 of 120." in text_of(notices)
-    assert "summary.json is missing." in text_of(notices)
-    assert "at step 40, the latest evaluation" in text_of(by_class(root, "tile")[0])
+    assert "The run is not finished: step 47 of 120." in join_text(notices)
+    assert "summary.json is missing." in join_text(notices)
+    assert "at step 40, the latest evaluation" in join_text(by_class(root, "tile")[0])
     assert by_class(root, "curve")
     assert not list(root.iter("table"))
-    # The fixed policies are known from the evaluations so far.
-    assert "43.3% basic strategy" in [text_of(label) for label in by_class(root, "label")]
+    # Past evaluations contain the fixed policies.
+    assert "43.3% basic strategy" in [join_text(label) for label in by_class(root, "label")]
 
 
 def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> None:
     names = ("blackjack", "catch")
     page = write_report(build_run(tmp_path / "mixed", environments=names)).read_text()
     root = parse(page)
-    assert [text_of(head) for head in by_class(root, "group")] == list(names)
-    # Win rate, return and gap for each; games and time for the run.
+    assert [join_text(head) for head in by_class(root, "group")] == list(names)
+    # Win rate, return and gap of each environment; games and time of the run.
     assert len(by_class(root, "tile")) == 2 * 3 + 2
     assert len(list(root.iter("table"))) == 2
-    heads = [text_of(head) for head in by_class(root, "environment")]
+    heads = [join_text(head) for head in by_class(root, "environment")]
     assert heads == [*names, *names, *names]
-    captions = [text_of(caption) for caption in root.iter("figcaption")]
+    captions = [join_text(caption) for caption in root.iter("figcaption")]
     assert sum(caption.startswith("Wins share of episodes") for caption in captions) == 2
-    assert "openspiel_env (game = blackjack) and openspiel_env (game = catch)" in text_of(root)
+    assert "openspiel_env (game = blackjack) and openspiel_env (game = catch)" in join_text(root)
 
 
 def test_an_unfinished_mixed_run_shows_the_latest_evaluation_of_each(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "half", finished=False, environments=("blackjack", "catch"))
     root = parse(write_report(run_dir).read_text())
-    latest = [tile for tile in by_class(root, "tile") if "the latest evaluation" in text_of(tile)]
+    latest = [tile for tile in by_class(root, "tile") if "the latest evaluation" in join_text(tile)]
     assert len(latest) == 2
 
 
-def test_a_run_without_metrics_gives_a_page_that_says_so(tmp_path: Path) -> None:
+def test_a_run_without_metrics_has_a_notice(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "empty", finished=False)
     (run_dir / METRICS_FILE).write_text("")
     root = parse(write_report(run_dir).read_text())
-    assert "No metrics were recorded" in text_of(by_class(root, "notices")[0])
+    assert "No metrics were recorded" in join_text(by_class(root, "notices")[0])
     assert not list(root.iter("svg"))
 
 
-def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     (run_dir / METRICS_FILE).write_text('{"kind": "rumour"}\n')
     (run_dir / CHART_FILE).write_text("not json")
     root = parse(write_report(run_dir).read_text())
-    said = text_of(by_class(root, "notices")[0])
-    assert "metrics.jsonl cannot be read: kind" in said
-    assert "chart.json cannot be read" in said
+    page_text = join_text(by_class(root, "notices")[0])
+    assert "metrics.jsonl cannot be read: kind" in page_text
+    assert "chart.json cannot be read" in page_text
     assert len(by_class(root, "tile")) == 5
 
 
@@ -277,7 +277,7 @@ def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
     stopped = build_summary().model_copy(update={"finished": False, "results": results})
     (run_dir / SUMMARY_FILE).write_text(stopped.model_dump_json())
     root = parse(write_report(run_dir).read_text())
-    assert "stopped before its last step" in text_of(by_class(root, "notices")[0])
+    assert "stopped before its last step" in join_text(by_class(root, "notices")[0])
     assert len(by_class(root, "tile")) == 4
 
 
@@ -287,7 +287,7 @@ def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> 
         write_report(tmp_path / "dmeo")
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     with pytest.raises(ConfigError, match="cannot write"):
         write_report(run_dir, tmp_path / "no" / "such" / "folder.html")
@@ -297,29 +297,31 @@ def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
     path = write_figure(build_run(tmp_path / "demo"), tmp_path / "figure.svg")
     root = ET.parse(path).getroot()
     assert root.tag == f"{SVG}svg"
-    said = text_of(root)
-    assert "Win rate over episodes trained" in said
-    assert "basic strategy, hard hands" in said
+    page_text = join_text(root)
+    assert "Win rate over episodes trained" in page_text
+    assert "basic strategy, hard hands" in page_text
     content = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|href=", content)
 
 
 def test_the_figure_of_a_mixed_run_is_of_the_environment_that_has_a_chart(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "mixed", environments=("catch", "blackjack"))
-    said = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
-    assert "basic strategy, hard hands" in said
+    page_text = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    assert "basic strategy, hard hands" in page_text
     (run_dir / CHART_FILE).unlink()
-    alone = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    alone = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "hard hands" not in alone
 
 
 def without_wins(run_dir: Path) -> Path:
-    """The run, in an environment that does not say whether its episodes succeed."""
+    """Remove the success of all episodes from a run folder."""
 
-    def silent(value: Any) -> Any:
+    def remove_outcomes(value: Any) -> Any:
         if isinstance(value, dict):
             unknown = {"win_rate", "win_rate_ci95", "draw_rate"} & value.keys()
-            return {name: silent(one) for name, one in value.items()} | dict.fromkeys(unknown)
+            return {name: remove_outcomes(item) for name, item in value.items()} | dict.fromkeys(
+                unknown
+            )
         return value
 
     rows = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
@@ -328,24 +330,24 @@ def without_wins(run_dir: Path) -> Path:
         row["values"] = values
     (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if (run_dir / SUMMARY_FILE).exists():
-        summary = silent(json.loads((run_dir / SUMMARY_FILE).read_text()))
+        summary = remove_outcomes(json.loads((run_dir / SUMMARY_FILE).read_text()))
         (run_dir / SUMMARY_FILE).write_text(json.dumps(summary))
     return run_dir
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_where_nobody_says_what_a_win_is_the_report_shows_the_return(
-    tmp_path: Path, finished: bool
-) -> None:
+def test_without_success_the_report_shows_the_return(tmp_path: Path, finished: bool) -> None:
     run_dir = without_wins(build_run(tmp_path / "demo", finished=finished))
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    assert "Win rate" not in text_of(root)
+    assert "Win rate" not in join_text(root)
     [main] = by_class(root, "main")
-    assert text_of(main).startswith("Expected return")
+    assert join_text(main).startswith("Expected return")
     if finished:
-        row = next(text_of(node) for node in root.iter("tr") if "basic strategy" in text_of(node))
+        row = next(
+            join_text(node) for node in root.iter("tr") if "basic strategy" in join_text(node)
+        )
         assert "–––" in row, "rate, interval and draws"
-    figure = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    figure = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "Expected return over episodes trained" in figure
     assert "wins" not in figure
 
@@ -357,27 +359,29 @@ def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
         write_figure(run_dir, tmp_path / "figure.svg")
 
 
-def test_what_the_policy_said_is_shown_from_the_beginning_and_the_end(tmp_path: Path) -> None:
+def test_first_and_last_responses_are_shown(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
-    said = [transcript(step, answer=f"<b>{step}</b>") for step in range(1, 21)]
-    lines = "".join(one.model_dump_json() + "\n" for one in said)
+    transcripts = [transcript(step, answer=f"<b>{step}</b>") for step in range(1, 21)]
+    lines = "".join(transcript_item.model_dump_json() + "\n" for transcript_item in transcripts)
     (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    shown = [text_of(node) for node in by_class(root, "said")]
-    assert shown == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
+    shown_responses = [join_text(node) for node in by_class(root, "said")]
+    assert shown_responses == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
 
 
-def test_what_ended_an_episode_is_said_under_it(tmp_path: Path) -> None:
+def test_a_failure_reason_is_below_its_episode(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     reason = "ValueError: no such card <b> (in parse, cards.py:7)"
     failed = transcript(1).model_copy(update={"status": "failed", "failure": reason})
-    lines = "".join(one.model_dump_json() + "\n" for one in (failed, transcript(2)))
+    lines = "".join(
+        transcript_item.model_dump_json() + "\n" for transcript_item in (failed, transcript(2))
+    )
     (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
-    assert [text_of(node) for node in by_class(root, "failure")] == [f"failure{reason}"]
+    assert [join_text(node) for node in by_class(root, "failure")] == [f"failure{reason}"]
 
 
-def test_transcripts_that_cannot_be_read_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_unreadable_transcripts_are_reported(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     (run_dir / TRANSCRIPTS_FILE).write_text('{"step": "x"}\n')
     page = write_report(run_dir).read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
     assert spread([10, 40, 90], 15, 0, 100) == [10, 40, 90]
     crowded = spread([50, 52, 51], 15, 0, 100)
     assert sorted(crowded) == [50, 65, 80]
-    # The order of the labels is that of the values.
+    # The labels are in the order of the values.
     assert crowded[0] < crowded[2] < crowded[1]
     assert spread([95, 97], 15, 0, 100) == [85, 100]
 
@@ -86,6 +86,6 @@ def test_markup_escapes_text_and_attributes_but_not_markup() -> None:
     inner = element("b", "1 < 2")
     assert isinstance(inner, Markup)
     assert inner == "<b>1 &lt; 2</b>"
-    built = element("p", inner, " & ", None, class_="x", title="\"'<", hidden=None, x=1.50)
-    assert built == '<p class="x" title="&quot;&#x27;&lt;" x="1.5"><b>1 &lt; 2</b> &amp; </p>'
+    rendered = element("p", inner, " & ", None, class_="x", title="\"'<", hidden=None, x=1.50)
+    assert rendered == '<p class="x" title="&quot;&#x27;&lt;" x="1.5"><b>1 &lt; 2</b> &amp; </p>'
     assert element("meta", charset="utf-8") == '<meta charset="utf-8"/>'
