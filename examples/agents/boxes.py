@@ -1,7 +1,8 @@
-"""Boxes, one of which holds the key: a tool looks into one box, the answer names the right one.
+"""An environment with three boxes, one of which contains the key.
 
-Who names a box without having looked into it is not believed. Who looks on until the key is found,
-and then says where it was, always wins.
+A tool looks into a box, and the answer names the box with the key. An answer counts only if the
+agent has looked into that box. An agent that looks until it sees the key and then names its box
+always succeeds.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from ludus.env import Action, Environment, Message, Observation, State, Transiti
 from ludus.env.types import Tool
 from ludus.proto.errors import ActionParseError, ToolError
 
-COLOURS = ("red", "green", "blue")
+COLORS = ("red", "green", "blue")
 
 
 class Choice(Action):
-    """The box in which the key is said to be."""
+    """The agent's answer: the box with the key."""
 
     box: str
 
 
 class Question(Observation):
-    """Which boxes there are."""
+    """The names of the boxes."""
 
     boxes: list[str]
 
@@ -42,7 +43,7 @@ class _Renderer:
 
 
 class Boxes(Environment[Choice, Question, State]):
-    """One question; the right box is worth 1 once it was looked into."""
+    """A single question. The reward is 1 for the correct box if the agent has looked into it."""
 
     action_type = Choice
     observation_type = Question
@@ -52,32 +53,32 @@ class Boxes(Environment[Choice, Question, State]):
     text_renderer = _Renderer()
 
     def __init__(self) -> None:
-        self._key = COLOURS[0]
+        self._key = COLORS[0]
         self._seen: set[str] = set()
 
     def reset(self, *, seed: int | None = None) -> Transition[Question]:
-        # A text of its own: others, too, may draw from a small number.
+        # A prefix in the seed gives random numbers that differ from those of other environments.
         draw = random.Random() if seed is None else random.Random(f"boxes {seed}")
-        self._key = draw.choice(COLOURS)
+        self._key = draw.choice(COLORS)
         self._seen = set()
-        return Transition(Question(boxes=list(COLOURS)))
+        return Transition(Question(boxes=list(COLORS)))
 
     def step(self, action: Choice) -> Transition[Question]:
-        found = action.box == self._key and action.box in self._seen
-        question = Question(boxes=list(COLOURS))
-        return Transition(question, reward=float(found), terminated=True, success=found)
+        is_found = action.box == self._key and action.box in self._seen
+        question = Question(boxes=list(COLORS))
+        return Transition(question, reward=float(is_found), terminated=True, success=is_found)
 
     @property
     def tools(self) -> list[Tool]:
-        box = {"type": "string", "enum": list(COLOURS)}
+        box = {"type": "string", "enum": list(COLORS)}
         schema = {"type": "object", "properties": {"box": box}, "required": ["box"]}
         return [Tool("look", "Looks into a box.", schema)]
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name != "look":
             return super().call_tool(name, arguments)
-        if arguments.get("box") not in COLOURS:
-            raise ToolError(f"expected one of the boxes {list(COLOURS)}, got {arguments}")
+        if arguments.get("box") not in COLORS:
+            raise ToolError(f"expected one of the boxes {list(COLORS)}, got {arguments}")
         self._seen.add(arguments["box"])
         return {"holds": "key" if arguments["box"] == self._key else "nothing"}
 

@@ -1,4 +1,4 @@
-"""An agent of LangGraph's, with tools over MCP. It knows of no training.
+"""A LangGraph agent with tools over MCP and without any code for training.
 
 python examples/agents/langgraph_agent.py    reads OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL,
                                              LUDUS_TASK and LUDUS_MCP_URL, and prints its answer
@@ -17,11 +17,11 @@ from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 
 MAX_STEPS = 9
-"""Of the graph: five calls of the model, and the tools between them."""
+"""Maximum steps of the graph: five calls of the model and the tool calls between them."""
 
 
 async def solve(question: str, base_url: str, api_key: str, model: str, mcp_url: str) -> str:
-    """The model's last words, once it calls no tool any more; nothing where it never ends."""
+    """Return the model's final answer, or an empty string if it never stops calling tools."""
     server = {
         "transport": "streamable_http",
         "url": mcp_url,
@@ -31,12 +31,12 @@ async def solve(question: str, base_url: str, api_key: str, model: str, mcp_url:
     chat = ChatOpenAI(model=model, base_url=base_url, api_key=api_key)
     agent = create_agent(chat, tools)
     try:
-        ended = await agent.ainvoke(
+        result = await agent.ainvoke(
             {"messages": [{"role": "user", "content": question}]}, {"recursion_limit": MAX_STEPS}
         )
     except GraphRecursionError:
         return ""
-    return str(ended["messages"][-1].content)
+    return str(result["messages"][-1].content)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Serves an agent's `solve` to many episodes at once, in one process, for agent.url.
+"""A server for agent.url that runs an agent's `solve` for many episodes in one process.
 
 python examples/agents/service.py langgraph_agent --port 9000
 
-An import of a framework takes seconds: a program for each episode pays them each time, this once.
-The agents stand beside this file, and it needs nothing but Python.
+Importing a framework takes seconds. This process imports it once instead of once per episode. The
+agents are modules in the same folder. The server itself needs only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Service(ThreadingHTTPServer):
-    """POST /solve; an agent in a thread of its own, or all of them on one event loop."""
+    """An HTTP server for POST /solve, which runs each agent in a thread or on one event loop."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -28,21 +28,21 @@ class Service(ThreadingHTTPServer):
     def __init__(self, port: int, solve: Any) -> None:
         super().__init__(("127.0.0.1", port), _Call)
         self._solve = solve
-        # One for all: clients that an agent keeps belong to the loop that they were made on.
+        # One loop for all episodes, because the clients that an agent keeps belong to their loop.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def answer(self, asked: dict[str, Any]) -> str:
-        """What the agent answers to the task."""
-        given = (asked["task"]["text"], asked["base_url"], asked["api_key"], asked["model"])
-        solving = self._solve(*given, asked["mcp_url"])
-        if inspect.isawaitable(solving):
-            return str(asyncio.run_coroutine_threadsafe(_result(solving), self._loop).result())
-        return str(solving)
+    def solve(self, request: dict[str, Any]) -> str:
+        """Run the agent on a task and return its answer."""
+        access = (request["base_url"], request["api_key"], request["model"], request["mcp_url"])
+        result = self._solve(request["task"]["text"], *access)
+        if inspect.isawaitable(result):
+            return str(asyncio.run_coroutine_threadsafe(_wait(result), self._loop).result())
+        return str(result)
 
 
-async def _result(solving: Any) -> Any:
-    return await solving
+async def _wait(result: Any) -> Any:
+    return await result
 
 
 class _Call(BaseHTTPRequestHandler):
@@ -51,11 +51,11 @@ class _Call(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         try:
-            status, said = 200, {"answer": self.server.answer(json.loads(body))}
-        except Exception as error:  # noqa: BLE001 - its episode is void, the next plays
+            status, response = 200, {"answer": self.server.solve(json.loads(body))}
+        except Exception as error:  # noqa: BLE001 - only this episode is void
             traceback.print_exc()
-            status, said = 500, {"error": f"{type(error).__name__}: {error}"}
-        content = json.dumps(said).encode()
+            status, response = 500, {"error": f"{type(error).__name__}: {error}"}
+        content = json.dumps(response).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
@@ -63,14 +63,14 @@ class _Call(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A request is no line: there are many."""
+        """Do not log requests, because there are many."""
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process is stopped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("agent", help="the module: langgraph_agent or smolagents_agent")
-    parser.add_argument("--port", type=int, required=True, help="0 takes a free one")
+    parser.add_argument("agent", help="module of the agent: langgraph_agent or smolagents_agent")
+    parser.add_argument("--port", type=int, required=True, help="port; 0 selects a free port")
     chosen = parser.parse_args()
     service = Service(chosen.port, importlib.import_module(chosen.agent).solve)
     print(f"http://127.0.0.1:{service.server_address[1]}/solve", flush=True)

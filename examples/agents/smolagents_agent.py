@@ -1,4 +1,4 @@
-"""An agent of smolagents', with tools over MCP. It knows of no training.
+"""A smolagents agent with tools over MCP and without any code for training.
 
 python examples/agents/smolagents_agent.py   reads OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL,
                                              LUDUS_TASK and LUDUS_MCP_URL, and prints its answer
@@ -14,7 +14,7 @@ from smolagents import LogLevel, MCPClient, OpenAIServerModel, ToolCallingAgent
 
 MAX_STEPS = 5
 TEMPLATES = {
-    # Its own fill 2,000 tokens, most of them examples; a model that learns needs none.
+    # The default prompt has 2,000 tokens, mostly examples, which a trained model does not need.
     "system_prompt": "Call tools, the last of them final_answer.",
     "planning": {
         "initial_plan": "",
@@ -27,7 +27,7 @@ TEMPLATES = {
 
 
 def solve(question: str, base_url: str, api_key: str, model: str, mcp_url: str) -> str:
-    """What the agent gives as its final answer; nothing where it cannot go on."""
+    """Return the agent's final answer, or an empty string if the agent fails."""
     server = {
         "transport": "streamable-http",
         "url": mcp_url,
@@ -44,7 +44,7 @@ def solve(question: str, base_url: str, api_key: str, model: str, mcp_url: str) 
         try:
             return str(agent.run(question))
         except TypeError:
-            # Words that look like a call whose name is no text: smolagents 1.26 raises over them.
+            # smolagents 1.26 raises TypeError for text that looks like a call without a name.
             return ""
 
 

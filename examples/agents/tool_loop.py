@@ -1,4 +1,4 @@
-"""An agent as many write them: OpenAI's client in a loop, tools over MCP. It knows of no training.
+"""A typical agent: OpenAI's client in a loop, with tools over MCP and no code for training.
 
 python examples/agents/tool_loop.py      reads OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL,
                                          LUDUS_TASK and LUDUS_MCP_URL, and prints its answer
@@ -20,10 +20,10 @@ MAX_CALLS = 8
 
 
 async def solve(question: str, client: AsyncOpenAI, model: str, mcp: Mcp) -> str:
-    """The model's last words, once it calls no tool any more."""
+    """Return the model's first response without a tool call."""
     tools = [
         {"type": "function", "function": {**tool, "parameters": tool.pop("inputSchema")}}
-        for tool in (await mcp.ask("tools/list"))["tools"]
+        for tool in (await mcp.request("tools/list"))["tools"]
     ]
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(MAX_CALLS):
@@ -43,28 +43,28 @@ async def solve(question: str, client: AsyncOpenAI, model: str, mcp: Mcp) -> str
 
 
 class Mcp:
-    """As much of MCP as it takes to call tools."""
+    """A minimal MCP client, which lists and calls tools."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, key: str) -> None:
         self._http = http
         self._url = url
         self._headers = {"authorization": f"Bearer {key}"}
 
-    async def ask(self, method: str, **params: Any) -> Any:
-        """The result of a request, or what was wrong with it."""
-        asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-        answer = (await self._http.post(self._url, json=asked, headers=self._headers)).json()
+    async def request(self, method: str, **params: Any) -> Any:
+        """Send a request and return its result; an error becomes the text of the result."""
+        message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+        answer = (await self._http.post(self._url, json=message, headers=self._headers)).json()
         return answer.get("result") or {"content": [{"text": json.dumps(answer)}]}
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool returned."""
+        """Call a tool and return its text."""
         return str(
-            (await self.ask("tools/call", name=name, arguments=arguments))["content"][0]["text"]
+            (await self.request("tools/call", name=name, arguments=arguments))["content"][0]["text"]
         )
 
 
 async def play(task: Any, access: Any) -> dict[str, str]:
-    """The answer to a task, for `agent.function`; connections are kept from task to task."""
+    """Return the answer to a task, for `agent.function`; tasks share their connections."""
     client, http = _clients()
     client = client.with_options(base_url=access.base_url, api_key=access.api_key)
     mcp = Mcp(http, access.mcp_url, access.api_key)

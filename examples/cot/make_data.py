@@ -1,7 +1,7 @@
-"""Writes sums.jsonl: all sums of two and three numbers that stay below ten.
+"""Write sums.jsonl: all sums of two or three numbers that are below ten.
 
-Each row has some answers in the form that is wanted, with numbers drawn at random: a tiny model
-learns the form from them, and nothing of sums.
+Each row has example answers in the required format with random numbers. A tiny model learns the
+format from them, but no sums.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ _NUM_EXAMPLES = 4
 
 
 def main() -> None:
-    """Write the file beside this one."""
+    """Write the file to the folder of this script."""
     draw = random.Random("examples of answers")
     problems = sums_below(_LIMIT)
     write_rows(
         {
-            "question": [one.question for one in problems],
-            "answer": [int(one.solution) for one in problems],
+            "question": [problem.question for problem in problems],
+            "answer": [int(problem.solution) for problem in problems],
             "examples": [
                 [
-                    f"<think>{one.question}</think><final_answer>{draw.randrange(_LIMIT)}</final_answer>"
+                    f"<think>{problem.question}</think>"
+                    f"<final_answer>{draw.randrange(_LIMIT)}</final_answer>"
                     for _ in range(_NUM_EXAMPLES)
                 ]
-                for one in problems
+                for problem in problems
             ],
         },
         Path(__file__).with_name("sums.jsonl"),

@@ -1,7 +1,7 @@
-"""Writes requests.jsonl: what to write to whom, and letters of every quality.
+"""Write requests.jsonl: requests for e-mails, with example e-mails of every quality.
 
-A tiny model learns from `examples` how letters look, good and bad ones, and nothing of what the
-rule asks for.
+A tiny model learns the format of e-mails from `examples`, good and bad ones, but not the reward
+rule.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from pathlib import Path
 from prompts_env import write_rows
 
 _NAMES = ("Kim", "Ana", "Raj", "Zoe")
-_ABOUT = ("invoice", "meeting", "order", "refund")
+_TOPICS = ("invoice", "meeting", "order", "refund")
 _MAX_WORDS = 12
 
 
-def letters(name: str, about: str) -> list[str]:
-    """Every way to begin, go on and end, one of which is the ideal."""
-    beginnings = (f"Dear {name},", "Hello,")
-    middles = (f"your {about} is ready.", "all is ready.", f"your {about} is ready." + " truly" * 9)
-    ends = ("Best regards,\nSam", "Bye")
-    return ["\n".join(parts) for parts in product(beginnings, middles, ends)]
+def make_letters(name: str, topic: str) -> list[str]:
+    """Return all combinations of openings, middles and endings; the first is the ideal."""
+    openings = (f"Dear {name},", "Hello,")
+    middles = (f"your {topic} is ready.", "all is ready.", f"your {topic} is ready." + " truly" * 9)
+    endings = ("Best regards,\nSam", "Bye")
+    return ["\n".join(parts) for parts in product(openings, middles, endings)]
 
 
 def main() -> None:
-    """Write the file beside this one."""
-    pairs = list(product(_NAMES, _ABOUT))
+    """Write the file to the folder of this script."""
+    pairs = list(product(_NAMES, _TOPICS))
     write_rows(
         {
-            "prompt": [f"Tell {name} that the {about} is ready." for name, about in pairs],
+            "prompt": [f"Tell {name} that the {topic} is ready." for name, topic in pairs],
             "recipient": [name for name, _ in pairs],
-            "keyword": [about for _, about in pairs],
-            "ideal": [letters(name, about)[0] for name, about in pairs],
+            "keyword": [topic for _, topic in pairs],
+            "ideal": [make_letters(name, topic)[0] for name, topic in pairs],
             "max_words": [_MAX_WORDS] * len(pairs),
-            "examples": [letters(name, about) for name, about in pairs],
+            "examples": [make_letters(name, topic) for name, topic in pairs],
         },
         Path(__file__).with_name("requests.jsonl"),
     )

@@ -1,4 +1,4 @@
-"""Perceptrons learn to balance a pole: Gymformer's script, its settings and its size.
+"""Gymformer's script in which small networks learn to balance a pole, with the same settings.
 
 python examples/gymformer/cartpole.py
 """
@@ -16,7 +16,7 @@ from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
 
 
 def main() -> None:
-    """Train, and tell how the returns went."""
+    """Train and print the mean returns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

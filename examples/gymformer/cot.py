@@ -1,9 +1,9 @@
-"""A language model learns to solve problems by thinking aloud: Gymformer's script.
+"""Gymformer's script in which a language model learns to solve problems by chain of thought.
 
     python examples/gymformer/cot.py
     python examples/gymformer/cot.py --model Qwen/Qwen2-0.5B-Instruct
 
-Without a model it makes a tiny one, which begins by guessing.
+Without --model, the script makes a tiny model that initially guesses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.trainer.models.load import load_tokenizer
 
 
 def main() -> None:
-    """Train, and tell how the rewards went."""
+    """Train and print the mean rewards."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="Hugging Face id or folder")
     parser.add_argument("--episodes", type=int, default=10_000)

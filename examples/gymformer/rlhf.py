@@ -1,9 +1,10 @@
-"""A language model learns from preferences: Gymformer's two scripts, one after the other.
+"""Gymformer's scripts in which a language model learns from preferences.
 
     python examples/gymformer/rlhf.py
 
-Comparisons by a hidden rule train a reward model, and its scores a policy. All models are tiny
-ones made on the spot; `--model`, `--preferences` and `--prompts` take yours.
+A reward model is trained on comparisons by a hidden rule, then a policy on the reward model's
+scores. By default, all models are tiny and made by this script. Use `--model`, `--preferences` and
+`--prompts` for other models and data.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ PROMPTS = [f"Tell me about {topic}." for topic in TOPICS]
 
 
 def main() -> None:
-    """Train a reward model, then a policy, and tell how its scores went."""
+    """Train a reward model and a policy, and print the mean scores."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="Hugging Face id or folder, of both")
+    parser.add_argument("--model", help="Hugging Face id or folder of both models")
     parser.add_argument("--preferences", help="file of comparisons")
-    parser.add_argument("--prompts", help="file with a column prompt")
+    parser.add_argument("--prompts", help="file with a column named prompt")
     parser.add_argument("--episodes", type=int, default=10_000)
     args = parser.parse_args()
     train_reward(
-        model_name=args.model or tiny_judge(),
-        datasets_path=args.preferences or written_preferences(),
+        model_name=args.model or make_judge(),
+        datasets_path=args.preferences or write_preferences(),
         reward_model_path="models/reward_model",
         batch_size=32,
         epochs=18,
@@ -77,14 +78,14 @@ def main() -> None:
     sys.stdout.write(f"mean score of the first tenth {first:.2f}, of the last {last:.2f}\n")
 
 
-def tiny_judge() -> str:
-    """The folder of a tiny language model that a reward model is made of."""
+def make_judge() -> str:
+    """Make the tiny language model of the reward model and return its folder."""
     write_model(FOLDER / "judge", seed=0)
     return str(FOLDER / "judge")
 
 
-def written_preferences() -> str:
-    """The file of 2,000 comparisons by the hidden rule."""
+def write_preferences() -> str:
+    """Write 2,000 comparisons by the hidden rule and return the file."""
     path = FOLDER / "preferences.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = (json.dumps(row) + "\n" for row in comparisons(2000, seed=0))

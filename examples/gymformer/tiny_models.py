@@ -1,6 +1,6 @@
-"""Tiny models that know the words of a task and the form of an answer, and nothing else.
+"""Tiny models that have learned the words of a task and the format of an answer, but nothing else.
 
-They stand in for GPT-2 and its like where nothing is to be downloaded.
+They replace models such as GPT-2 without a download.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ _NUM_ANSWERS = 2048
 
 
 def thinker(folder: Path, seed: int = 0) -> str:
-    """The folder of a model that answers sums with any number, between the tags of CoTEnv."""
+    """Make a model that answers sums with random numbers in CoTEnv's tags; return its folder."""
     draw = random.Random("any number")
     problems = draw.choices(sums_below(10), k=_NUM_ANSWERS)
-    return _made(
+    return _make_model(
         folder,
         seed,
         [
-            _said(
-                make_problem_prompt(one.question),
-                f"<think>{one.question}</think><final_answer>{draw.randrange(10)}</final_answer>",
+            _make_conversation(
+                make_problem_prompt(problem.question),
+                f"<think>{problem.question}</think><final_answer>{draw.randrange(10)}</final_answer>",
             )
-            for one in problems
+            for problem in problems
         ],
     )
 
 
 def summarizer(folder: Path, seed: int = 0) -> str:
-    """The folder of a model that says words of both articles at random."""
+    """Make a model that writes random words of both articles; return its folder."""
     draw = random.Random("any words")
-    words = sorted({word for one in ARTICLES for word in one.text.lower().strip(".").split()})
-    return _made(
+    words = sorted(
+        {word for article in ARTICLES for word in article.text.lower().strip(".").split()}
+    )
+    return _make_model(
         folder,
         seed,
         [
-            _said(
+            _make_conversation(
                 make_article_prompt(article), " ".join(draw.choices(words, k=draw.randint(1, 16)))
             )
             for article in draw.choices(ARTICLES, k=_NUM_ANSWERS)
@@ -62,19 +64,20 @@ def summarizer(folder: Path, seed: int = 0) -> str:
 
 
 def speaker(folder: Path, prompts: Sequence[str], words: Sequence[str], seed: int = 0) -> str:
-    """The folder of a model that answers the prompts with six of the words at random."""
+    """Make a model that answers the prompts with six random words; return its folder."""
     draw = random.Random("any six words")
-    answered = [
-        _said(draw.choice(prompts), " ".join(draw.choices(words, k=6))) for _ in range(_NUM_ANSWERS)
+    conversations = [
+        _make_conversation(draw.choice(prompts), " ".join(draw.choices(words, k=6)))
+        for _ in range(_NUM_ANSWERS)
     ]
-    return _made(folder, seed, answered)
+    return _make_model(folder, seed, conversations)
 
 
-def _said(prompt: str, answer: str) -> Conversation:
+def _make_conversation(prompt: str, answer: str) -> Conversation:
     return [Exchange([{"role": "user", "content": prompt}], answer)]
 
 
-def _made(folder: Path, seed: int, conversations: Sequence[Conversation]) -> str:
+def _make_model(folder: Path, seed: int, conversations: Sequence[Conversation]) -> str:
     if not folder.exists():
         make_tiny_model(CONFIG, conversations, seed, folder)
     return str(folder)

@@ -1,7 +1,6 @@
-"""Writes sums.jsonl: all sums of two numbers below ten, and answers of every kind.
+"""Write sums.jsonl: all sums of two numbers below ten, with example answers.
 
-A tiny model learns from `examples` what an answer looks like, a number or none, and nothing of
-sums.
+A tiny model learns from `examples` what answers look like, with or without a number, but no sums.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ _WORDS = ("many", "a lot", "who knows")
 
 
 def main() -> None:
-    """Write the file beside this one."""
+    """Write the file to the folder of this script."""
     numbers = [str(number) for number in range(2 * _LIMIT - 1)]
-    pairs = [(left, right) for left in range(_LIMIT) for right in range(_LIMIT)]
+    pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
     write_rows(
         {
-            "question": [f"{left} + {right}" for left, right in pairs],
-            "answer": [left + right for left, right in pairs],
+            "question": [f"{a} + {b}" for a, b in pairs],
+            "answer": [a + b for a, b in pairs],
             "examples": [[*numbers, *_WORDS] for _ in pairs],
         },
         Path(__file__).with_name("sums.jsonl"),

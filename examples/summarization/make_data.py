@@ -1,7 +1,7 @@
-"""Writes articles.jsonl: the two articles of Gymformer's document, and their key terms.
+"""Write articles.jsonl: the two articles of Gymformer's documentation with their key terms.
 
-Each row has some answers made of words at random: a tiny model learns from them to say words, and
-nothing of the articles.
+Each row has example answers of random words. A tiny model learns the words from them, but nothing
+about the articles.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_
 from prompts_env import write_rows
 
 _NUM_EXAMPLES = 64
-_MOST_WORDS = 16
+_MAX_WORDS = 16
 
 
 def main() -> None:
-    """Write the file beside this one."""
+    """Write the file to the folder of this script."""
     draw = random.Random("examples of summaries")
-    words = sorted({word for one in ARTICLES for word in re.findall(r"[a-z-]+", one.text.lower())})
+    words = sorted(
+        {word for article in ARTICLES for word in re.findall(r"[a-z-]+", article.text.lower())}
+    )
     write_rows(
         {
-            "prompt": [make_article_prompt(one) for one in ARTICLES],
-            "key_terms": [list(one.key_terms) for one in ARTICLES],
+            "prompt": [make_article_prompt(article) for article in ARTICLES],
+            "key_terms": [list(article.key_terms) for article in ARTICLES],
             "examples": [
                 [
-                    " ".join(draw.choices(words, k=draw.randint(1, _MOST_WORDS)))
+                    " ".join(draw.choices(words, k=draw.randint(1, _MAX_WORDS)))
                     for _ in range(_NUM_EXAMPLES)
                 ]
                 for _ in ARTICLES

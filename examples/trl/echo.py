@@ -1,5 +1,5 @@
-# The script of TRL's guide to OpenEnv, as printed there. One import line is changed, and two that
-# it forgets are added. It takes docker, a download and a GPU; echo_here.py takes none of them.
+# The script of TRL's guide to OpenEnv, with one changed import and two added imports that the guide
+# omits. It needs docker, a download and a GPU; echo_here.py needs none of them.
 #
 # python examples/trl/echo.py
 import requests

@@ -1,8 +1,8 @@
-"""TRL's echo script on two cores: no docker, no download, no GPU.
+"""TRL's echo script on two cores, without docker, download or GPU.
 
-The rollout function is the guide's, but for its URL; the environment is a server of this checkout,
-and the model is a tiny one that is made on the spot. In four epochs of 64 prompts it learns to say
-the longest word of its vocabulary 32 times, which is all that can be earned.
+The rollout function differs from the guide's only in its URL. The environment is a server of this
+repository, and the model is a new tiny model. In four epochs of 64 prompts, the model learns to
+repeat the longest word of its vocabulary 32 times, which has the highest possible reward.
 
     python examples/trl/echo_here.py [--seed 0] [--shuffle-rewards]
 """
@@ -26,15 +26,15 @@ MODEL = {
     "width": 64,
     "num_heads": 2,
     "max_tokens": 128,
-    # It begins with any token as likely as any other: had it learned to say some words, it would
-    # have learned where they end, too, and shun those that stand last.
+    # Initially, all tokens are about equally likely. A longer warm start would also teach the ends
+    # of words and make last tokens less likely.
     "warm_start_games": 1,
     "warm_start_epochs": 1,
 }
 
 
 def make_rollout_func(client):
-    """The guide's rollout function."""
+    """Return the guide's rollout function."""
 
     def rollout_func(prompts, args, processing_class):
         payload = {
@@ -63,14 +63,14 @@ def make_rollout_func(client):
 
 
 def train(seed, output_dir, port, *, shuffle_rewards=False):
-    """The trainer, when it has trained."""
+    """Train and return the trainer."""
     log = Path(tempfile.mkdtemp()) / "echo.log"
-    with LocalServer("echo_env", {}, 16, log) as up:
+    with LocalServer("echo_env", {}, 16, log) as server:
         trainer = GRPOTrainer(
             model=MODEL,
             reward_funcs=reward_from_env,
             train_dataset={"prompt": [PROMPT] * 64},
-            rollout_func=make_rollout_func(EchoEnv(base_url=up.addresses.http)),
+            rollout_func=make_rollout_func(EchoEnv(base_url=server.addresses.http)),
             args=GRPOConfig(
                 output_dir,
                 vllm_mode="server",
@@ -89,9 +89,9 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 seed=seed,
             ),
             overrides=[
-                # vLLM takes longer to start than all of this to train.
+                # vLLM takes longer to start than the whole training.
                 "generator.kind=transformers",
-                # Else it settles on the first long word that it comes across.
+                # Without an entropy bonus, the policy repeats the first long word that it samples.
                 "algorithm.entropy_coef=0.1",
                 "algorithm.entropy_coef_final=0",
                 f"training.shuffle_rewards={json.dumps(shuffle_rewards)}",
@@ -103,20 +103,22 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
 
 
 def reward_from_env(completions, **kwargs):
-    """The rewards that the rollout function has brought along."""
+    """Return the rewards from the rollout function."""
     env_rewards = kwargs.get("env_reward", [])
     return [float(reward) for reward in env_rewards] if env_rewards else [0.0] * len(completions)
 
 
 def main():
-    """Train, and print the curve."""
+    """Train and print the reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="runs/trl-echo")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--shuffle-rewards", action="store_true", help="the negative control")
-    given = parser.parse_args()
-    trainer = train(given.seed, given.output_dir, given.port, shuffle_rewards=given.shuffle_rewards)
+    parser.add_argument(
+        "--shuffle-rewards", action="store_true", help="shuffle rewards, as a negative control"
+    )
+    args = parser.parse_args()
+    trainer = train(args.seed, args.output_dir, args.port, shuffle_rewards=args.shuffle_rewards)
     for entry in trainer.state.log_history:
         sys.stdout.write(f"step {entry['step']:>3}  env_reward {entry['reward']:7.3f}\n")
 

@@ -1,7 +1,7 @@
-"""The functions that the tutorial's cells import, to be read and changed.
+"""Functions of the tutorial's notebook, for reading and changing.
 
-What is changed here is what trains: `setup_forge_training` hands `BlackJackReward` and
-`ComputeAdvantages` to the run, and `render` and `parse` where its caller asks for them.
+Changes here affect training: `setup_forge_training` passes `BlackJackReward` and
+`ComputeAdvantages` to the run. Its caller can also pass `render` and `parse`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from openspiel_env.policies import fixed_policies
 from openspiel_env.text.blackjack import brief_situation, hand_and_up_card
 
 WORDS = ("HIT", "STAND")
-"""Blackjack's actions, in the order of their numbers."""
+"""Words of blackjack's actions, by action id."""
 _BLACKJACK_TENSOR = 189
-"""Numbers in blackjack's info_state; no other game has as many."""
+"""Length of blackjack's info_state, which differs from that of all other games."""
 _NUM_SHOWN = 10
 _WORD = re.compile(r"[A-Z]+")
 
@@ -36,7 +36,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Baseline(TypedDict):
-    """How a policy that does not learn did."""
+    """Results of a fixed policy."""
 
     total_games: int
     wins: int
@@ -44,11 +44,11 @@ class Baseline(TypedDict):
     pushes: int
     win_rate: float
     win_rate_ci95: tuple[float, float]
-    """What 95 of 100 such samples hold the true rate in."""
+    """95 % confidence interval of the win rate."""
 
 
 def show_openenv_observation(observation: OpenSpielObservation) -> None:
-    """Print what the environment tells, and what a language model is shown of it."""
+    """Print an observation and the text that a language model sees."""
     print("Observation:")
     print(f"  game phase: {observation.game_phase}")
     print(f"  legal actions: {observation.legal_actions}")
@@ -59,46 +59,46 @@ def show_openenv_observation(observation: OpenSpielObservation) -> None:
 
 
 def play_random_policy(server_url: str, num_games: int = 100, seed: int = 0) -> Baseline:
-    """How any legal action, all equally likely, does in games of the seed."""
-    return _played(server_url, "random", num_games, seed)
+    """Play with random legal actions and return the results."""
+    return _measure_policy(server_url, "random", num_games, seed)
 
 
 def play_heuristic_policy(server_url: str, num_games: int = 100, seed: int = 0) -> Baseline:
-    """How the dealer's own rule, to hit below 17, does in games of the seed."""
-    return _played(server_url, "dealer_rule", num_games, seed)
+    """Play by the dealer's rule, to hit below 17, and return the results."""
+    return _measure_policy(server_url, "dealer_rule", num_games, seed)
 
 
 class BlackJackReward(ForgeActor):
-    """What a game is worth to the training: change it as you like, wins are counted without it."""
+    """The reward of an episode in training. Change it freely; win rates do not depend on it."""
 
     @endpoint
     def evaluate_response(self, prompt: str, response: str, game_reward: float) -> float:
-        """2 for a win, 0.5 for a push, and what the game paid for a loss."""
+        """Return 2 for a win, 0.5 for a push and the game's reward for a loss."""
         if game_reward > 0:
             return 2.0
         return 0.5 if game_reward == 0 else float(game_reward)
 
 
 class ComputeAdvantages(GroupAdvantages):
-    """How the games of a group are compared: as in the paper, until you override `compute`."""
+    """The advantages of a group, as in the GRPO paper. Override `compute` to change them."""
 
 
 def format_prompt(observation: OpenSpielObservation, tokenizer: Any) -> str:
-    """The text that a model is asked with, in the words of its chat template."""
+    """Return the prompt for an observation, in the model's chat template."""
     messages = render(observation.model_dump(), first=True)
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
 
 
 def parse_action(response_text: str, legal_actions: Sequence[int]) -> int:
-    """The action that a response means: the only one of its words that names one.
+    """Return the id of the only action that a response names.
 
     Raises:
-        ActionParseError: it names none, or several, or one that is not legal. Nothing is
-            guessed: a policy that says nothing must not be taught that it stood.
+        ActionParseError: the response names no action, several actions or an illegal action. No
+            default is used, because it would teach the policy that an empty response stands.
     """
-    said = _WORD.findall(response_text.upper())
-    named = {number for number, word in enumerate(WORDS) if word in said}
+    words = _WORD.findall(response_text.upper())
+    named = {number for number, word in enumerate(WORDS) if word in words}
     if len(named) != 1 or not named <= set(legal_actions):
         legal = ", ".join(WORDS[number] for number in legal_actions)
         raise ActionParseError(f"expected one of {legal}, got {response_text[:100]!r}")
@@ -106,22 +106,22 @@ def parse_action(response_text: str, legal_actions: Sequence[int]) -> int:
 
 
 def describe(observation: OpenSpielObservation) -> str:
-    """Total, soft or hard, and the dealer's card: all that decides. For example "hard 16 vs 10"."""
+    """Describe the hand and the dealer's card, for example "hard 16 vs 10"."""
     return brief_situation(*hand_and_up_card(observation.info_state))
 
 
 def render(observation: Mapping[str, Any], first: bool) -> list[Message]:
-    """What a model is shown, for `setup_forge_training(render=render, parse=parse)`."""
-    seen = OpenSpielObservation.model_construct(**observation)
-    asked = describe(seen) if seen.legal_actions else "over"
-    return [{"role": "user", "content": asked}]
+    """Return the messages of an observation, for `setup_forge_training(render=render)`."""
+    parsed = OpenSpielObservation.model_construct(**observation)
+    text = describe(parsed) if parsed.legal_actions else "over"
+    return [{"role": "user", "content": text}]
 
 
 def parse(text: str, observation: Mapping[str, Any]) -> dict[str, Any]:
-    """What the environment is asked to do.
+    """Return the action of a response, for `setup_forge_training(parse=parse)`.
 
     Raises:
-        ActionParseError: the text is no action.
+        ActionParseError: the text is not an action.
     """
     return {"action_id": parse_action(text, observation["legal_actions"])}
 
@@ -131,26 +131,26 @@ async def setup_forge_training(
     overrides: Sequence[str] = (),
     **options: Any,
 ) -> GRPOTrainer:
-    """The trainer, with this file's reward and advantages; see `ludus.trainer.compat.forge`."""
-    own = {"reward": BlackJackReward, "compute_advantages": ComputeAdvantages}
-    return await setup_run(config, overrides, **{**own, **options})
+    """Return a trainer with this file's reward and advantages; see `ludus.trainer.compat.forge`."""
+    functions = {"reward": BlackJackReward, "compute_advantages": ComputeAdvantages}
+    return await setup_run(config, overrides, **{**functions, **options})
 
 
-def _played(server_url: str, name: str, num_games: int, seed: int) -> Baseline:
-    outcomes = _in_a_thread(_play(server_url, name, num_games, seed))
-    standings = [
-        classify_outcome(one.episode_return, one.success)
-        for one in outcomes
-        if one.episode_return is not None
+def _measure_policy(server_url: str, name: str, num_games: int, seed: int) -> Baseline:
+    episodes = _run_in_thread(_play(server_url, name, num_games, seed))
+    outcomes = [
+        classify_outcome(episode.episode_return, episode.success)
+        for episode in episodes
+        if episode.episode_return is not None
     ]
-    wins = standings.count(OutcomeKind.WON)
+    wins = outcomes.count(OutcomeKind.WON)
     return Baseline(
-        total_games=len(standings),
+        total_games=len(outcomes),
         wins=wins,
-        losses=standings.count(OutcomeKind.LOST),
-        pushes=standings.count(OutcomeKind.DRAWN),
-        win_rate=wins / len(standings),
-        win_rate_ci95=wilson_interval(wins, len(standings)),
+        losses=outcomes.count(OutcomeKind.LOST),
+        pushes=outcomes.count(OutcomeKind.DRAWN),
+        win_rate=wins / len(outcomes),
+        win_rate_ci95=wilson_interval(wins, len(outcomes)),
     )
 
 
@@ -166,7 +166,7 @@ async def _play(server_url: str, name: str, num_games: int, seed: int) -> list[A
         return list(await play_policy(client, policies[name], seeds))
 
 
-def _in_a_thread(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The coroutine's result; in a thread, since a notebook has an event loop of its own."""
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        return threads.submit(asyncio.run, coroutine).result()
+def _run_in_thread(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run a coroutine in a thread, because a notebook already has a running event loop."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()

@@ -1,4 +1,4 @@
-"""Rules that can be verified, as terms of a reward: sums for mathematics, criteria for e-mails.
+"""Verifiable reward terms for math problems and e-mails.
 
     rewards = [{function = "reward_rules:math_answer"}]
     rewards = [
@@ -6,7 +6,7 @@
         {function = "reward_rules:mail_is_short", weight = 0.5},
     ]
 
-Each function takes lists with one entry per episode of a group, and returns one number for each.
+Each function accepts lists with one entry per episode of a group and returns a reward per episode.
 `target`, `keyword`, `ideal` and `recipient` are columns of the environment's tasks
 (docs/environments.md), or fields of its last result's `info`.
 """
@@ -28,59 +28,65 @@ _MAX_WORDS = 120
 def math_answer(
     completions: Sequence[Conversation], target: Sequence[Any], **_: Any
 ) -> list[float]:
-    """1 for saying a number and 3 more for the right one; -1 for saying none."""
-    return [_math(_said(one), wanted) for one, wanted in zip(completions, target, strict=True)]
+    """Return 1 for a number, 3 more for the correct number, and -1 without a number."""
+    pairs = zip(completions, target, strict=True)
+    return [_rate_number(_last_response(messages), solution) for messages, solution in pairs]
 
 
 def mail_mentions(
     completions: Sequence[Conversation], keyword: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 where the required word is in it."""
+    """Return 1 if the e-mail contains the required word."""
     pairs = zip(completions, keyword, strict=True)
-    return [float(word.casefold() in _said(one).casefold()) for one, word in pairs]
+    return [
+        float(word.casefold() in _last_response(messages).casefold()) for messages, word in pairs
+    ]
 
 
 def mail_is_ideal(
     completions: Sequence[Conversation], ideal: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 where it is the ideal answer, but for spaces and upper case."""
+    """Return 1 if the e-mail equals the ideal, ignoring spaces and case."""
     pairs = zip(completions, ideal, strict=True)
-    return [float(_plain(_said(one)) == _plain(wanted)) for one, wanted in pairs]
+    return [float(_plain(_last_response(messages)) == _plain(text)) for messages, text in pairs]
 
 
 def mail_is_short(completions: Sequence[Conversation], **_: Any) -> list[float]:
-    """-1 where it is longer than 120 words."""
-    return [-float(len(_said(one).split()) > _MAX_WORDS) for one in completions]
+    """Return -1 if the e-mail has more than 120 words."""
+    return [-float(len(_last_response(messages).split()) > _MAX_WORDS) for messages in completions]
 
 
 def mail_names_recipient(
     completions: Sequence[Conversation], recipient: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 where it names who it is for."""
+    """Return 1 if the e-mail contains the recipient's name."""
     pairs = zip(completions, recipient, strict=True)
-    return [float(name.casefold() in _said(one).casefold()) for one, name in pairs]
+    return [
+        float(name.casefold() in _last_response(messages).casefold()) for messages, name in pairs
+    ]
 
 
 def mail_is_signed(completions: Sequence[Conversation], **_: Any) -> list[float]:
-    """1 where it ends with a signature."""
-    return [float(_SIGNATURE.search(_said(one)) is not None) for one in completions]
+    """Return 1 if the e-mail has a signature."""
+    responses = map(_last_response, completions)
+    return [float(_SIGNATURE.search(response) is not None) for response in responses]
 
 
-def _math(said: str, wanted: Any) -> float:
-    numbers = _NUMBER.findall(said)
+def _rate_number(response: str, solution: Any) -> float:
+    numbers = _NUMBER.findall(response)
     if not numbers:
         return -1.0
-    return 4.0 if _value(numbers[-1]) == _value(str(wanted)) else 1.0
+    return 4.0 if _value(numbers[-1]) == _value(str(solution)) else 1.0
 
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def _said(conversation: Conversation) -> str:
-    """The last answer; thoughts before it do not count."""
-    answers = [one["content"] for one in conversation if one["role"] == "assistant"]
-    return answers[-1].rpartition("</think>")[2] if answers else ""
+def _last_response(messages: Conversation) -> str:
+    """Return the last response without its thoughts."""
+    responses = [message["content"] for message in messages if message["role"] == "assistant"]
+    return responses[-1].rpartition("</think>")[2] if responses else ""
 
 
 def _plain(text: str) -> str:
