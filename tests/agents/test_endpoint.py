@@ -164,7 +164,7 @@ async def test_number_log_probs_and_limit_of_completions_follow_the_request(
         assert len(scripted.tree.sequences()) == 2
 
 
-async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
+async def test_text_after_a_stop_text_is_neither_returned_nor_trained_on(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, "red\nObservation: made up", "blue") as scripted:
@@ -188,7 +188,7 @@ async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
     assert sequence.token_ids[first.end] == chat.end_token_id
 
 
-async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
+async def test_only_one_call_is_returned_without_parallel_tool_calls(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     with open_episode(endpoint, chat, CALL + CALL, CALL + CALL) as scripted:
@@ -201,7 +201,7 @@ async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
     assert short.turns[0].end < long.turns[0].end
 
 
-async def test_words_that_are_no_call_are_told_as_they_are(
+async def test_text_without_a_call_is_returned_unchanged(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     broken = "<tool_call>{name: look}</tool_call>"
@@ -386,7 +386,7 @@ async def test_a_client_that_has_gone_away_leaves_no_turn(
     assert scripted.tree.num_turns == 0
 
 
-async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_does(
+async def test_a_failed_policy_fails_the_episode_even_if_the_agent_continues(
     endpoint: AgentEndpoint, chat: ChatTokenizer
 ) -> None:
     async def raise_error(*_: Any) -> Any:

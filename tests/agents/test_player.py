@@ -129,7 +129,7 @@ async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
     assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
 
 
-async def test_a_task_with_braces_of_its_own_is_handed_over_as_it_is() -> None:
+async def test_a_task_with_braces_is_passed_unchanged() -> None:
     commands: list[list[str]] = []
 
     class Host:
@@ -222,7 +222,7 @@ async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
 
 
 @pytest.mark.slow
-async def test_a_program_is_confined_told_its_task_and_ended_with_all_it_started(
+async def test_a_program_is_confined_and_stops_with_its_children(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_SECRET", "s3cret")
@@ -272,9 +272,9 @@ async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_do
         group = await player.play_group(GroupSpec(0, "game", (11, 13)))
         await service.stop()
         late_group = await player.play_group(GroupSpec(1, "game", (11,)))
-    well, ill = group.rollouts
-    assert well.status is RolloutStatus.TERMINATED
-    assert ill.status is RolloutStatus.FAILED and "no more rooms" in ill.failure
+    finished, failed = group.rollouts
+    assert finished.status is RolloutStatus.TERMINATED
+    assert failed.status is RolloutStatus.FAILED and "no more rooms" in failed.failure
     assert late_group.rollouts[0].status is RolloutStatus.LOST
     assert not late_group.rollouts[0].agent_died
 

@@ -92,7 +92,7 @@ async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: Cha
     assert tree.num_branches == 1
 
 
-async def test_the_same_prompt_samples_the_same_in_any_order_and_anew_when_asked_again(
+async def test_equal_prompts_get_equal_samples_in_any_order_but_not_when_repeated(
     chat: ChatTokenizer,
 ) -> None:
     seeds: list[dict[int, int]] = []
@@ -141,7 +141,7 @@ async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: Chat
         tree.refuse_if_full()
 
 
-async def test_an_answer_that_nobody_waits_for_any_more_leaves_nothing(chat: ChatTokenizer) -> None:
+async def test_a_cancelled_request_leaves_no_turn(chat: ChatTokenizer) -> None:
     tree, policy = make_tree(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
 
     policy.is_blocked = True

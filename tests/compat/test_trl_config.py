@@ -48,7 +48,7 @@ def value_at(run: Any, path: str) -> Any:
     return run
 
 
-def test_every_field_stands_in_one_table() -> None:
+def test_every_field_is_in_one_table() -> None:
     tables = [set(MAPPED), set(IGNORED), set(REFUSED)]
     assert sum(map(len, tables)) == len(set.union(*tables)) == len(DEFAULTS)
 

@@ -160,9 +160,9 @@ def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     assert limited["env_mask"][0][-1] == 1
     trainer = Scripted(chat, rows, endless)
     trainer.max_completion_length = 90
-    cut = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
-    assert len(cut["completion_ids"][0]) <= 90
-    assert cut["env_mask"][0][-1] == 1
+    truncated = ToolRollout([], {None: Counter}, None)(make_prompts(rows), trainer)
+    assert len(truncated["completion_ids"][0]) <= 90
+    assert truncated["env_mask"][0][-1] == 1
 
 
 def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
@@ -187,7 +187,7 @@ def test_a_rollout_travels_without_its_instances(chat: ChatTokenizer) -> None:
     assert pickle.loads(pickle.dumps(rollout))._max_rounds == 3
 
 
-def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> None:
+def test_tools_that_cannot_be_called_are_refused_before_the_start(tmp_path: Any) -> None:
     class Untyped(Counter):
         def guess(self, number):  # type: ignore[no-untyped-def]
             """Guess."""

@@ -125,7 +125,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_invalid_arguments_are_refused_before_the_start(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -73,15 +73,15 @@ def play_with_upstream_client(version: str, address: str) -> Games:
 
 def run_upstream(python: Path, program: str, *arguments: str) -> str:
     """Run the program and return its standard output."""
-    ended = subprocess.run(
+    completed = subprocess.run(
         [python, "-I", UPSTREAM / program, *arguments],
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return completed.stdout
 
 
 def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -> Games:

@@ -167,7 +167,7 @@ def check(measured: Measured, num_episodes: int) -> None:
     assert measured.largest_logprob_error < TOLERANCE
 
 
-async def test_what_a_service_of_many_episodes_was_told_is_what_is_trained(
+async def test_a_service_with_many_episodes_trains_on_its_samples(
     framework: str, tmp_path: Path
 ) -> None:
     with service(framework, tmp_path) as url:

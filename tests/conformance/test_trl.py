@@ -57,7 +57,7 @@ def python() -> Path:
 
 def last_line(command: list[Any]) -> Any:
     """Return the last line of the output, parsed as JSON."""
-    ended = subprocess.run(
+    completed = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -65,8 +65,8 @@ def last_line(command: list[Any]) -> Any:
         check=False,
         env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> None:

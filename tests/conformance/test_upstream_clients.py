@@ -64,7 +64,7 @@ def play_actions(address: str, *actions: dict) -> None:
     run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
 
-def test_an_upstream_client_is_told_of_a_bad_action(address):
+def test_an_upstream_client_gets_the_error_of_a_bad_action(address):
     play_actions(address)
     with pytest.raises(AssertionError, match=r"got 99.*\(code: ILLEGAL_ACTION\)"):
         play_actions(address, {"action_id": 99})
@@ -72,7 +72,7 @@ def test_an_upstream_client_is_told_of_a_bad_action(address):
         play_actions(address, {"action_id": "x"})
 
 
-def test_an_upstream_client_is_told_of_a_full_server(tmp_path):
+def test_an_upstream_client_gets_the_error_of_a_full_server(tmp_path):
     with (
         our_server(tmp_path, GAME, "--max-sessions", "1") as server,
         our_gateway(tmp_path, server) as gateway_address,
@@ -89,15 +89,15 @@ def test_an_upstream_client_is_told_of_a_full_server(tmp_path):
 
 def test_openenvs_own_validator_passes(address):
     python = upstream_python(CLIENTS["0.10.0"][0])
-    ended = subprocess.run(
+    completed = subprocess.run(
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert judge_rule(ended.stdout)["passed"] is True
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert judge_rule(completed.stdout)["passed"] is True
 
 
 def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):

@@ -30,7 +30,7 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
     assert ludus_games == upstream_games
 
 
-def test_our_client_says_what_an_upstream_server_refuses_and_does_not_offer():
+def test_our_client_reports_what_an_upstream_server_does_not_support():
     with (
         upstream_server("0.10.0", max_sessions=2) as address,
         EnvClient.connect(address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S)) as client,

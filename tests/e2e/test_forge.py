@@ -32,9 +32,9 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     tmp_path: Path, server: RunningServer
 ) -> None:
     command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
-    assert ended.returncode == 0, ended.stderr
-    seen: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
+    assert completed.returncode == 0, completed.stderr
+    seen: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     first, second = seen["results"]
     assert (first["iterations"], second["iterations"]) == ([1, 2, 3], [4, 5, 6])
     assert all(len(first[name]) == 3 for name in ("win_rates", "losses", "rewards"))
@@ -70,7 +70,7 @@ def test_the_tutorials_own_file_starts_with_a_tiny_model(
         "ludus.eval.num_games=50",
     ]
     command = [sys.executable, "-m", "ludus.trainer.compat.forge", "--config", str(path)]
-    ended = subprocess.run(
+    completed = subprocess.run(
         [*command, *overrides],
         capture_output=True,
         text=True,
@@ -78,9 +78,9 @@ def test_the_tutorials_own_file_starts_with_a_tiny_model(
         timeout=600,
         env={**os.environ, "WANDB_API_KEY": ""},
     )
-    assert ended.returncode == 0, ended.stderr
-    folder = Path(ended.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr
+    folder = Path(completed.stdout.splitlines()[-1])
     assert folder == tmp_path / "blackjack"
     assert json.loads((folder / "summary.json").read_text())["finished"]
-    assert "metric_logging.wandb.group" in ended.stderr, "it means nothing here, and is named"
+    assert "metric_logging.wandb.group" in completed.stderr, "it means nothing here, and is named"
     assert any((folder / "wandb").iterdir()), "kept for `wandb sync`: there is no key"

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_a_program_trains_step_by_step_and_goes_on_after_its_own_error(tmp_path: Path) -> None:
+def test_a_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.e2e.library_program", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    seen = json.loads(ended.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert completed.returncode == 0, completed.stderr
+    seen = json.loads(completed.stdout.splitlines()[-1])
     assert len(seen["before"]) == 3 and set(seen["before"]) <= {"HIT", "STAND"}
     assert seen["greedy"][0] == seen["greedy"][1]
     assert (seen["steps while paused"], seen["saved"]) == (1, "step-00000001")

@@ -26,11 +26,11 @@ SHORT = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
 
 def ludus(cwd: Path, *arguments: str) -> str:
     """Run the command and return its output."""
-    ended = subprocess.run(
+    completed = subprocess.run(
         [*LUDUS, *arguments], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return ended.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    return completed.stdout
 
 
 def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:

@@ -75,10 +75,12 @@ def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: 
         first = weights(parts, 1)
         parts.finish()
 
-    at_once, in_parts = weights(full_run, 2), weights(parts, 2)
-    assert at_once.keys() == in_parts.keys()
-    assert any(not torch.equal(first[name], in_parts[name]) for name in first), "it moved"
-    worst = max(float((at_once[name] - in_parts[name]).abs().max()) for name in at_once)
+    full_weights, resumed_weights = weights(full_run, 2), weights(parts, 2)
+    assert full_weights.keys() == resumed_weights.keys()
+    assert any(not torch.equal(first[name], resumed_weights[name]) for name in first), "it moved"
+    worst = max(
+        float((full_weights[name] - resumed_weights[name]).abs().max()) for name in full_weights
+    )
     assert worst == 0.0
     assert select_trained_rows(full_run) == select_trained_rows(parts)
     assert evaluations(full_run)[-1] == evaluations(parts)[-1]

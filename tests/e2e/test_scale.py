@@ -66,7 +66,7 @@ def test_an_impossible_number_is_refused_with_the_remedy(
     settings = [*SMALL, "rollout.min_workers=2", "rollout.num_workers=2"]
     config = load_run_config(EXAMPLE, settings)
     (tmp_path / CONFIG_FILE).write_text(config.model_dump_json())
-    ended = scale(tmp_path, num_workers_requested)
-    assert ended.returncode == 2
-    assert message in ended.stderr
+    completed = scale(tmp_path, num_workers_requested)
+    assert completed.returncode == 2
+    assert message in completed.stderr
     assert not (tmp_path / CONTROL_FILE).exists()

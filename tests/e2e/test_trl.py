@@ -22,9 +22,9 @@ def train(folder: Path, form: str) -> dict[str, Any]:
     """Run the program; return the results that it prints."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.e2e.trl_program", str(folder), form]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.usefixtures("shared_ray")

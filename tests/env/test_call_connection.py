@@ -52,7 +52,7 @@ async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply) -> None:
         assert await socket.recv() == ("in fragments" if isinstance(reply, list) else reply)
 
 
-async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply() -> None:
+async def test_an_unrequested_frame_is_no_reply() -> None:
     async def refuse(socket) -> None:
         await socket.send("full")
         await socket.recv()

@@ -180,7 +180,7 @@ def test_a_wrong_result_breaks_the_rule_by_name(deeds, rule: str, message) -> No
         ("call", "tools_return_json_objects"),
     ],
 )
-def test_whatever_it_raises_is_found_by_name(part: str, rule: str, error) -> None:
+def test_any_raised_error_breaks_the_rule_by_name(part: str, rule: str, error) -> None:
     broken = find_broken(**{part: lambda good: throw(error)})
     assert f"expected no error, got {type(error).__name__}" in broken[rule]
     assert "".join(broken.values()).isprintable()
@@ -253,7 +253,7 @@ def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it() -> None
     assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
-def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_flood_of_output_is_found_and_hidden(capfd: pytest.CaptureFixture[str]) -> None:
     def flood(good):
         for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
             sys.stdout.write("flood" * 200)
@@ -300,8 +300,8 @@ sys.exit(outcome.fault or 0)
 def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy() -> None:
     # In a program, because the tests' own process never lets gRPC's engine end.
     program = [sys.executable, "-c", PLAYED_BEFORE]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert ended.returncode == 0, ended.stderr
+    completed = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_what_cannot_be_made_is_looked_at_no_further() -> None:

@@ -85,7 +85,7 @@ def test_a_container_that_does_not_serve_is_removed(
     assert provider.deeds[-1] == "stop"
 
 
-def test_servers_that_know_tokens_get_one_that_nobody_else_knows(
+def test_servers_with_tokens_get_a_secret_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[object] = []
@@ -216,7 +216,7 @@ def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
     assert not engine.is_running
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(engine: FakeEngine) -> None:
+def test_an_exit_during_the_start_is_reported_with_the_last_output(engine: FakeEngine) -> None:
     engine.say("dead")
     with pytest.raises(
         UnavailableError,
@@ -232,14 +232,14 @@ def test_a_server_that_does_not_get_ready_in_time_is_removed(engine: FakeEngine)
     assert not engine.is_running
 
 
-def test_an_image_that_is_refused_is_told_in_the_engines_words(engine: FakeEngine) -> None:
+def test_a_refused_image_is_reported_with_the_engines_message(engine: FakeEngine) -> None:
     engine.say("refusal", "trying to pull\nError: no such image\n")
     with pytest.raises(ConfigError, match="docker run' failed: Error: no such image"):
         EchoEnv.from_docker_image("nowhere:latest")
     assert not engine.is_running
 
 
-def test_a_machine_without_an_engine_is_told_in_one_sentence(
+def test_a_missing_engine_is_reported_in_one_sentence(
     engine: FakeEngine,
 ) -> None:
     engine.say("info", "1")

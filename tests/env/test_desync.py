@@ -128,7 +128,7 @@ async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
 
 
 @pytest.mark.slow
-async def test_sessions_that_nobody_calls_outlive_cut_after_cut(
+async def test_idle_sessions_survive_repeated_cuts(
     monkeypatch: pytest.MonkeyPatch, core_clock
 ) -> None:
     monkeypatch.setattr(grpc_transport, "KEEP_AFTER", 0.01)

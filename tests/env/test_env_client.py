@@ -196,7 +196,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire: str, core_clock) -> Non
         await client.open()
 
 
-async def test_the_description_says_what_the_environment_is(wire: str) -> None:
+async def test_the_description_describes_the_environment(wire: str) -> None:
     async with running() as server, await connect_client(server, wire) as client:
         description = await client.describe()
         assert description == server.core.description
@@ -215,7 +215,7 @@ async def test_without_the_token_nothing_is_served(wire: str, token) -> None:
             assert len(await play(client, 1)) == 6
 
 
-async def test_an_address_where_nobody_listens_is_unavailable(wire: str) -> None:
+async def test_an_address_without_a_listener_is_unavailable(wire: str) -> None:
     with port_of_nobody() as port:
         address = f"{wire}://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):

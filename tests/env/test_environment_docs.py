@@ -76,7 +76,7 @@ def test_every_command_that_ends_by_itself_works(tmp_path):
         for command in commands
         if "env serve" not in command
     )
-    ended = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr

@@ -474,12 +474,12 @@ async def test_layers_are_reported_as_metrics_and_can_be_required() -> None:
 
 def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2() -> None:
     command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
-    ended = subprocess.run(
+    completed = subprocess.run(
         [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
     )
-    assert ended.returncode == 2
-    assert "require_sandbox requires: namespaces (" in ended.stderr.splitlines()[-1]
-    assert "user-id (" in ended.stderr.splitlines()[-1]
+    assert completed.returncode == 2
+    assert "require_sandbox requires: namespaces (" in completed.stderr.splitlines()[-1]
+    assert "user-id (" in completed.stderr.splitlines()[-1]
 
 
 def test_a_required_layer_that_is_missing_is_named_with_the_reason() -> None:

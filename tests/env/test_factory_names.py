@@ -84,7 +84,7 @@ def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) 
 def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
@@ -93,7 +93,7 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         timeout=60,
     )
     try:
-        message = FactoryName(**orjson.loads(ended.stdout)).resolve()()
+        message = FactoryName(**orjson.loads(completed.stdout)).resolve()()
         assert message.name == "scripted"
         assert isinstance(message, CountingEnv)
     finally:

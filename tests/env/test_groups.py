@@ -37,7 +37,7 @@ async def connect_client(server, wire: str, **options) -> AsyncEnvClient:
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_a_group_begins_alike_and_its_sessions_are_independent(wire: str, factory) -> None:
+async def test_sessions_of_a_group_start_equally_and_are_independent(wire: str, factory) -> None:
     async with running(factory) as server, await connect_client(server, wire) as client:
         group = await client.open_group(8, seed=5, options={"start": 3})
         alone, first = await client.open(seed=5, options={"start": 3})
@@ -49,7 +49,7 @@ async def test_a_group_begins_alike_and_its_sessions_are_independent(wire: str, 
         assert [r.observation["total"] for r in results] == [3 + add for add in range(1, 9)]
 
 
-async def test_a_group_without_a_seed_still_begins_alike(wire: str) -> None:
+async def test_sessions_of_a_group_without_a_seed_start_equally(wire: str) -> None:
     async with running() as server, await connect_client(server, wire) as client:
         lucks = [
             {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
@@ -98,7 +98,7 @@ async def test_text_views_can_be_left_out(wire: str) -> None:
 
 
 @pytest.mark.slow
-async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire: str) -> None:
+async def test_an_open_waits_for_a_full_server_until_its_timeout(wire: str) -> None:
     async with running(max_sessions=1) as server, await connect_client(server, wire) as client:
         session, _ = await client.open()
         began_s = time.monotonic()

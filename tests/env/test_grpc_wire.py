@@ -74,7 +74,7 @@ async def test_sessions_end_with_their_stream_and_with_no_other(factory) -> None
         assert "connection that opened it ended" in reply.error.message
 
 
-async def test_malformed_calls_spoil_nobody_elses(factory) -> None:
+async def test_malformed_calls_do_not_affect_other_sessions(factory) -> None:
     async with running(factory) as server, RawStream(server.grpc_address) as raw:
         session_id = await raw.open(reset=pb.ResetArgs())
         good = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')

@@ -239,7 +239,7 @@ LEFT, DOWN, RIGHT, UP = range(4)
         ([DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT], {"reward_schedule": [0, -1, 0]}, True),
     ],
 )
-def test_who_reaches_the_goal_succeeds_whatever_it_pays(actions, options, success) -> None:
+def test_reaching_the_goal_is_success_with_any_reward(actions, options, success) -> None:
     ended = make_final_step("FrozenLake-v1", actions, is_slippery=False, **options)
     assert ended.success is success
 
@@ -275,7 +275,9 @@ def test_what_the_environment_says_itself_comes_first(action) -> None:
         ("ludus-tests/Mirror-v0", 0, {"space": "Discrete"}),
     ],
 )
-def test_where_nothing_says_what_success_is_none_is_made_up(env_id: str, action, options) -> None:
+def test_success_is_unknown_if_the_environment_does_not_define_it(
+    env_id: str, action, options
+) -> None:
     assert make_final_step(env_id, [action], **options).success is None
 
 
@@ -334,7 +336,7 @@ def test_the_drawn_board_is_shown_with_the_player_marked() -> None:
         ("CartPole-v1", {}, False),
     ],
 )
-def test_players_are_told_of_slipping_where_they_may_slip(env_id: str, options, slips) -> None:
+def test_the_rules_mention_slipping_if_actions_may_slip(env_id: str, options, slips) -> None:
     environment = make(env_id, **options)()
     observation = environment.reset(seed=7).observation
     content = environment.text_renderer.render(observation, first=True)[0]["content"]

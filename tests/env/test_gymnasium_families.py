@@ -247,7 +247,7 @@ def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not()
     assert find_guide("Ant-Own") == Guide()
 
 
-def test_a_space_of_its_own_kind_is_text_where_its_samples_are() -> None:
+def test_a_custom_space_with_text_samples_is_text() -> None:
     environment = make_own(MissionEnv)()
     observation = environment.reset(seed=1).observation
     assert observation.model_dump()["observation"]["mission"] == "go to the red ball"
@@ -255,7 +255,7 @@ def test_a_space_of_its_own_kind_is_text_where_its_samples_are() -> None:
     assert message["content"] == "Observation: direction: 2, mission: go to the red ball"
 
 
-def test_many_actions_are_told_by_their_range() -> None:
+def test_many_actions_are_described_by_their_range() -> None:
     environment = make_own(ManyActionsEnv)()
     first = environment.reset(seed=1).observation
     assert (first.legal_actions, first.num_legal_actions) == (None, 50_257)
@@ -290,7 +290,7 @@ raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasiu
 """
 
 
-def test_a_missing_library_is_a_sentence_that_says_what_to_install(
+def test_the_error_of_a_missing_library_names_the_package_to_install(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lacks_a_library.py").write_text(LACKING)
@@ -303,7 +303,7 @@ def test_a_missing_library_is_a_sentence_that_says_what_to_install(
         make_own(PictureEnv, missing="mujoco.bindings")()
 
 
-def test_an_environment_too_slow_to_be_tried_is_told_the_way_out(
+def test_the_warning_about_a_too_slow_environment_names_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)

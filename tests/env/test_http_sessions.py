@@ -80,7 +80,7 @@ async def test_the_header_names_a_session_as_well() -> None:
         assert await total_after(client, 1) == 1, "without a name it is a fresh environment"
 
 
-async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset() -> None:
+async def test_a_lost_session_is_reported_lost_until_the_next_reset() -> None:
     core = get_core()
     async with in_process(build_app(core)) as client:
         session_id = (await client.post("/reset")).headers["x-session-id"]
@@ -107,7 +107,7 @@ async def test_a_client_can_end_its_session(path: str) -> None:
         assert reply.json() == {"closed": False}
 
 
-async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(core_clock) -> None:
+async def test_an_abandoned_session_ends_soon_and_a_used_session_stays(core_clock) -> None:
     core = get_core()
     sweeping = asyncio.create_task(core.close_idle_forever())
     app = build_app(core, unused_timeout_s=60)

@@ -183,7 +183,7 @@ async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools() 
         assert core.load.num_sessions == 0
 
 
-async def test_a_call_without_a_session_has_an_environment_of_its_own() -> None:
+async def test_a_call_without_a_session_has_a_separate_environment() -> None:
     core = get_core()
     async with in_process(core) as client:
         for _ in range(2):

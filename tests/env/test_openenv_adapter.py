@@ -21,9 +21,9 @@ SUM_APP = "openenv:upstream_dataclass_environment:app"
 
 
 def describe_environment(version: str, *targets: str) -> dict:
-    ended = run_beside_upstream(version, "upstream_adapter_program.py", *targets)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    completed = run_beside_upstream(version, "upstream_adapter_program.py", *targets)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 OLDER = [pytest.param(version, marks=pytest.mark.conformance) for version in ("0.2.1", "0.3.0")]
@@ -41,7 +41,7 @@ def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(output, ta
 
 
 @pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
-def test_a_truncated_episode_is_told_apart_from_a_terminated_one(output, target: str) -> None:
+def test_truncated_and_terminated_episodes_differ(output, target: str) -> None:
     first, *steps = output[target]["played"]
     assert first[1] is None
     assert first[4] == {"reset_reward": 0.0}

@@ -37,8 +37,8 @@ def commands() -> list[list[str]]:
 
 
 async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
-    ended = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
-    assert (ended.exit.code, ended.output, ended.errors) == (3, "this \n", "why\n")
+    completed = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
+    assert (completed.exit.code, completed.output, completed.errors) == (3, "this \n", "why\n")
     killed = await run(host, "kill -9 $$")
     assert killed.exit.code == -9
 
@@ -61,8 +61,10 @@ async def test_program_folder_is_removed_with_the_program(host: ProgramHost) -> 
 
 
 async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
-    ended = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
-    assert ended.exit.code == 0
+    completed = await asyncio.wait_for(
+        run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20
+    )
+    assert completed.exit.code == 0
     assert not [result for result in commands() if "31337" in result]
 
 
@@ -104,9 +106,9 @@ async def test_programs_end_with_their_caller(tmp_path: Path) -> None:
 async def test_failed_starts_and_a_dead_launcher_are_reported(
     host: ProgramHost,
 ) -> None:
-    ended = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
-    assert ended.exit.code == 127
-    assert "/no/such/program cannot be started" in ended.errors
+    completed = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
+    assert completed.exit.code == 127
+    assert "/no/such/program cannot be started" in completed.errors
     assert host.launcher is not None
     host.launcher.kill()
     host.launcher.wait()
@@ -120,8 +122,8 @@ async def test_program_reads_only_allowed_paths(confinement: Confinement, tmp_pa
     (tmp_path / "kept").write_text("secret\n")
     async with ProgramHost(confinement) as host:
         script = f"cat {tmp_path}/given; cat {tmp_path}/kept; echo no > {tmp_path}/given"
-        ended = await run(host, script, str(tmp_path / "given"))
-    if "secret" in ended.output:
+        completed = await run(host, script, str(tmp_path / "given"))
+    if "secret" in completed.output:
         pytest.skip("this machine has no Landlock")
-    assert ended.output == "given\n"
+    assert completed.output == "given\n"
     assert (tmp_path / "given").read_text() == "given\n"

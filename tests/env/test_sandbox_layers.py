@@ -41,9 +41,9 @@ def try_layer(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
     secret.write_text("x")
     secret.chmod(0o600 if layer == "user-id" else 0o644)
     command = [sys.executable, PROGRAM, layer, str(folder), str(secret), str(os.getpid()), *deeds]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(ended.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout)
     if "not offered" in report:
         pytest.skip(report["not offered"])
     return report

@@ -54,7 +54,7 @@ def test_tokens_after_the_end_are_not_taken() -> None:
         environment.step(TokenAnswer(token_ids=[1]))
 
 
-def test_an_answer_stops_where_the_environment_puts_in_a_token_of_its_own() -> None:
+def test_a_completion_stops_when_the_environment_inserts_a_token() -> None:
     environment, (_, last) = start_episode()
     result = environment.step(TokenAnswer(token_ids=[5, 6, 7]))
     assert result.observation.rewards == [0.0]

@@ -23,6 +23,6 @@ def play_both(address: str) -> list[float | None]:
     return rewards
 
 
-async def test_a_client_that_travels_connects_anew_to_the_same_server() -> None:
+async def test_a_pickled_client_connects_again_to_the_same_server() -> None:
     async with EnvServer(make_environment, ServerOptions(port=0)) as up:
         assert await asyncio.to_thread(play_both, up.http_address) == [0.4, 0.7]

@@ -150,7 +150,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory) -> Non
             assert (await wait_for_close(socket))[0] == 1000
 
 
-async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_without_end() -> None:
+async def test_a_client_that_never_reads_blocks_no_other_and_has_a_bounded_buffer() -> None:
     core = get_core()
     async with serving(build_app(core)) as authority, socket_to(authority) as reading:
         host, _, port = authority.partition(":")
@@ -264,9 +264,7 @@ async def test_the_request_id_of_a_connection_reaches_the_environment() -> None:
             assert reply.json()["metadata"] == {"note": name}
 
 
-async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_nobody_heard() -> (
-    None
-):
+async def test_a_refusal_during_a_disconnect_is_no_unhandled_exception() -> None:
     unheard = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))

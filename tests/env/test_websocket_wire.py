@@ -50,7 +50,7 @@ async def test_upstream_clients_get_upstream_frames(factory) -> None:
         assert '"done":true' in await ask(socket, {"type": "step", "data": {"add": 7}})
 
 
-async def test_metadata_stands_in_both_places() -> None:
+async def test_metadata_is_inside_and_outside_the_observation() -> None:
     async with running() as server, socket_to(server) as socket:
         data = json.loads(await ask(socket, {"type": "reset", "data": {"note": "k"}}))["data"]
         assert data["metadata"] == data["observation"]["metadata"] == {"note": "k"}
@@ -147,7 +147,7 @@ async def test_a_factory_that_fails_is_named_by_its_environment() -> None:
         )
 
 
-async def test_extras_stand_beside_the_observation_for_our_client() -> None:
+async def test_our_client_reads_extra_fields_next_to_the_observation() -> None:
     async with running() as server, socket_to(server, "?ludus=1") as socket:
         await ask(socket, {"type": "reset", "data": {"seed": 5}})
         step = {"type": "step", "text": "ADD 2", "step_index": 1}
@@ -168,7 +168,7 @@ async def test_extras_stand_beside_the_observation_for_our_client() -> None:
         assert await ask(socket, step) == reply
 
 
-async def test_mcp_is_answered_though_nobody_speaks_it() -> None:
+async def test_mcp_messages_get_an_error_if_the_environment_has_no_mcp() -> None:
     async with running() as server, socket_to(server) as socket:
         call = {"jsonrpc": "2.0", "id": 9, "method": "tools/list", "params": {}}
         reply = json.loads(await ask(socket, {"type": "mcp", "data": call}))

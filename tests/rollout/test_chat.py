@@ -46,7 +46,7 @@ def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
     assert chat.next_prompt(user("hard 19 vs 10"), ended=False) == [chat.end_token_id, *ended]
 
 
-def test_what_was_sampled_is_read_back_whatever_bytes_it_holds(
+def test_sampled_tokens_with_any_bytes_are_decoded(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)

@@ -68,7 +68,7 @@ def test_long_prompts_are_kept_up_to_a_bound(
     assert kept_by(ask_much) < 2 * MEGABYTE
 
 
-def test_a_move_that_is_said_again_is_not_decoded_again(
+def test_a_repeated_action_is_decoded_once(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = ChatTokenizer(tokenizer)

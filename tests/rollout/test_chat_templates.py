@@ -174,7 +174,7 @@ def test_a_system_message_replaces_the_templates_default() -> None:
 
 
 @every_family
-def test_what_a_tool_returned_is_shown_whatever_roles_there_are(family: Family) -> None:
+def test_a_tool_result_is_shown_with_any_set_of_roles(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
     then = chat.next_prompt([{"role": "tool", "content": '{"sum": 5}'}], ended=True)
     assert '{"sum": 5}' in decode(chat, then)
@@ -196,7 +196,7 @@ def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> No
     assert "add_numbers" not in decode(chat, chat.next_prompt([user("5?")], ended=True))
 
 
-def test_an_empty_thought_stands_in_the_prompt_where_thinking_is_off() -> None:
+def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
     tokenizer = make_family_tokenizer(QWEN3)
     silent = ChatTokenizer(tokenizer, enable_thinking=False)
     grown = grow(silent, [("16 vs 10", "HIT")], "19 vs 10")

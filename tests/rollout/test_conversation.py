@@ -61,7 +61,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
     assert "bust?" in conversation._chat.decode(policy.prompts[1])
 
 
-async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> None:
+async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
     conversation, policy = make_conversation(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
     await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
     sequences = conversation.sequences(include_rest=False)
@@ -118,9 +118,7 @@ async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> N
     assert len(policy.prompts) == 1
 
 
-async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_environment() -> (
-    None
-):
+async def test_each_turn_has_its_own_seed_and_the_limit_of_its_environment() -> None:
     seen: list[tuple[int, int]] = []
 
     async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> SampledCompletion:

@@ -97,7 +97,7 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
         assert sequence.turns == full_rollout.sequences[0].turns[:1]
 
 
-async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTokenizer) -> None:
+async def test_a_rollout_has_the_success_that_the_environment_reports(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,

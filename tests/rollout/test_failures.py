@@ -106,7 +106,7 @@ async def test_an_exception_of_the_runs_own_renderer_names_it(
     assert re.search(reason, failed.failure)
 
 
-async def test_a_rollout_function_that_fails_in_a_task_of_its_own_is_named_by_what_failed(
+async def test_the_error_of_a_task_of_a_rollout_function_is_reported(
     fragile: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     player, _ = make_player(fragile, chat, iter(["ADD 1"]), function=play_and_divide_by_zero)

@@ -161,9 +161,7 @@ async def test_a_cancelled_call_leaves_the_others_alone(
     assert (await in_time(kept))[0].token_ids == [2]
 
 
-async def test_what_nobody_awaits_any_more_is_not_generated(
-    engine: FakeEngine, generator: AsyncEngine
-) -> None:
+async def test_a_cancelled_call_is_not_sampled(engine: FakeEngine, generator: AsyncEngine) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
     await turns_of_the_loop()

@@ -29,7 +29,7 @@ def run_with(**environment: Any) -> LanguageModelRun:
     )
 
 
-def test_what_an_environment_says_of_its_limits_stands_before_what_the_run_says() -> None:
+def test_limits_of_an_environment_override_limits_of_the_run() -> None:
     run = run_with(max_turns=2, max_tokens=100, max_completion_tokens=5)
     cards, general = episode_limits(run, "cards"), episode_limits(run, "as_it_comes")
     assert (cards.max_turns, cards.max_tokens, cards.max_completion_tokens) == (2, 100, 5)

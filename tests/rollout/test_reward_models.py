@@ -61,7 +61,7 @@ async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str)
     assert [term.value for term in rollouts[1].terms] == [None, None]  # the model was not called
 
 
-async def test_a_model_is_loaded_once_whatever_the_number_of_environments_and_terms(
+async def test_a_model_is_loaded_once_for_all_environments_and_terms(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = RewardModels()
@@ -184,7 +184,7 @@ def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anyt
         run(str(tmp_path / "other"))
 
 
-def test_processes_elsewhere_are_told_where_a_folder_lies(
+def test_other_processes_get_the_absolute_path_of_a_folder(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(path).parent)

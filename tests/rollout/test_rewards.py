@@ -155,7 +155,7 @@ async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
     ],
     ids=["the environment's own", "both", "a function alone", "the environment's own, weightless"],
 )
-async def test_an_answer_that_was_no_action_costs_something_whatever_the_terms(
+async def test_an_invalid_action_has_a_penalty_with_any_terms(
     terms: list[RewardTerm], worth: float
 ) -> None:
     # The environment's reward includes the penalty; five words have a reward of 25.

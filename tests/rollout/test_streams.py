@@ -48,7 +48,7 @@ def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
     assert requests.isdisjoint(keys)
 
 
-def test_no_key_is_a_seed_that_somebody_else_has_at_hand() -> None:
+def test_no_key_is_a_small_number() -> None:
     """Environments and players seed their generators with small numbers, which are never keys."""
     first = {random.Random(number).random() for number in range(5_000)}
     for run_seed, stream in itertools.product(range(3), Stream):

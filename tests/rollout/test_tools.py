@@ -180,7 +180,7 @@ async def test_a_tool_that_fails_says_so_and_the_episode_continues(
     assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
 
 
-async def test_what_fails_beside_a_tool_voids_the_episode_and_is_not_told_to_the_model(
+async def test_an_error_outside_a_tool_voids_the_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def raise_rate_limit(*_: object) -> None:

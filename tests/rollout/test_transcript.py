@@ -114,7 +114,9 @@ async def test_long_texts_are_cut_and_late_turns_counted(
 
 
 @pytest.mark.parametrize(("per_step", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)])
-def test_each_step_has_as_many_as_it_shall(per_step: int, groups_per_step: int) -> None:
+def test_each_step_has_the_configured_number_of_transcripts(
+    per_step: int, groups_per_step: int
+) -> None:
     for block in range(20):
         indices = range(block * groups_per_step, (block + 1) * groups_per_step)
         assert sum(num_transcripts(i, per_step, groups_per_step, 7) for i in indices) == per_step

@@ -132,7 +132,7 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_process_of_its_own_stays_quiet_alone_and_whole(tmp_path: Path) -> None:
+def test_a_separate_process_prints_nothing_and_connects_to_nothing(tmp_path: Path) -> None:
     if not has_vllm():
         pytest.skip("vLLM is not installed")
     path = make_folder(tmp_path / "model", tie_embeddings=True)
