@@ -3,7 +3,7 @@
 update_interval   -> episodes of a batch, in groups of the smallest size that divides the batch
 max_episodes      -> the number of whole batches, at least one
 minibatch_size    -> episodes of a minibatch, which has whole groups
-max_timesteps     -> maximum number of tokens per max_completion
+max_timesteps     -> maximum number of tokens per completion
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_run(
         model: the actor's model.
 
     Raises:
-        ConfigError: a prompt leaves no room for a max_completion.
+        ConfigError: a prompt leaves no room for a completion.
     """
     batch, ppo = _BatchSize.choose(request), request.ppo_config
     gpu_share = _GPU_SHARE if _uses_gpu(request.device) else 0.0
