@@ -74,7 +74,7 @@ async def play(
     return await ScriptedPlayer(runner).play_episode(3), policy
 
 
-async def test_the_prompt_is_what_the_environment_showed_and_no_template(
+async def test_the_prompt_has_only_the_tokens_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, policy = await play(client, chat, [8, END])
@@ -85,9 +85,7 @@ async def test_the_prompt_is_what_the_environment_showed_and_no_template(
     assert rollout.status is RolloutStatus.TERMINATED
 
 
-async def test_every_token_is_credited_with_its_own_reward(
-    client: AsyncEnvClient, chat: ChatTokenizer
-) -> None:
+async def test_every_token_has_its_own_reward(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
     rollout, _ = await play(client, chat, [1, 2, 3, 4], [7, 8, 40, END])
     group = RolloutGroup(0, "tokens", (rollout,))
     [rewards] = make_batch([group], PpoConfig()).rewards
@@ -104,7 +102,7 @@ async def test_tokens_beyond_the_end_are_not_trained_on(
     assert sequence.logprobs.tolist() == [0, 0, -9, -10]
 
 
-async def test_what_the_environment_puts_in_is_shown_and_masked(
+async def test_tokens_of_the_environment_are_shown_and_masked(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout, policy = await play(client, chat, [5, 6, 7], [END])
@@ -113,7 +111,7 @@ async def test_what_the_environment_puts_in_is_shown_and_masked(
     assert sequence.loss_mask.tolist() == [False, False, True, False, True]
 
 
-async def test_an_episode_without_room_for_another_answer_is_cut_off(
+async def test_an_episode_without_room_for_a_completion_is_truncated(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 9})

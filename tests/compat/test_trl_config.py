@@ -193,7 +193,7 @@ def test_rows_and_epochs_of_trl_become_batches(
         ),
     ],
 )
-def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_run(**fields)
 
@@ -222,7 +222,7 @@ def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: st
         ({"output_dir": 5}, "output_dir must be a path, but it is 5"),
     ],
 )
-def test_a_value_of_another_kind_is_refused_where_it_is_set(
+def test_a_value_of_another_type_is_refused_in_the_constructor(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -241,7 +241,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("use_vllm", [False, True])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_is_taken_or_refused_by_the_name_that_was_typed(name: str, use_vllm: bool) -> None:
+def test_the_error_of_an_invalid_number_names_its_field(name: str, use_vllm: bool) -> None:
     refused = False
     for value in (-1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "8"):
         try:
@@ -253,13 +253,13 @@ def test_a_number_is_taken_or_refused_by_the_name_that_was_typed(name: str, use_
     assert refused or name == "resume_from_checkpoint"
 
 
-def test_a_limit_of_checkpoints_that_is_not_above_0_limits_nothing() -> None:
+def test_save_total_limit_of_0_or_less_is_no_limit() -> None:
     kept = {make_run(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
     assert len(kept) == 1
     assert kept.pop() > 1000
 
 
-def test_every_default_is_of_its_fields_kind() -> None:
+def test_every_default_has_the_type_of_its_field() -> None:
     assert vars(GRPOConfig(**{**DEFAULTS, "output_dir": "out"}))["output_dir"] == "out"
 
 
@@ -289,7 +289,7 @@ def test_a_field_without_effect_is_noted_once(capsys: pytest.CaptureFixture[str]
     assert "GRPOConfig.use_liger_kernel has no effect here" in capsys.readouterr().err
 
 
-def test_a_configuration_is_copied_and_sent_as_it_is() -> None:
+def test_a_configuration_can_be_copied_and_pickled() -> None:
     args = GRPOConfig("out", num_generations=4)
     for other in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert vars(other) == vars(args)

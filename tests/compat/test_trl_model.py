@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"), tie_embeddings=False)
 
 
-def test_a_folder_is_taken_as_it_is(folder: str, tmp_path: Path) -> None:
+def test_a_model_folder_is_not_changed(folder: str, tmp_path: Path) -> None:
     section = model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "own")
     assert (section.settings["path"], section.settings["lora"]) == (folder, None)
     assert not (tmp_path / "own").exists(), "its own tokenizer is no other one"
@@ -35,7 +35,7 @@ def test_a_folder_is_taken_as_it_is(folder: str, tmp_path: Path) -> None:
     assert section.max_tokens(["a"], limited, with_tools=False) == 77
 
 
-def test_objects_are_written_down(folder: str, tmp_path: Path) -> None:
+def test_model_objects_are_saved(folder: str, tmp_path: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
     model_folder = tmp_path / "own"
     section = model_section(model, tokenizer, None, ARGS, model_folder)

@@ -95,7 +95,7 @@ def make_prompts(rows: list[dict[str, Any]]) -> list[Any]:
     return [[{"role": "user", "content": "count"}] for _ in rows]
 
 
-def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> None:
+def test_tools_are_called_until_a_response_has_no_call(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{"start": 1, "level": "a"}, {"start": 5}]
     trainer = Scripted(
         chat,
@@ -126,7 +126,7 @@ def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> No
     assert "Add a number." in chat.decode(played["prompt_ids"][0])
 
 
-def test_a_tool_that_exits_or_returns_a_circle_is_answered_with_its_error(
+def test_an_error_of_a_tool_is_its_result(
     chat: ChatTokenizer,
 ) -> None:
     def leave(code: int) -> str:
@@ -152,7 +152,7 @@ def test_a_tool_that_exits_or_returns_a_circle_is_answered_with_its_error(
     assert played["num_tool_calls_failed"] == [2]
 
 
-def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
+def test_limits_on_calls_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
     endless = [[CALL % ("add", '{"n": 1}')] * 50]
     limited = ToolRollout([], {None: Counter}, 2)(make_prompts(rows), Scripted(chat, rows, endless))
@@ -165,7 +165,7 @@ def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     assert truncated["env_mask"][0][-1] == 1
 
 
-def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
+def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
     class Silent(Counter):
         pass
 
@@ -181,7 +181,7 @@ def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
         rollout.check_rows([messages], "train_dataset")
 
 
-def test_a_rollout_travels_without_its_instances(chat: ChatTokenizer) -> None:
+def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
     rollout = ToolRollout([], {None: Counter}, 3)
     rollout([], Scripted(chat, [], []))
     assert pickle.loads(pickle.dumps(rollout))._max_rounds == 3

@@ -38,7 +38,7 @@ def make_trainer(tmp_path: Path, **fields: Any) -> GRPOTrainer:
     return GRPOTrainer(args=args, **arguments)
 
 
-def test_a_script_is_a_run(tmp_path: Path) -> None:
+def test_a_script_becomes_a_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, rollout_func=rollout)
     run = trainer.run
     [name] = run.environments
@@ -138,7 +138,7 @@ def test_functions_with_the_same_name_get_distinct_names(tmp_path: Path) -> None
     assert names == ["by_answer", "by_answer_2", "by_answer_3"]
 
 
-def test_what_asks_for_nothing_is_taken(tmp_path: Path) -> None:
+def test_options_that_request_nothing_are_accepted(tmp_path: Path) -> None:
     assert make_trainer(tmp_path, callbacks=[], optimizers=None).run.name == "run"
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' must be True"):
         make_trainer(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
         make_trainer(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
 
 
-def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
+def test_nan_in_a_column_is_a_missing_value(tmp_path: Path) -> None:
     rows = [{**row, "answer": float("nan")} for row in ROWS]
     trainer = make_trainer(tmp_path, train_dataset=rows)
     trainer._write_rows()
@@ -171,14 +171,14 @@ def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
         trainer._write_rows()
 
 
-def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_row_that_is_not_json_is_reported(tmp_path: Path) -> None:
     rows = PromptRows.read([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
     with pytest.raises(ConfigError, match="row 1 contains a value that JSON does not support"):
         rows.write(tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_completions_are_asked_for_within_a_rollout_function_only(tmp_path: Path) -> None:
+def test_completions_are_available_only_in_a_rollout_function(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(UserError, match="call it in rollout_func"):
         generate_rollout_completions(trainer, ["a"])
@@ -199,7 +199,7 @@ def step(number: int, reward: float) -> Step:
     return Step(number, values, {"prompts": {"reward_term.r": reward}}, (), None)
 
 
-def test_the_history_holds_means_between_its_entries() -> None:
+def test_the_history_contains_means_between_entries() -> None:
     state, args = TrainerState(), GRPOConfig(logging_steps=4, logging_first_step=True)
     batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):

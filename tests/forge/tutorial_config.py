@@ -1,10 +1,10 @@
-"""The configuration of Forge's blackjack tutorial, key by key, as its users have it."""
+"""The configuration of Forge's blackjack tutorial, as users write it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_ONE_OF_EACH = {
+_NO_PARALLELISM = {
     f"{kind}_degree": 1
     for kind in (
         "data_parallel_replicate",
@@ -37,7 +37,7 @@ def _trainer() -> dict[str, Any]:
             "gc_freq": 1,
         },
         "compile": {"enable": False},
-        "parallelism": {**_ONE_OF_EACH, "disable_loss_parallel": True},
+        "parallelism": {**_NO_PARALLELISM, "disable_loss_parallel": True},
         "checkpoint": {
             **_FROM_HUB,
             "last_save_in_hf": True,
@@ -57,7 +57,7 @@ def _reference() -> dict[str, Any]:
             "gc_freq": 1,
         },
         "compile": {"enable": False},
-        "parallelism": dict(_ONE_OF_EACH),
+        "parallelism": dict(_NO_PARALLELISM),
         "checkpoint": dict(_FROM_HUB),
     }
 
