@@ -1,4 +1,4 @@
-"""Text of Atari games: the situation, read from the console's memory. The response is an action.
+"""Text view of Atari games. A message describes the situation, and the response names an action.
 
 compact   user:      ball 9 coming up 2 below        distances in steps of 8 pixels
           assistant: LEFT
@@ -7,7 +7,7 @@ rules     system:    the goal, the actions and the format of responses
           user:      The ball is 72 pixels left of your paddle ...
           assistant: ... <answer>LEFT</answer>
 
-Policies read text only. Pictures are sent to clients, but no model here sees them.
+The situation is read from the console's memory. Clients receive pictures, but policies do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AtariRenderer:
         self._style = style
 
     def render(self, observation: AtariObservation, *, first: bool) -> list[Message]:
-        """Return the situation. In the rules style, the rules come first."""
+        """Return messages that describe the situation, after the rules in the rules style."""
         if self._style == "compact":
             text = self._game_text.brief(observation) if observation.legal_actions else "over"
             return [{"role": "user", "content": text}]

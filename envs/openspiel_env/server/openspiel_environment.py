@@ -61,24 +61,24 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     _opponent_rng: random.Random
 
     def __init__(self, **options: Any) -> None:
-        parsed = OpenSpielOptions.parse(options)
-        self._loaded = load_game(parsed.game, parsed.game_params)
-        if parsed.agent_player >= self._loaded.num_players:
+        settings = OpenSpielOptions.parse(options)
+        self._game = load_game(settings.game, settings.game_params)
+        if settings.agent_player >= self._game.num_players:
             raise ConfigError(
-                f"agent_player must be at most {self._loaded.num_players - 1}, the last seat of "
-                f"{parsed.game!r}, got {parsed.agent_player}; set agent_player to a seat"
+                f"agent_player must be at most {self._game.num_players - 1}, the last seat of "
+                f"{settings.game!r}, got {settings.agent_player}; set agent_player to a seat"
             )
-        self._agent = parsed.agent_player
-        opponent = parsed.opponent
-        self._opponent = make_opponent(opponent, self._loaded)
+        self._agent_seat = settings.agent_player
+        opponent = settings.opponent
+        self._opponent = make_opponent(opponent, self._game)
         self._opponent_name = (
             opponent
             if isinstance(opponent, str)
             else getattr(opponent, "__name__", type(opponent).__name__)
         )
-        self._text_style = parsed.text_style
-        self.text_renderer = make_renderer(self._loaded, self._agent, parsed.text_style)
-        self._view = SeatView(self._loaded, self._agent, adds_text=self.text_renderer.needs_text)
+        self._text_style = settings.text_style
+        self.text_renderer = make_renderer(self._game, self._agent_seat, settings.text_style)
+        self._view = SeatView(self._game, self._agent_seat, adds_text=self.text_renderer.needs_text)
         self._state: pyspiel.State | None = None
         self._episode_id: str | None = None
         self._num_steps = 0
@@ -89,14 +89,14 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     def options(self) -> JsonObject:
         """The options that the environment was built with."""
         options: JsonObject = {
-            "game": self._loaded.name,
-            "game_params": self._loaded.params,
-            "agent_player": self._agent,
+            "game": self._game.name,
+            "game_params": self._game.params,
+            "agent_player": self._agent_seat,
             "text_style": self._text_style,
         }
-        if self._loaded.num_players > 1:
+        if self._game.num_players > 1:
             options["opponent"] = self._opponent_name
-        if self._loaded.is_turn_based:
+        if self._game.is_turn_based:
             options["sequential_form"] = "turn_based_simultaneous_game"
         return options
 
@@ -108,11 +108,11 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         return OpenSpielState(
             episode_id=self._episode_id,
             step_count=self._num_steps,
-            game_name=self._loaded.name,
-            agent_player=self._agent,
+            game_name=self._game.name,
+            agent_player=self._agent_seat,
             opponent_policy=self._opponent_name,
-            game_params=self._loaded.params,
-            num_players=self._loaded.num_players,
+            game_params=self._game.params,
+            num_players=self._game.num_players,
         )
 
     def reset(  # type: ignore[override]  # lists its options, so that unknown ones are refused
@@ -126,18 +126,18 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         if seed is None:
             seed = secrets.randbits(63)
         self._chance = ChanceStream(seed)
-        if self._loaded.num_players > 1:
+        if self._game.num_players > 1:
             self._opponent_rng = random.Random(f"opponents of {seed}")
         self._episode_id = episode_id  # None: `state` creates one when needed
         self._num_steps = 0
         self._return = 0.0
         for _ in range(_MAX_DEALS):
             state = self._deal()
-            if self._play_others(state) == self._agent:
+            if self._play_others(state) == self._agent_seat:
                 self._state = state
                 return self._view.transition(state, "initial", self._opponent_last_action)
         raise ExecutionError(
-            f"seat {self._agent} of {self._loaded.name!r} had no move in {_MAX_DEALS} deals; "
+            f"seat {self._agent_seat} of {self._game.name!r} had no move in {_MAX_DEALS} deals; "
             "choose another agent_player"
         )
 
@@ -159,21 +159,21 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         phase: GamePhase = "terminal" if self._play_others(state) == _TERMINAL else "playing"
         self._state = state
         self._num_steps += 1
-        old_return, self._return = self._return, state.player_return(self._agent)
+        old_return, self._return = self._return, state.player_return(self._agent_seat)
         reward = self._return - old_return
         return self._view.transition(state, phase, self._opponent_last_action, reward)
 
     def _deal(self) -> pyspiel.State:
         self._state = None
         self._opponent_last_action = None
-        game = self._loaded.game
-        if self._loaded.has_random_seed:
-            game = self._loaded.with_seed(int(self._chance.random() * 2**31))
+        game = self._game.game
+        if self._game.has_random_seed:
+            game = self._game.with_seed(int(self._chance.random() * 2**31))
         return game.new_initial_state()
 
     def _play_others(self, state: pyspiel.State) -> int:
         """Play until the agent moves or the game is over; return the current player."""
-        agent, chance, is_uniform = self._agent, self._chance, self._loaded.has_uniform_chance
+        agent, chance, is_uniform = self._agent_seat, self._chance, self._game.has_uniform_chance
         current_player, apply_action = state.current_player, state.apply_action
         while True:
             player = current_player()
@@ -187,7 +187,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             else:
                 action_id = self._opponent(state, self._opponent_rng)
                 state.apply_action(action_id)
-                if self._loaded.shows_moves:
+                if self._game.shows_moves:
                     self._opponent_last_action = action_id
 
     def _running_state(self) -> pyspiel.State:
@@ -197,28 +197,28 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             )
         if self._state.is_terminal():
             raise EpisodeStateError(
-                f"the episode is over after {self._num_steps} steps; call reset to start the next "
-                "one",
+                f"the episode is over after {self._num_steps} steps; call reset to start another "
+                "episode",
                 ErrorCode.EPISODE_OVER,
             )
         return self._state
 
     def _check_recipient(self, action: OpenSpielAction) -> None:
-        if action.game_name not in (UNNAMED_GAME, self._loaded.name, self._loaded.short_name):
+        if action.game_name not in (UNNAMED_GAME, self._game.name, self._game.short_name):
             raise InvalidCallError(
-                f"this session plays {self._loaded.name!r}, but the move is for "
+                f"this session plays {self._game.name!r}, but the move is for "
                 f"{action.game_name!r}; start a server for that game or leave game_name out"
             )
-        if action.game_params and action.game_params != self._loaded.params:
+        if action.game_params and action.game_params != self._game.params:
             raise InvalidCallError(
-                f"this session has game_params {self._loaded.params}, but the move is for "
+                f"this session has game_params {self._game.params}, but the move is for "
                 f"{action.game_params}; start a server with those or leave game_params out"
             )
 
     def _illegal_move_error(self, state: pyspiel.State, action_id: int) -> IllegalActionError:
         legal_actions = state.legal_actions()
         choices = [
-            f"{action} ({state.action_to_string(self._agent, action)})"
+            f"{action} ({state.action_to_string(self._agent_seat, action)})"
             for action in legal_actions[:_MAX_LISTED_ACTIONS]
         ]
         if len(legal_actions) > _MAX_LISTED_ACTIONS:
@@ -237,7 +237,7 @@ class ThreadedOpenSpielEnvironment(OpenSpielEnvironment):
 
 def build_environment(**options: Any) -> OpenSpielEnvironment:
     """Return the environment for a game. Slow games and opponents run off the event loop."""
-    parsed = OpenSpielOptions.parse(options)
-    is_threaded = is_slow(parsed.game) or is_search(parsed.opponent)
+    settings = OpenSpielOptions.parse(options)
+    is_threaded = is_slow(settings.game) or is_search(settings.opponent)
     environment_type = ThreadedOpenSpielEnvironment if is_threaded else OpenSpielEnvironment
     return environment_type(**options)

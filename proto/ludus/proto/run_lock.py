@@ -46,7 +46,7 @@ class RunLock:
                     f"'{folder}' is in use: {owner} trains there; wait until it exits, or choose "
                     "another name"
                 )
-            if _is_at(path, file):
+            if _is_file_at(path, file):
                 break
             file.close()  # the previous owner removed the file in the meantime
         file.truncate(0)
@@ -70,15 +70,15 @@ def is_in_use(folder: Path) -> bool:
         return False
 
 
-def _try_lock(file: IO[str], kind: int) -> bool:
+def _try_lock(file: IO[str], operation: int) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in _LOCKED_ERRORS
     return True
 
 
-def _is_at(path: Path, file: IO[str]) -> bool:
+def _is_file_at(path: Path, file: IO[str]) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Builds the Kubernetes objects of a run from its configuration and a release.
+"""Construction of the Kubernetes objects of a run from its configuration and a release.
 
     LanguageModelRun --adapt_to_release--> LanguageModelRun --+
                                                               +--> make_manifests --> RayJob,
@@ -65,8 +65,8 @@ def make_manifests(
     """Build the objects of a run.
 
     Args:
-        environments: names in the release by names in the run, for environments whose names
-            differ.
+        environments: mapping from an environment's name in the run to its name in the release, if
+            the names differ.
         queue: the Kueue queue that replaces the release's queue.
 
     Raises:
@@ -102,11 +102,11 @@ def adapt_to_release(
     Raises:
         ConfigError: the release does not serve the run's environments.
     """
-    unknown = sorted(set(environments) - set(run.environments))
-    if unknown:
+    unknown_names = sorted(set(environments) - set(run.environments))
+    if unknown_names:
         raise ConfigError(
-            f"--environment {unknown[0]}=...: the run has no environment '{unknown[0]}'; it has "
-            f"{', '.join(run.environments)}"
+            f"--environment {unknown_names[0]}=...: the run has no environment "
+            f"'{unknown_names[0]}'; it has {', '.join(run.environments)}"
         )
     update: dict[str, Any] = {
         "environments": {
@@ -126,38 +126,38 @@ def _find_served(
     name: str,
     environment: LocalEnvironment | RemoteEnvironment,
     platform: Platform,
-    requested: str | None,
+    platform_name: str | None,
 ) -> LocalEnvironment | RemoteEnvironment:
     """Return the release's environment for one of the run's environments."""
-    if isinstance(environment, RemoteEnvironment) and requested is None:
+    if isinstance(environment, RemoteEnvironment) and platform_name is None:
         return environment
-    served = platform.environments.get(requested or name)
-    if served is None and requested is None and isinstance(environment, LocalEnvironment):
-        served = _find_unique_match(environment, platform)
-    if served is None:
+    candidate = platform.environments.get(platform_name or name)
+    if candidate is None and platform_name is None and isinstance(environment, LocalEnvironment):
+        candidate = _find_unique_match(environment, platform)
+    if candidate is None:
         raise ConfigError(
             f"environments.{name}: release '{platform.release}' does not serve "
-            f"'{requested or name}'; it serves {', '.join(platform.environments) or 'none'}; add "
-            f"environments.{requested or name} to the release's values, or choose another with "
-            f"--environment {name}=NAME"
+            f"'{platform_name or name}'; it serves {', '.join(platform.environments) or 'none'}; "
+            f"add environments.{platform_name or name} to the release's values, or choose "
+            f"another with --environment {name}=NAME"
         )
-    if isinstance(environment, LocalEnvironment) and not _matches(environment, served):
+    if isinstance(environment, LocalEnvironment) and not _matches(environment, candidate):
         raise ConfigError(
             f"environments.{name} is {environment.package} {json.dumps(environment.options)}, "
-            f"but '{requested or name}' of release '{platform.release}' is {served.package} "
-            f"{json.dumps(served.options or {})}; change one of them, or choose another with "
-            f"--environment {name}=NAME"
+            f"but '{platform_name or name}' of release '{platform.release}' is "
+            f"{candidate.package} {json.dumps(candidate.options or {})}; change "
+            f"one of them, or choose another with --environment {name}=NAME"
         )
     fields = environment.model_dump(exclude=_LOCAL_FIELDS)
-    return RemoteEnvironment(**{**fields, "kind": "remote", "address": served.address})
+    return RemoteEnvironment(**{**fields, "kind": "remote", "address": candidate.address})
 
 
 _LOCAL_FIELDS = set(LocalEnvironment.model_fields) - set(RemoteEnvironment.model_fields)
 
 
-def _matches(environment: LocalEnvironment, served: PlatformEnvironment) -> bool:
-    """Return whether both are the same environment, if the release reports what it serves."""
-    return served.package in (None, environment.package) and served.options in (
+def _matches(environment: LocalEnvironment, candidate: PlatformEnvironment) -> bool:
+    """Return whether the candidate is the environment, as far as the release describes it."""
+    return candidate.package in (None, environment.package) and candidate.options in (
         None,
         environment.options,
     )
@@ -167,15 +167,15 @@ def _find_unique_match(
     environment: LocalEnvironment, platform: Platform
 ) -> PlatformEnvironment | None:
     matches = [
-        served
-        for served in platform.environments.values()
-        if served.package is not None and _matches(environment, served)
+        candidate
+        for candidate in platform.environments.values()
+        if candidate.package is not None and _matches(environment, candidate)
     ]
     return matches[0] if len(matches) == 1 else None
 
 
 def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> WeightStoreConfig:
-    """Return the release's store with the run's settings; a bucket of the run is kept."""
+    """Return the run's S3 store, or the release's store with the run's settings."""
     if isinstance(weights, S3WeightStore):
         return weights
     settings = weights.model_dump(exclude={"kind", "path"})

@@ -1,4 +1,4 @@
-"""A run that trains a network: an agent with a run folder.
+"""A run that trains a network and writes a run folder.
 
 PpoAgent.train --TrainedBatch--> metrics and transcripts --> run folder
        |
@@ -58,10 +58,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """Length of a run in episodes instead of training steps. The run records their returns."""
+    """Length of a run in episodes instead of training steps. The run records each return."""
 
-    per_update: int
-    total: int
+    episodes_per_update: int
+    num_episodes: int
 
 
 class OpenNetworkRun:
@@ -73,16 +73,16 @@ class OpenNetworkRun:
     def __init__(
         self,
         run: NetworkRun,
-        files: OpenRun[NetworkState],
+        run_files: OpenRun[NetworkState],
         stack: ExitStack,
         budget: EpisodeBudget | None = None,
     ) -> None:
-        self.run, self.folder, self.metrics = run, files.folder, files.metrics
+        self.run, self.folder, self.metrics = run, run_files.folder, run_files.metrics
         self.stop_request = StopRequest()
-        self.state = files.state
+        self.state = run_files.state
         self._budget = budget
         self._start_s = time.monotonic()
-        self._checkpoints = files.checkpoints
+        self._checkpoints = run_files.checkpoints
         self._name = next(iter(run.environments))
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, run.ppo.num_environments)
@@ -101,7 +101,7 @@ class OpenNetworkRun:
             run.ppo,
             seed=run.seed,
             max_steps=run.environment.max_turns,
-            num_episodes=budget.per_update if budget else None,
+            num_episodes=budget.episodes_per_update if budget else None,
             on_step=self._call_on_step,
             keeps_actions=True,
             shuffles_rewards=run.training.shuffle_rewards,
@@ -136,7 +136,7 @@ class OpenNetworkRun:
         state, budget = self.state, self._budget
         if state.has_reached_target or state.step >= self.run.training.num_steps:
             return True
-        return budget is not None and state.num_episodes >= budget.total
+        return budget is not None and state.num_episodes >= budget.num_episodes
 
     def _call_on_step(
         self, observations: np.ndarray, actions: np.ndarray, step: PlayedStep
@@ -150,19 +150,19 @@ class OpenNetworkRun:
         rate_factor = 1.0
         if run.ppo.schedule == "linear":
             rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
-        trained = self.agent.train(rate_factor)
-        episodes = trained.batch.episodes
+        trained_batch = self.agent.train(rate_factor)
+        episodes = trained_batch.batch.episodes
         state.step += 1
         state.num_episodes += len(episodes)
-        state.num_env_steps += trained.batch.num_steps
+        state.num_env_steps += trained_batch.batch.num_steps
         if self._budget is not None:
             returns = [episode.episode_return for episode in episodes]
-            state.returns = [*state.returns, *returns][: self._budget.total]
+            state.returns = [*state.returns, *returns][: self._budget.num_episodes]
         duration_s, rate = time.monotonic() - start_s, run.ppo.learning_rate * rate_factor
-        values, environments = step_values(trained, self._name, duration_s, rate)
+        values, environments = step_values(trained_batch, self._name, duration_s, rate)
         self.metrics.log_step(state.step, state.num_episodes, values, environments)
         limit = run.metrics.transcripts_per_step
-        transcripts = make_transcripts(trained.batch, self._name, state.step - 1, limit)
+        transcripts = make_transcripts(trained_batch.batch, self._name, state.step - 1, limit)
         self.metrics.log_transcripts(state.step, transcripts)
         self._evaluate_if_due()
 
@@ -282,8 +282,10 @@ def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
         UserError: the run cannot start as configured.
         RunStopped: SIGINT or SIGTERM stopped the run.
     """
-    opening = open_network_run(run, resume=resume, overwrite=overwrite)
-    with opening as network_run, stop_on_signals(network_run.stop_request):
+    with (
+        open_network_run(run, resume=resume, overwrite=overwrite) as network_run,
+        stop_on_signals(network_run.stop_request),
+    ):
         network_run.train()
     return network_run.folder.path
 
@@ -298,12 +300,14 @@ def open_network_run(
         UserError: the run cannot start as configured.
     """
     with ExitStack() as stack:
-        files = stack.enter_context(open_run(run, NetworkState, resume=resume, overwrite=overwrite))
+        run_files = stack.enter_context(
+            open_run(run, NetworkState, resume=resume, overwrite=overwrite)
+        )
         stack.enter_context(torch_threads(run.ppo.num_threads))
-        network_run = OpenNetworkRun(run, files, stack, budget)
-        if files.checkpoint is not None:
-            network_run.agent.restore(read_agent(files.checkpoint))
-            files.folder.write_config(run)
+        network_run = OpenNetworkRun(run, run_files, stack, budget)
+        if run_files.checkpoint is not None:
+            network_run.agent.restore(read_agent(run_files.checkpoint))
+            run_files.folder.write_config(run)
         yield network_run
 
 
@@ -313,8 +317,8 @@ def evaluate(
     """Return the results of a checkpoint's policy.
 
     Args:
-        checkpoint: folder of the checkpoint. None takes the newest one.
-        temperature: replaces eval.temperature.
+        checkpoint: folder of the checkpoint. Default: the newest checkpoint.
+        temperature: sampling temperature. Default: eval.temperature.
     """
     update = {} if temperature is None else {"temperature": temperature}
     run = run.model_copy(update={"eval": run.eval.model_copy(update=update)})

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run that starts on entry, trains step by step or at once, and stops on exit."""
+    """A run that starts on entry, trains one step at a time or to the end, and stops on exit."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Trainer:
             overrides: overrides of the form "section.field=value".
             resume: "always" continues from the newest checkpoint; "auto" starts a new run if there
                 is no checkpoint.
-            overwrite: replace an existing run of the same name.
-            print_rows: also print the rows of metrics on standard output.
+            overwrite: whether to replace an existing run of the same name.
+            print_rows: whether to also print each row of metrics.
 
         Raises:
             ConfigError: the configuration is invalid; the message has one line per mistake.
@@ -100,7 +100,7 @@ class Trainer:
         """Start environments, learner and workers, and return the trainer.
 
         Raises:
-            UserError: the run cannot start as configured. It has left nothing behind.
+            UserError: the run cannot start as configured. Everything that was started is stopped.
         """
         self._start_s = time.monotonic()
         check_names(self.run)
@@ -122,7 +122,7 @@ class Trainer:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -142,8 +142,8 @@ class Trainer:
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield each training step until the last step is trained.
 
-        Training pauses while the body of the loop runs. After a loop was left early, another loop
-        may continue.
+        Training pauses while the body of the loop runs. If a loop stops early, a later loop
+        continues with the next step.
 
         Raises:
             LudusError: the reason why the run failed.
@@ -181,7 +181,7 @@ class Trainer:
 
     @property
     def policy(self) -> Policy:
-        """The policy. Its weights are the newest ones while training pauses."""
+        """The current policy. While training pauses, it has the newest weights."""
         components = self._components
         return Policy(
             self.run, components.workers, components.chat, self._controller.wait_for_delivery
@@ -216,8 +216,8 @@ class Trainer:
         """
         if not self._gate.is_waiting and not self._task.done():
             raise CheckpointError(
-                "save works only while training pauses, as between `steps`; a running training "
-                "writes a checkpoint every training.checkpoint_every_steps steps"
+                "cannot save while training runs; call save in the body of a loop over `steps`, or "
+                "set training.checkpoint_every_steps"
             )
         if not self._task.done():
             await self._controller.save_checkpoint()
@@ -226,41 +226,41 @@ class Trainer:
     @property
     def _task(self) -> asyncio.Task[None]:
         if self._training is None:
-            raise UserError("the trainer is not entered; use `async with Trainer(...) as trainer`")
+            raise UserError("the trainer has not started; use `async with Trainer(...) as trainer`")
         return self._training
 
     @property
     def _state(self) -> RunState:
         return self._open_run.state
 
-    async def _start(self, stack: AsyncExitStack, opened: OpenRun[RunState]) -> None:
-        opened.metrics.log_phase(Phase.START_ENVIRONMENT)
+    async def _start(self, stack: AsyncExitStack, open_run_files: OpenRun[RunState]) -> None:
+        open_run_files.metrics.log_phase(Phase.START_ENVIRONMENT)
         self._infrastructure = await stack.enter_async_context(
             start_infrastructure(self.run, self.folder)
         )
         self.run = resolve_num_steps(self.run, self._infrastructure.num_tasks)
-        opened.metrics.num_steps = self.run.training.num_steps
-        if opened.checkpoint is None:
-            opened.folder.write_config(self.run)
+        open_run_files.metrics.num_steps = self.run.training.num_steps
+        if open_run_files.checkpoint is None:
+            open_run_files.folder.write_config(self.run)
         self._components = await stack.enter_async_context(
-            start_components(self.run, opened, self._infrastructure)
+            start_components(self.run, open_run_files, self._infrastructure)
         )
         self._controller = Controller(
-            self._components, opened.state, self.stop_request, pause=self._gate.wait
+            self._components, open_run_files.state, self.stop_request, pause=self._gate.wait
         )
         self._training = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
         await self._gate.receive(self._training)
 
     async def _train(self) -> None:
-        """Run the controller, and apply the run's control file meanwhile."""
+        """Run the controller, and apply changes of the run's control file."""
         async with Tasks() as tasks:
             resize = self._components.workers.resize
             tasks.start(follow_control(self.folder, resize, self.stop_request))
             await self._controller.run()
 
     async def _end_training(self) -> None:
-        """Stop training with a checkpoint; raise its failure unless the program has seen it."""
+        """Stop training with a checkpoint, and raise its failure unless it was already raised."""
         if self._task.done() and self._gate.has_reported_end:
             return
         self._gate.has_reported_end = True
@@ -355,7 +355,7 @@ def _load_config(
 
 
 def _replace_functions(value: Any, key: str = "") -> Any:
-    """Replace the functions in a configuration by their paths."""
+    """Replace the functions in a configuration with their import paths."""
     if isinstance(value, Mapping):
         return {name: _replace_functions(item, name) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -367,7 +367,7 @@ def _replace_functions(value: Any, key: str = "") -> Any:
 
 
 def _name_reward_term(value: Any) -> Any:
-    """Set the name of a reward term to its function's name; its path may contain a number."""
+    """Name a reward term after its function, because the function's path may contain a number."""
     term = {"function": value} if callable(value) else value
     if not isinstance(term, Mapping) or not callable(term.get("function")):
         return term

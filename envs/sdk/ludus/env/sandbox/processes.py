@@ -1,4 +1,4 @@
-"""Ids, groups and privileges of processes."""
+"""Functions for the ids, groups and privileges of processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def child_pids() -> set[int]:
 
 
 def pid_outside_namespace() -> int:
-    """Return the id of this process as its parent sees it, while /proc is still the parent's."""
+    """Return this process's id in its parent's namespace. Call it before /proc is remounted."""
     with contextlib.suppress(OSError):
         return int(os.readlink("/proc/self"))
     return os.getpid()
@@ -42,22 +42,22 @@ def effective_capabilities() -> int:
 def hide_process() -> None:
     """Hide environment variables, memory and descriptors from the user's other processes.
 
-    Root with the right to trace still sees them. A child that executes another program is
-    visible again.
+    Root processes with CAP_SYS_PTRACE can still read them. A child that executes another program
+    is no longer hidden.
     """
     if sys.platform.startswith("linux"):
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 
 def show_process() -> None:
-    """Undo `hide_process`, because the kernel requires it to map a user namespace."""
+    """Undo `hide_process`. The kernel lets only a visible process map a user namespace."""
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def give_up_privileges() -> None:
     """Give up all capabilities, for this process and its descendants.
 
-    Programs with a set-user-id bit or file capabilities gain nothing either.
+    Set-user-id programs and programs with file capabilities cannot restore them.
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.drop_capabilities()

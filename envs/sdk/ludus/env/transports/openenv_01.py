@@ -58,7 +58,7 @@ class LegacyHttpTransport:
         """Return an almost empty description, because the server does not describe itself."""
         return EnvironmentDescription(
             name="",
-            description="An OpenEnv 0.1 server, which describes nothing.",
+            description="An OpenEnv 0.1 server, which does not describe itself.",
             version="",
             action_schema={},
             observation_schema={},
@@ -84,14 +84,18 @@ class LegacyHttpTransport:
             raise self._capacity_error(1)
         session = self._session = LegacyHttpSession(self, args.close_when_done)
         try:
-            first = None if args.reset is None else await session.reset(args.reset)
+            first_result = None if args.reset is None else await session.reset(args.reset)
         except BaseException:
             session.abandon()
             raise
-        return session, first
+        return session, first_result
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
-        """Open a group of one session; such a server cannot have more."""
+        """Open a group of one session.
+
+        Raises:
+            CapacityError: the size is not 1, or the session is already open.
+        """
         if size != 1:
             raise self._capacity_error(size)
         return [await self.open(args)]
@@ -111,10 +115,9 @@ class LegacyHttpTransport:
 
     def _capacity_error(self, size: int) -> CapacityError:
         return CapacityError(
-            f"expected at most 1 session on {self.server.address}, an OpenEnv 0.1 server with one"
-            f" environment per process, got {size + (self._session is not None)}; close the other"
-            " session first, start more servers, or rebuild the environment with OpenEnv 0.2 or"
-            " later"
+            f"{self.server.address}, an OpenEnv 0.1 server, supports only 1 session, but"
+            f" {size + (self._session is not None)} are needed; close the other session first,"
+            " start more servers, or rebuild the environment with OpenEnv 0.2 or later"
         )
 
 
@@ -136,15 +139,15 @@ class LegacyHttpSession:
         address = self._transport.server.address
         if args.options:
             raise ConfigError(
-                f"expected no reset options for {address}, got {', '.join(sorted(args.options))}:"
-                " OpenEnv 0.1 servers ignore them; set the options when the server is started"
+                f"{address} would ignore the reset options {', '.join(sorted(args.options))},"
+                " because it is an OpenEnv 0.1 server; set the options when the server is started"
             )
         body: JsonObject = {}
         if args.seed is not None:
             if not self._transport.server.options.allow_ignored_seed:
                 raise ConfigError(
-                    f"expected no seed for {address}, got {args.seed}: OpenEnv 0.1 servers ignore"
-                    " seeds, so episodes cannot be repeated and the sessions of a group start"
+                    f"{address} would ignore the seed {args.seed}, because it is an OpenEnv 0.1"
+                    " server: episodes cannot be repeated, and the sessions of a group start"
                     " differently; remove the seed, or connect with allow_ignored_seed=True"
                 )
             body["seed"] = args.seed
@@ -154,8 +157,8 @@ class LegacyHttpSession:
         """Return the result of a JSON action; text is not supported."""
         if isinstance(action, str):
             raise InvalidCallError(
-                f"expected a JSON action: {self._transport.server.address} is an upstream OpenEnv"
-                " server and does not accept text"
+                f"{self._transport.server.address}, an OpenEnv 0.1 server, does not accept text;"
+                " send a JSON action"
             )
         body = orjson.dumps({"action": orjson.Fragment(action)})
         return self._read_result(await self._call("POST", "/step", body), step_index)
@@ -167,8 +170,8 @@ class LegacyHttpSession:
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
         """Raise ToolError, because OpenEnv 0.1 does not support tools."""
         raise ToolError(
-            f"an OpenEnv 0.1 server has no tools, got a call of '{name}'; rebuild the environment"
-            " with OpenEnv 0.2 or later"
+            f"cannot call tool '{name}': an OpenEnv 0.1 server has no tools; rebuild the"
+            " environment with OpenEnv 0.2 or later"
         )
 
     async def close(self) -> None:
@@ -186,7 +189,7 @@ class LegacyHttpSession:
             self._transport.server.options.timeout_s,
         )
         if not self._transport.is_open(self):
-            raise SessionLostError("session lost: it was closed; open a new one")
+            raise SessionLostError("the session was closed; open a new session")
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._transport.http.call(method, path, body, timeout_s)
@@ -195,7 +198,7 @@ class LegacyHttpSession:
                 f"{address} did not respond within {timeout_s:g} s; the session is closed"
             ) from None
         except HTTPError as error:
-            self._raise(error, path)
+            self._raise_status_error(error, path)
         except OSError as error:
             raise unreachable(address, error) from error
         try:
@@ -206,7 +209,7 @@ class LegacyHttpSession:
             raise ExecutionError(f"expected a JSON object from {path}, got {response[:80]!r}")
         return content
 
-    def _raise(self, error: HTTPError, path: str) -> NoReturn:
+    def _raise_status_error(self, error: HTTPError, path: str) -> NoReturn:
         address, body = self._transport.server.address, error.read()
         if error.code == 500:
             raise ExecutionError(

@@ -69,7 +69,7 @@ class TenantAccess:
     """The tenants of a gateway and the checks of their tokens.
 
     Args:
-        tenants: None admits every caller as `ANONYMOUS`.
+        tenants: tenants of the gateway. None admits every caller as `ANONYMOUS`.
         source: file from which the tenants are read again after a change.
         check_every_s: minimum time between two checks of the file.
         clock: monotonic clock in seconds.
@@ -84,7 +84,7 @@ class TenantAccess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_failure: OnFailure = _ignore_failure
-        """Called with the reason of every refusal; for metrics."""
+        """Function that is called with the reason of every refusal, for metrics."""
         self._tenants = tenants
         self._source = source
         self._check_every_s = check_every_s
@@ -94,12 +94,12 @@ class TenantAccess:
 
     @classmethod
     def open(cls) -> TenantAccess:
-        """Return an access that admits every caller; see `check_host`."""
+        """Return a TenantAccess that admits every caller; see `check_host`."""
         return cls(None)
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
-        """Return an access with one token that has every scope.
+        """Return a TenantAccess with one token that has every scope.
 
         Raises:
             ConfigError: the token is not acceptable; see `check_token`.
@@ -121,7 +121,7 @@ class TenantAccess:
 
         Raises:
             NotFoundError: the file does not exist.
-            ConfigError: the file is not valid; names file, field, value and remedy.
+            ConfigError: the file is not valid. The message names file, field, value and remedy.
         """
         source = TenantsFile(path)
         return cls(source.read(), source, check_every_s=check_every_s, clock=clock)
@@ -173,7 +173,7 @@ class TenantAccess:
         )
 
     def renew(self, tenant: Tenant) -> Tenant:
-        """Return the tenant with its current scopes and limits; for long-lived connections.
+        """Return the tenant of a long-lived connection with its current scopes and limits.
 
         Raises:
             AuthenticationError: the tenant or its token was removed after it authenticated.
@@ -181,15 +181,15 @@ class TenantAccess:
         self._refresh()
         if self._tenants is None:
             return tenant
-        current = self._tenants.by_name.get(tenant.name)
-        if current is None:
+        current_tenant = self._tenants.by_name.get(tenant.name)
+        if current_tenant is None:
             raise AuthenticationError(f"tenant {tenant.name!r} was removed from this gateway")
         if not tenant.token_digest:
-            return current
+            return current_tenant
         owner = self._tenants.by_digest.get(tenant.token_digest)
         if owner is None or owner.name != tenant.name:
             raise AuthenticationError(
-                f"the token of tenant {tenant.name!r} was revoked; connect again with another one"
+                f"the token of tenant {tenant.name!r} was revoked; connect again with another token"
             )
         return owner
 
@@ -200,9 +200,9 @@ class TenantAccess:
             AuthenticationError: the tenant or its token was removed after it authenticated.
             PermissionDeniedError: the tenant does not have the scope.
         """
-        current = self.renew(tenant)
-        self.require(current, scope)
-        return current
+        current_tenant = self.renew(tenant)
+        self.require(current_tenant, scope)
+        return current_tenant
 
     @contextmanager
     def register_connection(
@@ -263,17 +263,17 @@ class TenantAccess:
 
 def read_authorization(value: str | bytes) -> bytes | None:
     """Return the token in an Authorization header, or None if the header is malformed."""
-    raw = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
-    if len(raw) > _MAX_HEADER_BYTES:
+    header = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+    if len(header) > _MAX_HEADER_BYTES:
         return None
-    scheme, _, rest = raw.strip().partition(b" ")
-    rest = rest.strip()
+    scheme, _, credentials = header.strip().partition(b" ")
+    credentials = credentials.strip()
     if scheme.lower() == b"bearer":
-        return rest or None
+        return credentials or None
     if scheme.lower() != b"basic":
         return None
     try:
-        user, colon, password = base64.b64decode(rest, validate=True).partition(b":")
+        user, colon, password = base64.b64decode(credentials, validate=True).partition(b":")
     except binascii.Error:
         return None
     return (password or user or None) if colon else None
