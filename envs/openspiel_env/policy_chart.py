@@ -26,11 +26,11 @@ def blackjack_rules_chart() -> list[PolicyChartPrompt]:
 
 
 def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
-    loaded = load_game("blackjack")
-    renderer = make_renderer(loaded, 0, style)
+    game = load_game("blackjack")
+    renderer = make_renderer(game, 0, style)
     return [
         PolicyChartPrompt(
-            messages=renderer.render(_example_observation(loaded, state), first=True),
+            messages=renderer.render(_example_observation(game, state), first=True),
             answers=list(renderer.words),
             reference=state.best_move,
             panel="soft" if state.is_soft else "hard",
@@ -43,13 +43,13 @@ def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
 
 def _example_observation(loaded: LoadedGame, state: BlackjackState) -> OpenSpielObservation:
     """Return the observation of an example hand in that state."""
-    first, second, *drawn = _example_ranks(state.total, state.is_soft)
+    first_rank, second_rank, *drawn_ranks = _example_ranks(state.total, state.is_soft)
     up_card = 1 if state.up_card == "A" else int(state.up_card)
     game_state = loaded.game.new_initial_state()
     # Different suits prevent duplicates: a club, a diamond, the spade to hide, a heart; then clubs.
-    for card in (first - 1, 13 + second - 1, _HOLE_CARD, 26 + up_card - 1):
+    for card in (first_rank - 1, 13 + second_rank - 1, _HOLE_CARD, 26 + up_card - 1):
         game_state.apply_action(card)
-    for rank in drawn:
+    for rank in drawn_ranks:
         game_state.apply_action(_HIT)
         game_state.apply_action(rank - 1)
     return SeatView(loaded, 0).observe(game_state, "initial")

@@ -41,11 +41,11 @@ class UnoGame:
         self.pile = list(DECK)
         rng.shuffle(self.pile)
         self.hands = [[self.pile.pop() for _ in range(HAND_SIZE)] for _ in range(num_players)]
-        first = next(card for card in reversed(self.pile) if card_symbol(card) in NUMBERS)
-        self.pile.remove(first)
-        self.played = [first]
+        first_card = next(card for card in reversed(self.pile) if card_symbol(card) in NUMBERS)
+        self.pile.remove(first_card)
+        self.played = [first_card]
         """Played cards; the last one is open."""
-        self.color = card_color(first)
+        self.color = card_color(first_card)
         self.turn = 0
         """Seat of the player who must move."""
         self.direction = 1

@@ -82,25 +82,25 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
                 ErrorCode.EPISODE_OVER if self._state.step_count else ErrorCode.NOT_RESET,
             )
         result = run_program(action.code, [test.arguments for test in task.tests], self._limits)
-        passed = grade(result, task.tests)
+        passed_tests = grade(result, task.tests)
         self._state.step_count += 1
         self._state.last_exit_code = result.exit_code
-        self._state.num_passed = sum(passed)
+        self._state.num_passed = sum(passed_tests)
         observation = self._observe(task).model_copy(
             update={
                 "stdout": result.stdout,
                 "stderr": result.stderr,
                 "exit_code": result.exit_code,
                 "timed_out": result.timed_out,
-                "tests_passed": passed,
-                "feedback": write_feedback(result, task.tests, passed, self._num_shown),
+                "tests_passed": passed_tests,
+                "feedback": write_feedback(result, task.tests, passed_tests, self._num_shown),
             }
         )
-        if not all(passed) and self._state.step_count < self._options.max_turns:
+        if not all(passed_tests) and self._state.step_count < self._options.max_turns:
             return Transition(observation, 0.0)
         self._task = None
-        share = sum(passed) / len(passed)
-        return Transition(observation, share, terminated=True, success=all(passed))
+        share = sum(passed_tests) / len(passed_tests)
+        return Transition(observation, share, terminated=True, success=all(passed_tests))
 
     @property
     def state(self) -> CodeState:

@@ -82,7 +82,7 @@ def play_optimally(hand: Hand, open_card: int) -> OutcomeProbabilities:
     """Return the outcome of optimal play that considers all seen cards."""
     standing = stand(hand, open_card)
     hitting = _average(
-        (p, play_optimally(drawn, open_card)) for p, drawn in _safe_draws(hand, open_card)
+        (p, play_optimally(new_hand, open_card)) for p, new_hand in _safe_draws(hand, open_card)
     )
     return max(standing, hitting, key=lambda outcome: outcome.expected_return)
 
@@ -96,7 +96,7 @@ def evaluate(hit_probability: HitProbability) -> OutcomeProbabilities:
         hitting = LOSS
         if hit > 0:
             hitting = _average(
-                (p, play(drawn, open_card)) for p, drawn in _safe_draws(hand, open_card)
+                (p, play(new_hand, open_card)) for p, new_hand in _safe_draws(hand, open_card)
             )
         return _average([(hit, hitting), (1 - hit, stand(hand, open_card))])
 
@@ -151,9 +151,9 @@ def _improve(chart: StrategyChart) -> StrategyChart:
     @functools.cache
     def hit(hand: Hand, open_card: int) -> float:
         p_safe, value = 0.0, 0.0
-        for p, drawn in _safe_draws(hand, open_card):
+        for p, new_hand in _safe_draws(hand, open_card):
             p_safe += p
-            value += p * play(drawn, open_card)
+            value += p * play(new_hand, open_card)
         return value - (1 - p_safe)
 
     for (hand, open_card), weight in _decision_probabilities(chart).items():
@@ -174,8 +174,8 @@ def _decision_probabilities(
         following: dict[tuple[Hand, int], float] = defaultdict(float)
         for (hand, open_card), weight in wave.items():
             p_hit = max(chart.hit_probability(hand, open_card), exploration)
-            for p, drawn in _safe_draws(hand, open_card):
-                following[drawn, open_card] += weight * p_hit * p
+            for p, new_hand in _safe_draws(hand, open_card):
+                following[new_hand, open_card] += weight * p_hit * p
         for decision, weight in following.items():
             probabilities[decision] += weight
         wave = following
@@ -183,7 +183,9 @@ def _decision_probabilities(
 
 
 def _safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
-    return ((p, drawn) for p, drawn in draw_card(hand, open_card) if best_total(drawn)[0] <= 21)
+    return (
+        (p, new_hand) for p, new_hand in draw_card(hand, open_card) if best_total(new_hand)[0] <= 21
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +206,13 @@ def _dealer_hands(open_card: int) -> _DealerHands:
     wave = {_EMPTY: 1}
     while wave:
         following: dict[Hand, int] = defaultdict(int)
-        for drawn, orders in wave.items():
+        for new_hand, orders in wave.items():
             for value in _CARD_VALUES:
-                next_hand = _add_card(drawn, value)
+                next_hand = _add_card(new_hand, value)
                 total, _ = best_total(_add_card(next_hand, open_card))
                 (final_hands if total >= 17 else following)[next_hand] += orders
         wave = following
-    totals = [best_total(_add_card(drawn, open_card))[0] for drawn in final_hands]
+    totals = [best_total(_add_card(new_hand, open_card))[0] for new_hand in final_hands]
     return _DealerHands(
         np.array(list(final_hands)),
         np.array(totals),
@@ -242,7 +244,7 @@ def _add_card(hand: Hand, value: int) -> Hand:
 
 
 def _subtract(deck: Hand, hand: Hand) -> Hand:
-    return tuple(n - used for n, used in zip(deck, hand, strict=True))
+    return tuple(n - num_used for n, num_used in zip(deck, hand, strict=True))
 
 
 def _average(outcomes: Iterable[tuple[float, OutcomeProbabilities]]) -> OutcomeProbabilities:

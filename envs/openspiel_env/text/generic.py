@@ -17,10 +17,10 @@ class GenericRenderer(GameRenderer):
     def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
         super().__init__(loaded, player, style)
         seat = f", as player {player} of players 0 to {loaded.num_players - 1}"
-        hidden = " Moves count once all players have chosen." if loaded.is_turn_based else ""
+        turn_note = " Moves count once all players have chosen." if loaded.is_turn_based else ""
         self.rules = (
             f"You play the game {loaded.long_name}{seat if loaded.num_players > 1 else ''}. Each "
-            f"message shows the game as you see it, then your legal moves.{hidden}"
+            f"message shows the game as you see it, then your legal moves.{turn_note}"
         )
 
     def brief(self, observation: OpenSpielObservation) -> str:

@@ -151,9 +151,9 @@ class TradingEnvironment(Environment[TradingAction, TradingObservation, TradingS
 
     def _fill(self, action: TradingAction) -> Portfolio:
         assets = self._prices.assets
-        unknown = sorted(set(action.orders) - set(assets))
-        if unknown:
-            raise IllegalActionError(f"there is no asset {unknown[0]!r}; order {', '.join(assets)}")
+        names = sorted(set(action.orders) - set(assets))
+        if names:
+            raise IllegalActionError(f"there is no asset {names[0]!r}; order {', '.join(assets)}")
         orders = {assets.index(name): number for name, number in action.orders.items()}
         try:
             prices = self._prices_after(self._state.step_count)

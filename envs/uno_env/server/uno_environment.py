@@ -126,7 +126,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
             hand=sort_cards(game.hands[seat]),
             top=game.top,
             colour=game.color,
-            others=[len(game.hands[other]) for other in other_seats],
+            others=[len(game.hands[other_seat]) for other_seat in other_seats],
             legal_actions=game.legal_moves() if has_turn else [],
             has_drawn=has_turn and game.drawn is not None,
             events=list(self._events) if seat == _PLAYER else [],

@@ -336,9 +336,9 @@ def wrap_exception(
 ) -> ExecutionError:
     """Return an ExecutionError for an exception of third-party code."""
     message = f"{prefix}{type(error).__name__}: {error_message(error)}{suffix}"
-    wrapped = ExecutionError(message, code)
-    wrapped.__cause__ = error
-    return wrapped
+    wrapped_error = ExecutionError(message, code)
+    wrapped_error.__cause__ = error
+    return wrapped_error
 
 
 def to_env_error(error: Exception) -> EnvError:
@@ -370,15 +370,15 @@ def clear_tracebacks(error: BaseException) -> None:
     which keeps the environment's results in memory until the next garbage collection. On an idle
     server, that collection may never happen.
     """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
+    seen_ids: set[int] = set()
+    pending_errors: list[BaseException | None] = [error]
+    while pending_errors:
+        current_error = pending_errors.pop()
+        if current_error is None or id(current_error) in seen_ids:
             continue
-        seen.add(id(current))
-        current.__traceback__ = None
-        pending += (current.__cause__, current.__context__)
+        seen_ids.add(id(current_error))
+        current_error.__traceback__ = None
+        pending_errors += (current_error.__cause__, current_error.__context__)
 
 
 def _make_sendable(message: str) -> str:

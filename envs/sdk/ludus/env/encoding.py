@@ -127,7 +127,7 @@ def encode_transition(
         )
     observation_json, metadata = transition.encode_observation()
     reward, info, success = transition.reward, transition.info, transition.success
-    encoded = EncodedResult(
+    encoded_result = EncodedResult(
         step_index,
         _shrink(observation_json),
         _to_json(metadata) if metadata else b"",
@@ -139,8 +139,8 @@ def encode_transition(
         text,
         None if success is None else bool(success),
     )
-    check_size("an encoded observation", encoded.num_bytes)
-    return encoded
+    check_size("an encoded observation", encoded_result.num_bytes)
+    return encoded_result
 
 
 def read_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
@@ -278,8 +278,8 @@ def _check_tensors(tensors: Any) -> dict[str, np.ndarray]:
         if not isinstance(name, str):
             raise ExecutionError(f"names of tensors must be strings, got {name!r}")
         name.encode()
-    checked: dict[str, np.ndarray] = tensors
-    return checked
+    checked_tensors: dict[str, np.ndarray] = tensors
+    return checked_tensors
 
 
 def _to_json(value: JsonObject) -> bytes:

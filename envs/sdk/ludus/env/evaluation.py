@@ -133,18 +133,18 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
         ValueError: no episode is valid.
     """
     outcomes = list(outcomes)
-    valid = [outcome for outcome in outcomes if outcome.episode_return is not None]
-    returns = [o.episode_return for o in valid if o.episode_return is not None]
+    valid_outcomes = [outcome for outcome in outcomes if outcome.episode_return is not None]
+    returns = [o.episode_return for o in valid_outcomes if o.episode_return is not None]
     if not returns:
         raise ValueError(
             f"all {len(outcomes)} episodes are void; most common reason: "
             f"{most_common_failure(outcomes)}"
         )
     num_games = len(returns)
-    reports_success = any(outcome.success is not None for outcome in valid)
+    reports_success = any(outcome.success is not None for outcome in valid_outcomes)
     num_by_kind = Counter(
         classify_outcome(episode_return, outcome.success)
-        for episode_return, outcome in zip(returns, valid, strict=True)
+        for episode_return, outcome in zip(returns, valid_outcomes, strict=True)
     )
     num_wins = num_by_kind[OutcomeKind.WON]
     return PolicyResult(
@@ -154,7 +154,7 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
         draw_rate=num_by_kind[OutcomeKind.DRAWN] / num_games if reports_success else None,
         expected_return=float(np.mean(returns)),
         expected_return_ci95=mean_interval(returns),
-        invalid_rate=sum(outcome.invalid for outcome in valid) / num_games,
+        invalid_rate=sum(outcome.invalid for outcome in valid_outcomes) / num_games,
         num_void=len(outcomes) - num_games,
     )
 

@@ -228,14 +228,15 @@ class GrpoConfig(_PolicyGradient):
     def _check_advantages(self) -> Self:
         replaced = ("baseline", "scale", "credit")
         defaults = {name: type(self).model_fields[name].default for name in replaced}
-        changed = [
+        changed_fields = [
             f"{name} = '{getattr(self, name)}'"
             for name, default in defaults.items()
             if getattr(self, name) != default
         ]
-        if self.advantages is not None and changed:
+        if self.advantages is not None and changed_fields:
             raise ValueError(
-                f"{' and '.join(changed)} has no effect, because advantages = '{self.advantages}' "
+                f"{' and '.join(changed_fields)} has no effect, because advantages = "
+                f"'{self.advantages}' "
                 "computes the advantages; remove one of them"
             )
         return self

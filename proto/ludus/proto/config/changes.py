@@ -61,11 +61,11 @@ def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
         ConfigError: a field changed that a run must keep.
     """
     changes = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
-    refused = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
-    if refused:
+    refused_changes = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
+    if refused_changes:
         raise ConfigError(
             "a resumed run must keep its model and its algorithm, but "
-            + "; ".join(map(str, refused))
+            + "; ".join(map(str, refused_changes))
             + "; restore the old values, or start a run with another name"
         )
     return [change for change in changes if not _is_in(change.field, IGNORED_FIELDS)]

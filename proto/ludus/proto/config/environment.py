@@ -116,10 +116,10 @@ class _Environment(Section):
     @model_validator(mode="after")
     def _check_renderer(self) -> Self:
         if (self.render is None) != (self.parse is None):
-            missing = "parse" if self.parse is None else "render"
+            missing_field = "parse" if self.parse is None else "render"
             raise ValueError(
                 "render and parse replace the text renderer together; "
-                f"set environment.{missing} too, or remove both"
+                f"set environment.{missing_field} too, or remove both"
             )
         if self.tools and self.render is not None:
             raise ValueError(
@@ -137,10 +137,10 @@ class _Environment(Section):
                     f"{field} = '{name}' must be one of environment.baselines, now "
                     f"{list(self.baselines)}; add it there"
                 )
-        unknown = [name for name in self.baselines if name != RANDOM_POLICY]
-        if unknown and self.policies is None:
+        unknown_names = [name for name in self.baselines if name != RANDOM_POLICY]
+        if unknown_names and self.policies is None:
             raise ValueError(
-                f"baselines = {unknown} needs environment.policies, for example "
+                f"baselines = {unknown_names} needs environment.policies, for example "
                 f"'openspiel_env.policies:fixed_policies'; '{RANDOM_POLICY}' alone does not"
             )
         return self
@@ -234,9 +234,9 @@ class ClientTls(Section):
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
         if (self.cert_file is None) != (self.key_file is None):
-            missing = "key_file" if self.key_file is None else "cert_file"
+            missing_field = "key_file" if self.key_file is None else "cert_file"
             raise ValueError(
-                f"cert_file and key_file need each other; set {missing} too, or remove both"
+                f"cert_file and key_file need each other; set {missing_field} too, or remove both"
             )
         return self
 

@@ -166,10 +166,10 @@ class LanguageModelRun(TrainingRun):
     def _check_engine(self) -> None:
         if not isinstance(self.generator, VllmGenerator):
             return
-        longest, num_gpus = self.generator.max_model_tokens, self.generator.tensor_parallel_size
-        if longest is not None and longest < self.rollout.max_tokens:
+        limit, num_gpus = self.generator.max_model_tokens, self.generator.tensor_parallel_size
+        if limit is not None and limit < self.rollout.max_tokens:
             raise ValueError(
-                f"generator.max_model_tokens = {longest} is less than rollout.max_tokens = "
+                f"generator.max_model_tokens = {limit} is less than rollout.max_tokens = "
                 f"{self.rollout.max_tokens}, and vLLM would reject longer sequences; raise the "
                 "first, lower the second, or leave max_model_tokens out"
             )

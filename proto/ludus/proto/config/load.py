@@ -111,14 +111,14 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
 
 def parse_override(text: str) -> tuple[list[str], Any]:
     """Return the keys and the value of an assignment `a.b=value`."""
-    name, separator, raw = text.partition("=")
+    name, separator, value_text = text.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):
         raise ConfigError(
             f"--set expected section.field=value, got '{text}'; "
             "for example --set training.num_steps=20"
         )
-    return keys, parse_value(raw, f"--set {name}")
+    return keys, parse_value(value_text, f"--set {name}")
 
 
 def _read_file(path: Path) -> JsonObject:

@@ -157,10 +157,10 @@ def merge_sections(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> di
     """
     if "kind" in values and values["kind"] != defaults.get("kind"):
         return dict(values)
-    merged = dict(defaults)
+    merged_section = dict(defaults)
     for key, value in values.items():
         default = defaults.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             value = merge_sections(default, value)
-        merged[key] = value
-    return merged
+        merged_section[key] = value
+    return merged_section

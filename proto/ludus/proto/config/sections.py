@@ -83,10 +83,10 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _check_targets(self) -> Self:
-        missing = sorted(set(self.lora.targets) - set(_LINEAR_LAYERS)) if self.lora else []
-        if missing:
+        missing_layers = sorted(set(self.lora.targets) - set(_LINEAR_LAYERS)) if self.lora else []
+        if missing_layers:
             raise ValueError(
-                f"model.lora.targets: a tiny model has no linear layer {missing}; it has "
+                f"model.lora.targets: a tiny model has no linear layer {missing_layers}; it has "
                 f"{list(_LINEAR_LAYERS)}"
             )
         return self

@@ -141,6 +141,6 @@ class TrainingRun(Section):
                 "the run has both environment and environments; move [environment] to "
                 "[environments.<name>]"
             )
-        rest = {key: value for key, value in tree.items() if key != "environment"}
+        other_fields = {key: value for key, value in tree.items() if key != "environment"}
         environment = tree["environment"]
-        return {**rest, "environments": {environment_name(environment): environment}}
+        return {**other_fields, "environments": {environment_name(environment): environment}}

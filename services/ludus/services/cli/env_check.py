@@ -77,15 +77,15 @@ def check(
 
     Example: `ludus env check grpc://gateway:18000/blackjack --wait 120`
     """
-    chosen = parse_options(options or ())
-    require_options_only_for_targets(location, chosen)
+    environment_options = parse_options(options or ())
+    require_options_only_for_targets(location, environment_options)
     plan = CheckPlan(range(seeds), steps, timeout, wait)
     if "://" in location:
         with _show_spinner(f"checking {location}"):
             report = _check_address(location, plan, os.environ.get(token_env))
         rows = _rows(report, _ON_THE_WIRE)
     else:
-        rows = _check_target(location, chosen, plan)
+        rows = _check_target(location, environment_options, plan)
     is_ok = all(row.verdict != "broken" for row in rows)
     if as_json:
         checks = [

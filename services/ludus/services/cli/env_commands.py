@@ -105,20 +105,20 @@ def bench(
 
     Example: `ludus env bench my_module:MyEnvironment --policies my_policies:fixed_policies`
     """
-    chosen = parse_options(options or ())
+    environment_options = parse_options(options or ())
     if address is not None:
         if "://" not in address:
             raise ConfigError(
                 f"--address must be grpc://host:port or http://host:port, got '{address}'"
             )
-        require_options_only_for_targets(address, chosen)
+        require_options_only_for_targets(address, environment_options)
     location = address or target
     if location is None:
         raise ConfigError("TARGET or --address is required; `ludus env list` prints the targets")
     from ludus.services.cli.bench import BenchPlan
 
     plan = BenchPlan(target, policy or (), range(seed, seed + games), policies)
-    with serve_target(location, chosen) as server_address:
+    with serve_target(location, environment_options) as server_address:
         results = _run_bench(plan, server_address, os.environ.get(token_env))
     console = results_console()
     console.print(bench_table(results))

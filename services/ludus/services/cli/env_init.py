@@ -20,10 +20,10 @@ def init(
     """
     from ludus.env.targets.scaffolding import write_environment
 
-    written = write_environment(name, output_dir)
-    folder = min((path.parent for path in written), key=lambda path: len(path.parts))
+    written_paths = write_environment(name, output_dir)
+    folder = min((path.parent for path in written_paths), key=lambda path: len(path.parts))
     console = results_console()
-    for path in written:
+    for path in written_paths:
         print_line(console, str(path))
     package = folder.name
     print_line(console, "")

@@ -58,10 +58,10 @@ def play(
     """
     from ludus.env.recording.client_writer import EpisodeWriter
 
-    chosen = parse_options(options or ())
-    with connect_client(location, chosen, token_env) as client:
+    kwargs = parse_options(options or ())
+    with connect_client(location, kwargs, token_env) as client:
         target = "" if "://" in location else location
-        writer = EpisodeWriter(record, client.describe(), target, chosen) if record else None
+        writer = EpisodeWriter(record, client.describe(), target, kwargs) if record else None
         play_session = _PlaySession(client, results_console(), writer)
         try:
             play_session.play(seed)
@@ -202,9 +202,9 @@ class _PlaySession:
             legal = list(result.text.legal_answers)
         legal = legal or result.observation.get("legal_actions") or []
         if legal:
-            rest = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
+            suffix = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
             listed = ", ".join(str(answer) for answer in legal[:_MAX_LISTED])
-            self._say(f"legal: {listed}{rest}", "green")
+            self._say(f"legal: {listed}{suffix}", "green")
         elif result.text is None:
             fields = self._description.action_schema.get("properties", {})
             self._say(f"action: {json.dumps(fields)[:500]}", "green")
@@ -235,8 +235,8 @@ def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str,
         return value
     if has_text:
         return line
-    required = schema.get("required", [])
-    return {required[0]: value} if len(required) == 1 else line
+    names = schema.get("required", [])
+    return {names[0]: value} if len(names) == 1 else line
 
 
 def _read_arguments(text: str) -> dict[str, Any]:

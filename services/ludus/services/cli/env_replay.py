@@ -55,15 +55,15 @@ def replay(
     """
     from ludus.env.recording.format import read_recording
 
-    chosen = parse_options(options or ())
-    if address is not None and (target is not None or chosen):
+    environment_options = parse_options(options or ())
+    if address is not None and (target is not None or environment_options):
         raise ConfigError("--address cannot be combined with TARGET or --option; remove one")
-    if chosen and target is None:
+    if environment_options and target is None:
         raise ConfigError("--option needs TARGET; name the target")
     episodes = list(itertools.islice(read_recording(file), limit))
     if not episodes:
         raise ConfigError(f"'{file}' contains no recorded episode")
-    server = address or _make_factory(target, chosen)
+    server = address or _make_factory(target, environment_options)
     replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
     _print_replays(replays)
     if not all(replay.is_same for replay in replays):

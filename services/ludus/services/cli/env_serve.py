@@ -23,10 +23,10 @@ def serve(target: Target, options: Options = None, **server_options: Any) -> Non
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(target, parse_options(options or ()))
-    chosen = {name: value for name, value in server_options.items() if value is not None}
-    if "check_determinism" in chosen:  # the flag is --no-determinism-check
-        chosen["check_determinism"] = False
-    run_server(factory, chosen)
+    given_options = {name: value for name, value in server_options.items() if value is not None}
+    if "check_determinism" in given_options:  # the flag is --no-determinism-check
+        given_options["check_determinism"] = False
+    run_server(factory, given_options)
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:

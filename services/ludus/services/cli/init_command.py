@@ -37,11 +37,11 @@ def init(
         return
     if example not in examples:
         raise NotFoundError(f"no example is named '{example}'; choose one of {', '.join(examples)}")
-    written = _copy_example(example, examples[example], output_dir)
-    for path in written:
+    written_paths = _copy_example(example, examples[example], output_dir)
+    for path in written_paths:
         print_line(console, str(path))
     print_line(console, "")
-    print_line(console, f"ludus {_command(written[0])} {written[0]}")
+    print_line(console, f"ludus {_command(written_paths[0])} {written_paths[0]}")
 
 
 def _find_examples() -> dict[str, Path]:

@@ -114,8 +114,8 @@ def _facts(progress: RunProgress) -> Table:
     """Lay out the facts with names above values, five per row."""
     grid = Table.grid(padding=(0, 3))
     facts = list(progress.facts().items())
-    for first in range(0, len(facts), 5):
-        row = facts[first : first + 5]
+    for start in range(0, len(facts), 5):
+        row = facts[start : start + 5]
         grid.add_row(*(Text(name, style="dim") for name, _ in row))
         grid.add_row(*(Text(value) for _, value in row))
     return grid

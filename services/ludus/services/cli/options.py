@@ -11,12 +11,12 @@ from ludus.proto.values import parse_value
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` options; a value is JSON, TOML or text."""
-    parsed: dict[str, Any] = {}
+    parsed_options: dict[str, Any] = {}
     for option in options:
-        key, separator, raw = option.partition("=")
+        key, separator, value_text = option.partition("=")
         if not separator or not key.strip():
             raise ConfigError(
                 f"--option must be KEY=VALUE, got '{option}'; for example --option game=blackjack"
             )
-        parsed[key.strip()] = parse_value(raw, f"--option {key.strip()}")
-    return parsed
+        parsed_options[key.strip()] = parse_value(value_text, f"--option {key.strip()}")
+    return parsed_options

@@ -40,8 +40,8 @@ class RecordsFollower(Generic[RecordT]):
         except FileNotFoundError:
             return []
         self._offset_bytes += len(lines) + len(newline)
-        parsed = (self._parse(line) for line in lines.split(b"\n") if line)
-        return [record for record in parsed if record is not None]
+        records = (self._parse(line) for line in lines.split(b"\n") if line)
+        return [record for record in records if record is not None]
 
     def _find_start(self, file: BinaryIO) -> None:
         """Seek to the first unread byte; to the start if the file was replaced."""

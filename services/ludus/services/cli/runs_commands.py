@@ -111,9 +111,9 @@ async def _print_runs(namespace: str, context: str) -> None:
             print_line(progress_console(), f"no runs in namespace '{cluster.namespace}'")
             return
         table = _table("run", "state", "attempts", "queue", "age")
-        for state, created in states:
+        for state, created_at in states:
             attempts = f"{state.attempts_failed + 1} of {state.attempts_allowed}"
-            row = (state.name, _state_text(state), attempts, state.queue, _age(created))
+            row = (state.name, _state_text(state), attempts, state.queue, _age(created_at))
             table.add_row(*map(Text, row))
         results_console().print(table)
 

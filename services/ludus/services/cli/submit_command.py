@@ -71,13 +71,13 @@ def submit(
 
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
     choices = options.parse_pairs(environment or (), "--environment")
-    chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
+    submission = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
     if release_file is not None and not dry_run:
         raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
     options.run_coroutine(
-        _print_manifests(config, chosen, output_format, release_file)
+        _print_manifests(config, submission, output_format, release_file)
         if dry_run
-        else _submit_run(config, chosen)
+        else _submit_run(config, submission)
     )
 
 
@@ -96,8 +96,8 @@ def resume(
 
     Example: `ludus resume demo --set training.num_steps=200`
     """
-    chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder)
-    options.run_coroutine(_resume_run(run, overrides or (), chosen))
+    submission = _Chosen(release, namespace, context, queue, ignore or (), detach, folder)
+    options.run_coroutine(_resume_run(run, overrides or (), submission))
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,9 +205,9 @@ def next_command(run_dir: Path) -> str:
 
 def _run_check(config: RunConfig, flags: list[str]) -> TrainerEnd:
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        resolved = Path(folder) / CONFIG_FILE
-        resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        return run_quietly("checking", ["check", "--config", str(resolved), *flags])
+        config_path = Path(folder) / CONFIG_FILE
+        config_path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        return run_quietly("checking", ["check", "--config", str(config_path), *flags])
 
 
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
@@ -215,8 +215,8 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
     progress = RunProgress(config.training.num_steps)
     follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skip_old=True)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        resolved = Path(folder) / CONFIG_FILE
-        resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        config_path = Path(folder) / CONFIG_FILE
+        config_path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         with progress_view(console) as view:
 
             def show(output: TrainerOutput) -> None:
@@ -230,7 +230,7 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
                 view.refresh(progress)
 
             end = run_trainer(
-                ["train", "--config", str(resolved), *flags],
+                ["train", "--config", str(config_path), *flags],
                 on_tick=show,
                 on_stopping=show_stopping,
             )

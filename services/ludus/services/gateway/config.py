@@ -52,8 +52,8 @@ class StaticEnvironment(_Section):
     @classmethod
     def _check_addresses(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
-            scheme, separator, rest = address.partition("://")
-            if scheme not in ("grpc", "grpcs") or not separator or ":" not in rest:
+            scheme, separator, location = address.partition("://")
+            if scheme not in ("grpc", "grpcs") or not separator or ":" not in location:
                 raise ValueError(
                     f"an address must be grpc://host:port or grpcs://host:port, got {address!r}"
                 )
@@ -227,12 +227,12 @@ class GatewayConfig(_Section):
             ConfigError: the file is not valid; names the field, the value and the expectation.
         """
         try:
-            raw = tomllib.loads(path.read_text())
+            content = tomllib.loads(path.read_text())
         except FileNotFoundError:
             raise NotFoundError(f"gateway configuration {path} does not exist") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from None
-        return cls.parse(raw | (overrides or {}), str(path))
+        return cls.parse(content | (overrides or {}), str(path))
 
     @classmethod
     def parse(cls, raw: JsonObject, source: str = "gateway") -> GatewayConfig:

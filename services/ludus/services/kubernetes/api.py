@@ -391,12 +391,12 @@ def _make_keepalive_socket(address: Any) -> socket.socket:
     A watch may be silent for minutes. Without probes a dead connection looks the same.
     """
     family, kind, protocol = address[:3]
-    created = socket.socket(family, kind, protocol)
-    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keepalive_socket = socket.socket(family, kind, protocol)
+    keepalive_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 8), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
-            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return created
+            keepalive_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return keepalive_socket
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:

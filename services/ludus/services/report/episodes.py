@@ -14,16 +14,16 @@ NUM_SHOWN = 3
 
 def select_transcripts(transcripts: Sequence[Transcript]) -> list[Transcript]:
     """Return the first and the last transcripts of an environment."""
-    first = transcripts[:NUM_SHOWN]
-    return [*first, *transcripts[max(len(first), len(transcripts) - NUM_SHOWN) :]]
+    head = transcripts[:NUM_SHOWN]
+    return [*head, *transcripts[max(len(head), len(transcripts) - NUM_SHOWN) :]]
 
 
 def render_episodes(transcripts: Sequence[Transcript]) -> Markup:
     """Render episodes of one environment; only the first and the last are expanded."""
-    shown = select_transcripts(transcripts)
-    expanded = {0, len(shown) - 1}
+    sample = select_transcripts(transcripts)
+    expanded = {0, len(sample) - 1}
     parts = [
-        _episode(transcript, is_open=index in expanded) for index, transcript in enumerate(shown)
+        _episode(transcript, is_open=index in expanded) for index, transcript in enumerate(sample)
     ]
     return element("div", *parts, class_="episodes")
 

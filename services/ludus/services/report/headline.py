@@ -196,8 +196,8 @@ def _tile(title: str, figure: str, notes: list[str], *, main: bool = False) -> M
 
 
 def _describe_void(summary: Summary) -> str:
-    lost = f"{summary.episodes_lost:,} lost"
-    return f"{lost}, {summary.episodes_failed:,} failed" if summary.episodes_failed else lost
+    text = f"{summary.episodes_lost:,} lost"
+    return f"{text}, {summary.episodes_failed:,} failed" if summary.episodes_failed else text
 
 
 def _describe_processes(summary: Summary) -> str:

@@ -153,9 +153,9 @@ def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
     ends = [(x(point.x), *point.interval) for point in points if point.interval]
     if len(ends) < 2:
         return Markup("")
-    upper = [(x_pixel, y(high)) for x_pixel, _, high in ends]
-    lower = [(x_pixel, y(low)) for x_pixel, low, _ in reversed(ends)]
-    return element("polygon", points=_coordinates([*upper, *lower]), class_="band")
+    top = [(x_pixel, y(high)) for x_pixel, _, high in ends]
+    bottom = [(x_pixel, y(low)) for x_pixel, low, _ in reversed(ends)]
+    return element("polygon", points=_coordinates([*top, *bottom]), class_="band")
 
 
 def _polyline(points: Sequence[Point], x: Scale, y: Scale, class_: str) -> Markup:
@@ -187,8 +187,8 @@ def _labels(chart: LineChart, frame: Frame, y: Scale) -> Markup:
         for level in chart.levels
     ]
     if chart.final_label and chart.points:
-        last = chart.points[-1]
-        entries.append((y(last.y), chart.final_label, chart.format_y(last.y), "label policy"))
+        end = chart.points[-1]
+        entries.append((y(end.y), chart.final_label, chart.format_y(end.y), "label policy"))
     y_labels = spread(
         [y_label for y_label, *_ in entries],
         LABEL_GAP,

@@ -142,9 +142,9 @@ def _read_or_notice(read: Callable[[], ValueT], file: str, notices: list[str]) -
     try:
         return read()
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
-        notices.append(f"{file} cannot be read: {field}: {first['msg']}.")
+        first_error = error.errors()[0]
+        field = ".".join(str(part) for part in first_error["loc"]) or "the file"
+        notices.append(f"{file} cannot be read: {field}: {first_error['msg']}.")
     except OSError as error:
         notices.append(f"{file} cannot be read: {error.strerror}.")
     return None

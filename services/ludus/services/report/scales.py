@@ -36,23 +36,23 @@ def padded_range(values: Sequence[float], padding: float = 0.06) -> tuple[float,
 def round_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     """Return about `num_ticks` round values within the range, evenly spaced."""
     step = _round_step((high - low) / max(num_ticks, 1))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    first_index, last_index = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first_index, last_index + 1)]
 
 
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Move positions as little as possible so that they are `gap` apart within low .. high."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
-    moved = list(positions)
+    new_positions = list(positions)
     floor = low
     for index in order:
-        moved[index] = max(moved[index], floor)
-        floor = moved[index] + gap
+        new_positions[index] = max(new_positions[index], floor)
+        floor = new_positions[index] + gap
     ceiling = high
     for index in reversed(order):
-        moved[index] = min(moved[index], ceiling)
-        ceiling = moved[index] - gap
-    return moved
+        new_positions[index] = min(new_positions[index], ceiling)
+        ceiling = new_positions[index] - gap
+    return new_positions
 
 
 def _round_step(step: float) -> float:

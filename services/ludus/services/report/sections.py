@@ -162,8 +162,8 @@ def _unlocks(run: RunFiles) -> str:
     """Return a sentence about the environments that a curriculum opened, or ''."""
     if not run.unlocks:
         return ""
-    opened = ", ".join(f"{name} after {games:,} episodes" for games, name in run.unlocks)
-    return f" Dotted vertical lines: the curriculum opens {opened}."
+    unlock_texts = ", ".join(f"{name} after {games:,} episodes" for games, name in run.unlocks)
+    return f" Dotted vertical lines: the curriculum opens {unlock_texts}."
 
 
 def _part(run: RunFiles, environment: str, content: Markup) -> Markup:

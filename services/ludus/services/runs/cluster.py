@@ -60,10 +60,10 @@ async def connect_cluster(context: str = "", namespace: str = "") -> AsyncIterat
         ConfigError: no cluster is configured.
     """
     access = await asyncio.to_thread(personal_access, context)
-    cached = [access]
+    cached_access = [access]
 
     def load() -> ApiAccess:
-        return cached.pop() if cached else personal_access(context)
+        return cached_access.pop() if cached_access else personal_access(context)
 
     async with KubernetesApi(load, remedies=REMEDIES) as api:
         yield RunsCluster(api, namespace or access.namespace or "default")

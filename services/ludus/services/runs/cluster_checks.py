@@ -70,10 +70,11 @@ async def check_cluster(
     Raises:
         ConfigError: a name in `ignored` is not the name of a check.
     """
-    unknown = sorted(set(ignored) - set(CHECKS))
-    if unknown:
+    unknown_checks = sorted(set(ignored) - set(CHECKS))
+    if unknown_checks:
         raise ConfigError(
-            f"--ignore must be one of {', '.join(CHECKS)}, got '{unknown[0]}'; see docs/submit.md"
+            f"--ignore must be one of {', '.join(CHECKS)}, got '{unknown_checks[0]}'; see "
+            "docs/submit.md"
         )
     findings = ClusterFindings()
     for name, check in CHECKS.items():
@@ -180,10 +181,11 @@ def _queue_shortages(queue: str, cluster_queue: JsonObject, manifests: RunManife
     totals = total_demand(pod_demands(manifests.job))
     messages = []
     for resource, quota in quotas.items():
-        requested = totals.get("pods" if resource == "pods" else f"requests.{resource}")
-        if requested is not None and requested > quota:
+        requested_amount = totals.get("pods" if resource == "pods" else f"requests.{resource}")
+        if requested_amount is not None and requested_amount > quota:
             messages.append(
-                f"the run would wait forever: it starts with {format_quantity(requested, resource)}"
+                f"the run would wait forever: it starts with "
+                f"{format_quantity(requested_amount, resource)}"
                 f" of {resource}, but queue '{queue}' has {format_quantity(quota, resource)} in "
                 "total; request a larger quota, or lower learner.num_ranks or rollout.min_workers"
             )
@@ -200,9 +202,9 @@ async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> Async
                 f"kubectl -n {cluster.namespace} create secret generic {name}{literals}"
             )
             continue
-        missing = sorted(keys - set(secret.get("data") or {}))
-        if missing:
-            yield f"Secret '{name}' has no key '{missing[0]}'; add it, or correct the values"
+        missing_keys = sorted(keys - set(secret.get("data") or {}))
+        if missing_keys:
+            yield f"Secret '{name}' has no key '{missing_keys[0]}'; add it, or correct the values"
 
 
 async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:

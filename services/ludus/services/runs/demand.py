@@ -31,11 +31,11 @@ def pod_demands(job: JsonObject) -> list[PodDemand]:
     """Return the pods that a RayJob starts with, the head first."""
     template = head_template(job)
     cluster = job["spec"].get("rayClusterSpec") or {}
-    extra = []
+    sidecars = []
     if cluster.get("enableInTreeAutoscaling"):
         resources = (cluster.get("autoscalerOptions") or {}).get("resources")
-        extra = [{"resources": resources or {"requests": _AUTOSCALER, "limits": _AUTOSCALER}}]
-    demands = [_demand("head", 1, template, extra)] if template else []
+        sidecars = [{"resources": resources or {"requests": _AUTOSCALER, "limits": _AUTOSCALER}}]
+    demands = [_demand("head", 1, template, sidecars)] if template else []
     for group in worker_groups(job):
         pods = int(group.get("replicas") or 0) * int(group.get("numOfHosts") or 1)
         name = str(group.get("groupName", "workers"))
@@ -159,21 +159,21 @@ def quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterato
     status = quota.get("status") or {}
     name = quota["metadata"]["name"]
     for resource, hard in (status.get("hard") or {}).items():
-        requested = totals.get(resource)
-        if requested is None:
+        amount = totals.get(resource)
+        if amount is None:
             continue
         limit = parse_quantity(hard)
         free = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
-        if requested > limit:
+        if amount > limit:
             yield (
-                f"the run starts with {format_quantity(requested, resource)} of {resource}, but "
+                f"the run starts with {format_quantity(amount, resource)} of {resource}, but "
                 f"quota '{name}' allows {format_quantity(limit, resource)}; request a larger "
                 "quota, or lower learner.num_ranks, rollout.min_workers or the resources in the "
                 "release's values"
             )
-        elif requested > free:
+        elif amount > free:
             yield (
-                f"the run starts with {format_quantity(requested, resource)} of {resource}, but "
+                f"the run starts with {format_quantity(amount, resource)} of {resource}, but "
                 f"quota '{name}' has {format_quantity(free, resource)} left of"
                 f" {format_quantity(limit, resource)}; wait for other runs to end (ludus list),"
                 " or stop one (ludus stop NAME)"

@@ -136,10 +136,10 @@ async def load_resumable_config(
         raise ConfigError(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
-    previous = run_config_json(config_map)
+    previous_config = run_config_json(config_map)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         path = Path(folder) / RUN_KEY
-        path.write_text(previous, encoding="utf-8")
+        path.write_text(previous_config, encoding="utf-8")
         config = require_language_model(load_run_config(path, overrides), "ludus resume")
     if config.name != run:
         raise ConfigError(
@@ -147,7 +147,7 @@ async def load_resumable_config(
             "checkpoints; remove this option"
         )
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
-    changes_between(validate_run_json(previous), config)
+    changes_between(validate_run_json(previous_config), config)
     return config
 
 

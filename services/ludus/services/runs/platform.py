@@ -87,16 +87,16 @@ def parse_release(config_map: JsonObject) -> Release:
     """
     name = (config_map.get("metadata") or {}).get("name", "")
     data = config_map.get("data") or {}
-    missing = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in data]
-    if missing:
-        raise _invalid_release(name, f"it has no key {missing[0]}")
+    missing_keys = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in data]
+    if missing_keys:
+        raise _invalid_release(name, f"it has no key {missing_keys[0]}")
     try:
         platform = Platform.model_validate_json(data[PLATFORM_KEY])
         template = yaml.load(data[TEMPLATE_KEY], yaml.CSafeLoader)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise _invalid_release(name, f"{PLATFORM_KEY}: {field}: {first['msg']}") from None
+        first_error = error.errors()[0]
+        field = ".".join(map(str, first_error["loc"]))
+        raise _invalid_release(name, f"{PLATFORM_KEY}: {field}: {first_error['msg']}") from None
     except yaml.YAMLError as error:
         raise _invalid_release(name, f"{TEMPLATE_KEY}: {error}") from None
     if not isinstance(template, dict) or template.get("kind") != "RayJob":

@@ -81,7 +81,7 @@ def reader_pod(release: Release, run: str) -> JsonObject:
             "are lost with the pods; set storage in the release's values"
         )
     names = {mount["name"] for mount in mounts}
-    copied = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
+    fields = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
     container = {
         "name": "reader",
         "image": head.get("image"),
@@ -100,7 +100,7 @@ def reader_pod(release: Release, run: str) -> JsonObject:
             "labels": {RUN_LABEL: run, "app.kubernetes.io/component": "reader"},
         },
         "spec": {
-            **{key: spec[key] for key in copied if key in spec},
+            **{key: spec[key] for key in fields if key in spec},
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": 0,

@@ -169,15 +169,15 @@ def _find_troubles(pod: JsonObject) -> Iterator[str]:
 
 def _container_troubles(container: JsonObject, name: str) -> Iterator[str]:
     state = container.get("state") or {}
-    waiting, terminated = state.get("waiting") or {}, state.get("terminated") or {}
-    reason = str(waiting.get("reason") or "")
+    waiting_state, terminated_state = state.get("waiting") or {}, state.get("terminated") or {}
+    reason = str(waiting_state.get("reason") or "")
     if reason in _HINTS:
-        detail = _shorten(waiting.get("message")) or f"image {container.get('image')}"
+        detail = _shorten(waiting_state.get("message")) or f"image {container.get('image')}"
         if reason == "CrashLoopBackOff":  # the message contains seconds and always differs
-            last = (container.get("lastState") or {}).get("terminated") or {}
-            detail = f"it exited with code {last.get('exitCode')}"
+            last_state = (container.get("lastState") or {}).get("terminated") or {}
+            detail = f"it exited with code {last_state.get('exitCode')}"
         yield f"{name} does not start: {reason}: {detail}; {_HINTS[reason]}"
-    if terminated.get("reason") == "OOMKilled":
+    if terminated_state.get("reason") == "OOMKilled":
         yield f"{name} ran out of memory; {_HINTS['OOMKilled']}"
 
 

@@ -41,8 +41,8 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
     """
     if baseline == "none":
         return rewards.nan_to_num(nan=0.0)
-    scored = ~rewards.isnan()
-    num_scored = scored.sum(-1, keepdim=True)
+    is_scored = ~rewards.isnan()
+    num_scored = is_scored.sum(-1, keepdim=True)
     advantages = rewards - rewards.nanmean(-1, keepdim=True)
     if baseline == "leave_one_out":
         advantages = advantages * num_scored / (num_scored - 1)
@@ -50,7 +50,7 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
         advantages = advantages / (_std(rewards, dim=-1) + _STD_EPS)
     elif scale == "batch":
         advantages = advantages / (_std(rewards.flatten(), dim=0) + _STD_EPS)
-    return torch.where(scored & ~is_zero_variance_group(rewards)[:, None], advantages, 0.0)
+    return torch.where(is_scored & ~is_zero_variance_group(rewards)[:, None], advantages, 0.0)
 
 
 def turn_advantages(
@@ -87,10 +87,10 @@ def is_zero_variance_group(rewards: Tensor) -> Tensor:
     Args:
         rewards: [num_groups, G].
     """
-    scored = ~rewards.isnan()
+    is_scored = ~rewards.isnan()
     lowest = rewards.nan_to_num(nan=torch.inf).amin(-1)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(-1)
-    return (lowest == highest) | (scored.sum(-1) < 2)
+    return (lowest == highest) | (is_scored.sum(-1) < 2)
 
 
 @torch.no_grad()

@@ -36,8 +36,8 @@ def value_loss(
     """
     inside = torch.where(mask, values, 0.0)
     target = torch.where(mask, returns, 0.0).detach()
-    old = torch.where(mask, old_values, 0.0).detach() if clip is not None else inside
-    error = squared_error(inside, old, target, clip)
+    clip_center = torch.where(mask, old_values, 0.0).detach() if clip is not None else inside
+    error = squared_error(inside, clip_center, target, clip)
     return aggregate(0.5 * error, mask, "token_mean", denominator)
 
 

@@ -168,8 +168,8 @@ def play_episodes(
     outcomes: dict[int, EpisodeOutcome] = {}
     step = 0
     while episodes.has_unfinished:
-        played = episodes.step(choose(episodes.observations, step))
-        outcomes |= {episode.seed: episode.outcome for episode in played.episodes}
+        played_step = episodes.step(choose(episodes.observations, step))
+        outcomes |= {episode.seed: episode.outcome for episode in played_step.episodes}
         step += 1
     return [outcomes[seed] for seed in seeds]
 

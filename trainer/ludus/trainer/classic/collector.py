@@ -85,12 +85,12 @@ class Collector:
         while not self._is_complete(steps):
             if len(steps) % _NOISE_STEPS == 0:
                 noise = self._sample_noise(update, len(steps) // _NOISE_STEPS)
-            sampled = policy.act(observations[-1], noise[len(steps) % _NOISE_STEPS])
-            environment_actions = policy.head.to_environment(sampled.cpu().numpy())
+            sampled_actions = policy.act(observations[-1], noise[len(steps) % _NOISE_STEPS])
+            environment_actions = policy.head.to_environment(sampled_actions.cpu().numpy())
             step = episodes.step(environment_actions)
             if self._on_step is not None:
                 self._on_step(observations[-1], environment_actions, step)
-            actions.append(sampled)
+            actions.append(sampled_actions)
             observations.append(episodes.observations)
             steps.append(step)
         return _make_batch(policy, observations, actions, steps)
@@ -115,8 +115,8 @@ def _make_batch(
 ) -> NetworkBatch:
     device = policy.device
     terminated = np.stack([step.vector_step.terminated for step in steps])
-    finished = np.stack([step.finished for step in steps])
-    truncations = np.argwhere(finished & ~terminated)
+    is_finished = np.stack([step.finished for step in steps])
+    truncations = np.argwhere(is_finished & ~terminated)
     # After the end of an episode, `observations` has the first observation of the next one.
     last_observations = [
         steps[step].vector_step.observations[environment] for step, environment in truncations
@@ -127,7 +127,7 @@ def _make_batch(
         actions=torch.stack(actions),
         rewards=torch.from_numpy(rewards).to(device),
         terminated=torch.from_numpy(terminated).to(device),
-        finished=torch.from_numpy(finished).to(device),
+        finished=torch.from_numpy(is_finished).to(device),
         truncations=torch.from_numpy(truncations).to(device),
         truncated_observations=policy.to_tensor(
             np.stack(last_observations) if last_observations else observations[0][:0]

@@ -189,11 +189,11 @@ class RemoteEnvironments:
     def _open_sessions(self) -> tuple[list[Session], list[StepResult]]:
         # Only gRPC sessions can outlive a broken connection.
         linger_s = _LINGER_S if self._address.is_grpc else 0.0
-        opened = [
+        pairs = [
             self._client.open(seed=0, with_text=False, linger_s=linger_s)
             for _ in range(self.num_environments)
         ]
-        return [session for session, _ in opened], [result for _, result in opened]
+        return [session for session, _ in pairs], [result for _, result in pairs]
 
     def _observations(self) -> np.ndarray:
         observations = [result.observation[self._observation_field] for result in self._results]

@@ -130,18 +130,18 @@ class ParallelEpisodes:
             step = VectorStep(
                 step.observations, step.rewards, step.terminated, step.truncated | is_truncated
             )
-        finished = step.terminated | step.truncated
+        is_finished = step.terminated | step.truncated
         self.observations = step.observations
-        if not finished.any():
-            return PlayedStep(step, finished, ())
-        indices = [int(index) for index in np.flatnonzero(finished)]
+        if not is_finished.any():
+            return PlayedStep(step, is_finished, ())
+        indices = [int(index) for index in np.flatnonzero(is_finished)]
         episodes = tuple(
             self._finish_episode(index, step)
             for index in indices
             if self._episodes[index].seed is not None
         )
         self._start_next(indices)
-        return PlayedStep(step, finished, episodes)
+        return PlayedStep(step, is_finished, episodes)
 
     def state(self) -> list[dict[str, Any]]:
         """Return seed, number, actions and current observation of each unfinished episode."""
@@ -163,8 +163,8 @@ class ParallelEpisodes:
         environments start a new episode.
         """
         episodes = [
-            _RunningEpisode(saved["number"], saved["seed"], list(saved["actions"].numpy()))
-            for saved in state
+            _RunningEpisode(entry["number"], entry["seed"], list(entry["actions"].numpy()))
+            for entry in state
         ]
         num_steps = max(len(episode.actions) for episode in episodes)
         start_steps = [num_steps - len(episode.actions) for episode in episodes]
@@ -182,7 +182,7 @@ class ParallelEpisodes:
                 for start, episode in zip(start_steps, episodes, strict=True)
             ]
             self._replay_step(self._environments.step(np.array(actions)), start_steps, step)
-        observations = np.stack([saved["observation"].numpy() for saved in state])
+        observations = np.stack([entry["observation"].numpy() for entry in state])
         if not np.array_equal(observations, self.observations):
             _log.warning(
                 "the environment is not deterministic: unfinished episodes are played from the "
@@ -195,8 +195,8 @@ class ParallelEpisodes:
         self._lengths += 1
         self._returns += played.rewards
         self.observations = played.observations
-        finished = np.flatnonzero(played.terminated | played.truncated)
-        waiting = [int(index) for index in finished if step < start_steps[index]]
+        indices = np.flatnonzero(played.terminated | played.truncated)
+        waiting = [int(index) for index in indices if step < start_steps[index]]
         self._reset({index: self._episodes[index].seed or 0 for index in waiting})
 
     def _reset(self, seeds: Mapping[int, int]) -> None:

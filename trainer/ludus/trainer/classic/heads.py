@@ -77,8 +77,8 @@ class CategoricalHead:
     def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, both [N]."""
         logprobs = _logits(output).log_softmax(-1)
-        chosen = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        return chosen, entropy(logprobs)
+        scores = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        return scores, entropy(logprobs)
 
     def to_environment(self, actions: np.ndarray) -> np.ndarray:
         """Add the first action of the space."""
@@ -112,10 +112,10 @@ class MultiCategoricalHead:
     def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of all choices together, both [N]."""
         parts = [part.log_softmax(-1) for part in _logits(output).split(self._sizes, -1)]
-        chosen = [
+        scores = [
             part.gather(-1, actions[:, index, None])[:, 0] for index, part in enumerate(parts)
         ]
-        return torch.stack(chosen).sum(0), torch.stack([entropy(part) for part in parts]).sum(0)
+        return torch.stack(scores).sum(0), torch.stack([entropy(part) for part in parts]).sum(0)
 
     def to_environment(self, actions: np.ndarray) -> np.ndarray:
         """Give the actions the shape of the space, and add its first actions."""

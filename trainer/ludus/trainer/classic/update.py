@@ -122,8 +122,8 @@ class PpoUpdate:
     def _make_samples(self, batch: NetworkBatch) -> Samples:
         """Compute values, advantages and log-probs, and then update the statistics."""
         policy, (num_steps, num_environments) = self._policy, batch.rewards.shape
-        raw = torch.cat([batch.observations.flatten(0, 1), batch.truncated_observations])
-        prepared = policy.prepare(raw)
+        rows = torch.cat([batch.observations.flatten(0, 1), batch.truncated_observations])
+        prepared = policy.prepare(rows)
         values = policy.values(prepared)
         num_step_values = (num_steps + 1) * num_environments
         step_values = values[:num_step_values].view(num_steps + 1, num_environments)
@@ -143,7 +143,7 @@ class PpoUpdate:
         actions = batch.actions.flatten(0, 1)
         with torch.no_grad():
             logprobs, _ = policy.head.score(policy.actor(prepared[:size]), actions)
-        policy.update_statistics(raw[:size])
+        policy.update_statistics(rows[:size])
         old_values = values[:size]
         return Samples(
             prepared[:size], actions, logprobs, old_values, advantages, advantages + old_values
@@ -206,13 +206,13 @@ class RewardScaler:
 
     def scale(self, rewards: Tensor, finished: Tensor) -> Tensor:
         """Add the rewards [T, N] to the statistics, and return the scaled rewards."""
-        running = torch.zeros_like(rewards[0]) if self._running is None else self._running
+        total = torch.zeros_like(rewards[0]) if self._running is None else self._running
         returns = []
         for reward, is_finished in zip(rewards, finished, strict=True):
-            running = self._gamma * running + reward
-            returns.append(running)
-            running = torch.where(is_finished, 0.0, running)
-        self._running = running
+            total = self._gamma * total + reward
+            returns.append(total)
+            total = torch.where(is_finished, 0.0, total)
+        self._running = total
         self._moments.update(torch.cat(returns).cpu())
         return rewards / (self._moments.variance + _STD_EPS).sqrt().float().item()
 

@@ -59,7 +59,7 @@ def function_path(function: Function) -> str:
         and getattr(loaded_module, name, None) is function
     ):
         return f"{module}:{name}"
-    paths = (path for path, registered in _registered.items() if registered is function)
+    paths = (path for path, candidate in _registered.items() if candidate is function)
     return next(paths, None) or _register(function)
 
 

@@ -48,15 +48,15 @@ class Tasks(asyncio.TaskGroup):
             await super().__aexit__(kind, error, traceback)
         except BaseExceptionGroup as failures:
             if error is None or isinstance(error, asyncio.CancelledError):
-                first = failures.exceptions[0]
-                raise first from first.__cause__
+                first_failure = failures.exceptions[0]
+                raise first_failure from first_failure.__cause__
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     """Return the results of all coroutines; the first failure cancels the others."""
     async with Tasks() as tasks:
-        started = [tasks.start(coroutine) for coroutine in coroutines]
-        return [await task for task in started]
+        started_tasks = [tasks.start(coroutine) for coroutine in coroutines]
+        return [await task for task in started_tasks]
 
 
 async def wait_with_limit(

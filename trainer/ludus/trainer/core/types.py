@@ -91,11 +91,11 @@ class Sampling:
         Raises:
             ConfigError: a field is not a number within its bounds.
         """
-        for name, (kind, lower, upper, description) in _SAMPLING_BOUNDS.items():
+        for name, (kind, min_value, max_value, description) in _SAMPLING_BOUNDS.items():
             value = getattr(self, name)
             is_number = isinstance(value, kind) and not isinstance(value, bool)
             is_greedy = name == "temperature" and value == 0
-            if not is_number or not (is_greedy or lower <= value <= upper):
+            if not is_number or not (is_greedy or min_value <= value <= max_value):
                 raise ConfigError(f"{name} must be {description}, got {value!r:.60}")
 
     @property
@@ -352,8 +352,8 @@ class RolloutGroup(_FastPickle):
 
 def make_lost_group(spec: GroupSpec, reason: str = "its rollout worker died") -> RolloutGroup:
     """Return a group whose episodes are all lost."""
-    lost, name = RolloutStatus.LOST, spec.environment
-    rollouts = [Rollout(name, seed, (), None, None, (), lost, 0, reason) for seed in spec.seeds]
+    status, name = RolloutStatus.LOST, spec.environment
+    rollouts = [Rollout(name, seed, (), None, None, (), status, 0, reason) for seed in spec.seeds]
     return RolloutGroup(spec.index, name, tuple(rollouts))
 
 

@@ -32,8 +32,8 @@ class AdvantageFunction:
         Raises:
             ConfigError: the function fails, or does not return one finite number per episode.
         """
-        scored = [rollout for rollout in group.rollouts if rollout.reward is not None]
-        advantages = iter(self._call_function(scored) if scored else ())
+        scored_rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+        advantages = iter(self._call_function(scored_rollouts) if scored_rollouts else ())
         return [0.0 if rollout.reward is None else next(advantages) for rollout in group.rollouts]
 
     def _call_function(self, scored: Sequence[Rollout]) -> list[float]:

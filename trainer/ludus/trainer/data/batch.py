@@ -285,16 +285,16 @@ def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     num_turns = max((len(turns) for group in rewards for turns in group), default=0)
     table = np.full((len(groups), group_size, num_turns), np.nan)
     for row, group in zip(table, rewards, strict=True):
-        for padded, turns in zip(row, group, strict=False):
-            padded[: len(turns)] = turns
+        for padded_row, turns in zip(row, group, strict=False):
+            padded_row[: len(turns)] = turns
     return torch.from_numpy(table)
 
 
 def _pad(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -> Tensor:
     """Return [N, T] the rows in float64, padded with `filler`."""
     table = np.full((len(rows), max(map(len, rows), default=0)), filler)
-    for padded, row in zip(table, rows, strict=True):
-        padded[: len(row)] = row
+    for padded_row, row in zip(table, rows, strict=True):
+        padded_row[: len(row)] = row
     return torch.from_numpy(table)
 
 

@@ -166,25 +166,25 @@ class GroupBuffer:
         """
         refusals = []
         for group in groups:
-            active = self._active.get(group.index)
-            counts = self._count_finished(group, active)
+            entry = self._active.get(group.index)
+            counts = self._count_finished(group, entry)
             self._count(group.environment, counts)
-            if active is None:
+            if entry is None:
                 continue
             if self._is_refused(counts):
                 del self._active[group.index]
                 refusals.append(Refusal(group.index, _is_lost(counts)))
             else:
-                active.group = group
+                entry.group = group
         self._refused.update({refusal.index: refusal for refusal in refusals})
         return refusals
 
     def take(self, version: int) -> list[RolloutGroup]:
         """Take the groups of batch `version`, by index; return none if it is not complete yet."""
-        chosen = self._oldest_in_window()
-        if len(chosen) < self._groups_per_step or not self._rest_in_time(chosen, version + 1):
+        indices = self._oldest_in_window()
+        if len(indices) < self._groups_per_step or not self._rest_in_time(indices, version + 1):
             return []
-        groups = [self._active.pop(index).group for index in chosen]
+        groups = [self._active.pop(index).group for index in indices]
         return sorted((g for g in groups if g is not None), key=lambda group: group.index)
 
     def take_counts(self) -> dict[str, RolloutCounts]:
@@ -194,10 +194,10 @@ class GroupBuffer:
 
     def state(self) -> BufferState:
         """Return a copy of the contents, and forget the refusals."""
-        played = [index for index, active in self._active.items() if active.group is None]
-        refused = [self._refused[index] for index in sorted(self._refused)]
+        indices = [index for index, entry in self._active.items() if entry.group is None]
+        groups = [self._refused[index] for index in sorted(self._refused)]
         self._refused.clear()
-        return BufferState(self.groups, played, refused, dict(self._counts))
+        return BufferState(self.groups, indices, groups, dict(self._counts))
 
     def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
@@ -243,23 +243,23 @@ class GroupBuffer:
     def _oldest_in_window(self) -> list[int]:
         """Return at most B finished groups in the window of the oldest group still played."""
         end: float = math.inf
-        chosen: list[int] = []
-        for index, active in self._active.items():
-            if active.position >= end or len(chosen) == self._groups_per_step:
+        indices: list[int] = []
+        for index, entry in self._active.items():
+            if entry.position >= end or len(indices) == self._groups_per_step:
                 break
-            if active.group is not None:
-                chosen.append(index)
+            if entry.group is not None:
+                indices.append(index)
             elif end == math.inf:
-                end = active.position + self._window
-        return chosen
+                end = entry.position + self._window
+        return indices
 
     def _rest_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
         """Return whether all other groups meet their deadlines when trained on oldest first."""
         chosen_set = set(chosen)
-        rest = [active for index, active in self._active.items() if index not in chosen_set]
+        entries = [entry for index, entry in self._active.items() if index not in chosen_set]
         return all(
-            next_batch + number // self._groups_per_step <= active.deadline
-            for number, active in enumerate(rest)
+            next_batch + number // self._groups_per_step <= entry.deadline
+            for number, entry in enumerate(entries)
         )
 
     def _count(self, environment: str, counts: RolloutCounts) -> None:

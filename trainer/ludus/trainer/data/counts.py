@@ -87,13 +87,13 @@ def total(counts: Iterable[RolloutCounts]) -> RolloutCounts:
 
 def count_group(group: RolloutGroup) -> RolloutCounts:
     """Return the counts of one finished group."""
-    scored = [reward for reward in group.rewards if reward is not None]
+    rewards = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
-    finished = [r for r in group.rollouts if r.episode_return is not None]
-    outcomes = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in finished)
+    rollouts = [r for r in group.rollouts if r.episode_return is not None]
+    outcomes = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in rollouts)
     return RolloutCounts(
         num_episodes=len(statuses),
-        num_scored=len(scored),
+        num_scored=len(rewards),
         num_lost=statuses.count(RolloutStatus.LOST),
         num_failed=statuses.count(RolloutStatus.FAILED),
         num_invalid=statuses.count(RolloutStatus.INVALID_ACTION),
@@ -104,17 +104,17 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_branches=sum(rollout.num_branches for rollout in group.rollouts),
         num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
-        num_judged=sum(r.success is not None for r in finished),
+        num_judged=sum(r.success is not None for r in rollouts),
         num_wins=outcomes[OutcomeKind.WON],
         num_draws=outcomes[OutcomeKind.DRAWN],
         num_losses=outcomes[OutcomeKind.LOST],
         num_groups=1,
-        num_zero_variance_groups=int(len(scored) >= 2 and group.has_zero_variance),
-        num_void_groups=int(len(scored) < 2),
+        num_zero_variance_groups=int(len(rewards) >= 2 and group.has_zero_variance),
+        num_void_groups=int(len(rewards) < 2),
         num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
-        reward_sum=sum(scored),
-        reward_square_sum=sum(reward * reward for reward in scored),
+        reward_sum=sum(rewards),
+        reward_square_sum=sum(reward * reward for reward in rewards),
         terms=_count_terms(group),
         failures=count_failures(r.failure for r in group.rollouts if r.failure),
     )

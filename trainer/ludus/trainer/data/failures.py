@@ -78,9 +78,9 @@ def add_failures(first: Failures, second: Failures) -> dict[str, FailureCount]:
     """Merge two failure counts, keeping the first example of each kind."""
     sums = dict(first)
     for kind, count in second.items():
-        previous = sums.get(kind, FailureCount(0, count.example))
-        num_episodes = previous.num_episodes + count.num_episodes
-        sums[kind] = FailureCount(num_episodes, previous.example)
+        previous_count = sums.get(kind, FailureCount(0, count.example))
+        num_episodes = previous_count.num_episodes + count.num_episodes
+        sums[kind] = FailureCount(num_episodes, previous_count.example)
     return _merge_rarest(sums)
 
 
@@ -95,9 +95,9 @@ def _merge_rarest(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1].num_episodes)
     separate = dict([item for item in ordered if item[0] != _OTHERS][: MAX_KINDS - 1])
-    rest = [count for kind, count in counts.items() if kind not in separate]
-    num_episodes = sum(count.num_episodes for count in rest)
-    return separate | {_OTHERS: FailureCount(num_episodes, rest[0].example)}
+    rare_counts = [count for kind, count in counts.items() if kind not in separate]
+    num_episodes = sum(count.num_episodes for count in rare_counts)
+    return separate | {_OTHERS: FailureCount(num_episodes, rare_counts[0].example)}
 
 
 def _message(error: BaseException) -> str:

@@ -81,8 +81,8 @@ class Mixture:
         names = list(run.environments)
         if state.names != names:
             # The environments have changed: start above all indices used so far.
-            used = max((n * len(state.names) for n in state.num_begun.values()), default=0)
-            state.num_begun = dict.fromkeys(names, -(-used // len(names)))
+            num_used = max((n * len(state.names) for n in state.num_begun.values()), default=0)
+            state.num_begun = dict.fromkeys(names, -(-num_used // len(names)))
             state.names = names
             state.credits = {name: state.credits.get(name, 0.0) for name in names}
         state.num_open = min(state.num_open, len(names))
@@ -115,9 +115,9 @@ class Mixture:
         for name, weight in weights.items():
             credits[name] += weight / weight_sum
         # Rounded, so that a tie always goes to the first environment, whatever the float noise.
-        chosen = max(weights, key=lambda name: round(credits[name], 9))
-        credits[chosen] -= 1.0
-        return self._make_group(chosen)
+        chosen_name = max(weights, key=lambda name: round(credits[name], 9))
+        credits[chosen_name] -= 1.0
+        return self._make_group(chosen_name)
 
     def replace_group(self, spec: GroupSpec, *, is_lost: bool = False) -> GroupSpec:
         """Return the replacement of a group that was lost, or from which nothing was learned."""

@@ -89,14 +89,14 @@ class ProgressMonitor:
             EpisodesFailedError: nearly all episodes of an environment fail.
             UnavailableError: an environment stays unavailable for longer than it may.
         """
-        for name, current in counts.items():
+        for name, current_counts in counts.items():
             if name not in self._environments:
                 # The group was played before the run was resumed with other environments.
                 continue
-            self._log_new_failures(name, current.failures)
-            previous = self._previous.get(name, RolloutCounts())
-            self._check_initial_failures(name, previous, current, now_s)
-            self._check_void_groups(name, previous, current, now_s)
+            self._log_new_failures(name, current_counts.failures)
+            previous_counts = self._previous.get(name, RolloutCounts())
+            self._check_initial_failures(name, previous_counts, current_counts, now_s)
+            self._check_void_groups(name, previous_counts, current_counts, now_s)
         self._previous = {} if taken else dict(counts)
         if taken:
             self._wait = None

@@ -42,8 +42,8 @@ class GroupSeeds:
         """
         if not self.are_counted(environment):
             return group_seeds(self.run_seed, index, self.group_size, shared=self.shared)
-        first = task_number if self.shared else task_number * self.group_size
-        numbers = [first + (0 if self.shared else episode) for episode in range(self.group_size)]
+        start = task_number if self.shared else task_number * self.group_size
+        numbers = [start + (0 if self.shared else episode) for episode in range(self.group_size)]
         # The largest number of whole epochs below the seeds of the warm start.
         epochs = max(1, FIRST_WARM_START_SEED // self.num_tasks[environment])
         end = epochs * self.num_tasks[environment]

@@ -64,16 +64,16 @@ class Evaluator:
     async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
         """Return one outcome per seed; void episodes are repeated."""
         outcomes_by_seed: dict[int, EpisodeOutcome] = {}
-        missing = list(seeds)
+        retries = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
             outcomes = await _wait_for_outcomes(
-                self.workers.evaluate(environment, missing, self.config.temperature),
-                f"{len(missing)} episodes of the evaluation in '{environment}'",
+                self.workers.evaluate(environment, retries, self.config.temperature),
+                f"{len(retries)} episodes of the evaluation in '{environment}'",
                 self.config,
             )
             outcomes_by_seed |= {outcome.seed: outcome for outcome in outcomes}
-            missing = [seed for seed in seeds if outcomes_by_seed[seed].episode_return is None]
-            if not missing:
+            retries = [seed for seed in seeds if outcomes_by_seed[seed].episode_return is None]
+            if not retries:
                 break
         return [outcomes_by_seed[seed] for seed in seeds]
 
@@ -113,10 +113,10 @@ def _compute_gap_closed(
     baselines: Mapping[str, Sequence[EpisodeOutcome]],
 ) -> tuple[float, tuple[float, float]] | None:
     """Return the share of the gap between two fixed policies that the policy closes, or None."""
-    worst, best = environment.random_policy, environment.optimal_policy
-    if worst is None or best is None:
+    random_policy, optimal_policy = environment.random_policy, environment.optimal_policy
+    if random_policy is None or optimal_policy is None:
         return None
-    samples = [outcomes, baselines.get(worst, ()), baselines.get(best, ())]
+    samples = [outcomes, baselines.get(random_policy, ()), baselines.get(optimal_policy, ())]
     valid_seeds = [
         {outcome.seed for outcome in sample if outcome.episode_return is not None}
         for sample in samples

@@ -120,15 +120,15 @@ class Algorithm:
             reference: output of the reference model; None without a reference model.
             kl_coef: coefficient of the divergence, used if the reward includes the divergence.
         """
-        old = micro_batch.gather_samples(start.logprobs) if start else None
+        old_logprobs = micro_batch.gather_samples(start.logprobs) if start else None
         if not self._recomputes:
-            old = micro_batch.rollout_logprobs
+            old_logprobs = micro_batch.rollout_logprobs
         ref = micro_batch.gather_samples(reference.logprobs) if reference else None
         penalty = None
-        if self._kl_in_reward and old is not None and ref is not None:
-            penalty = kl_penalty(old, ref, micro_batch.mask, kl_coef)
+        if self._kl_in_reward and old_logprobs is not None and ref is not None:
+            penalty = kl_penalty(old_logprobs, ref, micro_batch.mask, kl_coef)
         advantages, critic = self._advantages(micro_batch, start, penalty)
-        return LossTargets(advantages, old, ref, critic)
+        return LossTargets(advantages, old_logprobs, ref, critic)
 
     def whiten_targets(
         self,
@@ -164,10 +164,10 @@ class Algorithm:
         """Return the loss of a micro-batch, from the policy's current output."""
         assert output.entropies is not None
         logprobs = micro_batch.gather_samples(output.logprobs)
-        old = targets.old_logprobs
+        old_logprobs = targets.old_logprobs
         inputs = LossInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else old,
+            old_logprobs=logprobs.detach() if old_logprobs is None else old_logprobs,
             rollout_logprobs=micro_batch.rollout_logprobs,
             ref_logprobs=targets.ref_logprobs,
             entropies=micro_batch.gather_samples(output.entropies),

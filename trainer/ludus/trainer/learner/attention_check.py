@@ -55,10 +55,10 @@ def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device
         return False
     batch = collate([_make_sample(index) for index in range(len(_SEQUENCES))])
     policy.eval()
-    single, packed = (
+    single_logits, packed_logits = (
         _sampled_logprobs(policy, batch, costs, device) for costs in (None, _SINGLE_ROW_COSTS)
     )
-    error = (single - packed).abs().max().item()
+    error = (single_logits - packed_logits).abs().max().item()
     if error <= _TOLERANCE[dtype]:
         return True
     _log.warning(

@@ -35,14 +35,14 @@ class Critic(nn.Module):
 
     def forward(self, rows: PackedRows) -> CriticOutput:
         """Return the values of the sampled tokens in `rows`."""
-        hidden = self.classifier.base_model(
+        hidden_states = self.classifier.base_model(
             input_ids=rows.token_ids,
             attention_mask=None if rows.ends is None else ancestor_mask(rows.ends),
             position_ids=None if rows.ends is None else rows.depths,
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)
         positions = torch.cat([rows.positions, rows.last_positions])
-        output = self.classifier.score(hidden.index_select(0, positions)).float().squeeze(-1)
+        output = self.classifier.score(hidden_states.index_select(0, positions)).float().squeeze(-1)
         values = output[: len(rows.positions)].index_select(0, rows.position_of_target)
         return CriticOutput(values, output[len(rows.positions) :])
 

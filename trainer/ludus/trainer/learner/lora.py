@@ -120,8 +120,9 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 
 def _refuse_missing_targets(layers: Iterable[str], config: LoraConfig) -> None:
-    missing = sorted(set(config.targets) - set(layers))
-    if missing:
+    missing_targets = sorted(set(config.targets) - set(layers))
+    if missing_targets:
         raise ConfigError(
-            f"model.lora.targets: the model has no linear layer {missing}; it has {list(layers)}"
+            f"model.lora.targets: the model has no linear layer {missing_targets}; it has "
+            f"{list(layers)}"
         )

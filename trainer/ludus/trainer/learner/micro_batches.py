@@ -198,7 +198,7 @@ def _make_micro_batch(
     is_sampled[columns < lengths[:, None]] = batch.loss_masks.take(sequence_ids)
     nodes = layout.nodes[leaves, : len(columns)]
     last_nodes = nodes[np.arange(len(leaves)), lengths - 1][leaf_of_sample]
-    packed, target_of_token = _pack(layout, rows, nodes, is_sampled, last_nodes)
+    packed_rows, target_of_token = _pack(layout, rows, nodes, is_sampled, last_nodes)
 
     counts = is_sampled.sum(axis=1)
     columns = np.arange(max(1, counts.max()))
@@ -207,7 +207,7 @@ def _make_micro_batch(
     mask = columns < counts[leaf_of_sample][:, None]
     index = np.where(mask, tokens.starts[samples][:, None] + columns, len(tokens.rewards) - 1)
     return MicroBatch(
-        rows=packed,
+        rows=packed_rows,
         target_of_token=torch.from_numpy(targets[leaf_of_sample]),
         mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(tokens.rollout_logprobs[index]),
@@ -244,7 +244,7 @@ def _pack(
     sequences_per_row = np.bincount(layout.row_of_sequence, minlength=rows.max() + 1)[rows]
     # Padding attends only to padding. A token that attends to nothing would make softmax NaN.
     ends = np.where(is_token, layout.ends[node_ids] - starts[:, None], len(columns))
-    packed = PackedRows(
+    packed_rows = PackedRows(
         token_ids=torch.from_numpy(np.where(is_token, layout.token_ids[node_ids], 0)),
         depths=torch.from_numpy(np.where(is_token, layout.depths[node_ids], 0)),
         ends=None if sequences_per_row.max() == 1 else torch.from_numpy(ends),
@@ -253,7 +253,7 @@ def _pack(
         position_of_target=torch.from_numpy(position_of_target),
         last_positions=torch.from_numpy(position_of_node[last_nodes]),
     )
-    return packed, target_of_token
+    return packed_rows, target_of_token
 
 
 def _empty_micro_batch() -> MicroBatch:
@@ -273,9 +273,9 @@ def _empty_micro_batch() -> MicroBatch:
 
 def _copy_to(value: _T, device: torch.device) -> _T:
     """Return a copy of a dataclass of tensors on `device`."""
-    moved = {
+    moved_tensors = {
         field.name: None if part is None else part.to(device)
         for field in fields(value)
         for part in [getattr(value, field.name)]
     }
-    return type(value)(**moved)
+    return type(value)(**moved_tensors)

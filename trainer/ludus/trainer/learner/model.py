@@ -71,7 +71,7 @@ class PolicyModel(nn.Module):
         """Return log-probs, and values if there is a value head, of the sampled tokens."""
         with _select_head_inputs(
             self.language_model.get_output_embeddings(), rows.positions
-        ) as hidden:
+        ) as states:
             logits = self.language_model(
                 input_ids=rows.token_ids,
                 attention_mask=None if rows.ends is None else ancestor_mask(rows.ends),
@@ -92,7 +92,7 @@ class PolicyModel(nn.Module):
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
-            output = self.value_head(hidden[0].index_select(0, positions)).float().squeeze(-1)
+            output = self.value_head(states[0].index_select(0, positions)).float().squeeze(-1)
             values = output[: len(rows.positions)].index_select(0, index)
             last_values = output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
@@ -173,15 +173,15 @@ def _select_head_inputs(head: nn.Module, positions: Tensor) -> Iterator[list[Ten
     Logits are by far the largest tensor. Only the model knows how it processes them after the
     head, so the input of the head is reduced instead. The hidden states are [R * L, width].
     """
-    hidden: list[Tensor] = []
+    states: list[Tensor] = []
 
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden.append(args[0].flatten(0, 1))
-        return (hidden[0].index_select(0, positions)[None],)
+        states.append(args[0].flatten(0, 1))
+        return (states[0].index_select(0, positions)[None],)
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield hidden
+        yield states
     finally:
         handle.remove()
 

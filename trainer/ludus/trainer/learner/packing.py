@@ -48,9 +48,9 @@ class RowCosts:
         row_lengths = np.sort(row_lengths)
         cost = 0.0
         for part in cut_rows(row_lengths, max_tokens):
-            longest = int(row_lengths[part.stop - 1])
-            num_tokens = (part.stop - part.start) * longest
-            cost += num_tokens * (self.per_token + self.per_pair * longest)
+            row_size = int(row_lengths[part.stop - 1])
+            num_tokens = (part.stop - part.start) * row_size
+            cost += num_tokens * (self.per_token + self.per_pair * row_size)
         return cost
 
 
@@ -113,22 +113,22 @@ def lay_out(
     order = np.array(sorted(sequence_ids, key=lambda i: sequences[i].tobytes()), dtype=np.int64)
     lengths = sequences.lengths[order]
     columns = np.arange(lengths.max())
-    padded = np.full((len(order), len(columns)), -1, dtype=np.int64)
-    padded[columns < lengths[:, None]] = sequences.take(order)
+    matrix = np.full((len(order), len(columns)), -1, dtype=np.int64)
+    matrix[columns < lengths[:, None]] = sequences.take(order)
     if costs is None:
-        return _build_layout(order, lengths, np.zeros_like(lengths), np.arange(len(order)), padded)
-    shared = _shared_with_previous(padded, lengths)
-    rows = _plan_rows(lengths, shared, costs, max_tokens, num_ranks)
-    shared[np.diff(rows, prepend=-1) > 0] = 0
-    return _build_layout(order, lengths, shared, rows, padded)
+        return _build_layout(order, lengths, np.zeros_like(lengths), np.arange(len(order)), matrix)
+    overlaps = _shared_with_previous(matrix, lengths)
+    rows = _plan_rows(lengths, overlaps, costs, max_tokens, num_ranks)
+    overlaps[np.diff(rows, prepend=-1) > 0] = 0
+    return _build_layout(order, lengths, overlaps, rows, matrix)
 
 
 def _shared_with_previous(padded: Ints, lengths: Ints) -> Ints:
     """Return [U] the length of the prefix that each sequence shares with the previous one."""
-    shared = np.zeros_like(lengths)
+    overlaps = np.zeros_like(lengths)
     # Padding is -1 everywhere, so the ends of two sequences also compare equal.
-    shared[1:] = np.logical_and.accumulate(padded[1:] == padded[:-1], axis=1).sum(axis=1)
-    return np.minimum(shared, lengths)
+    overlaps[1:] = np.logical_and.accumulate(padded[1:] == padded[:-1], axis=1).sum(axis=1)
+    return np.minimum(overlaps, lengths)
 
 
 def _plan_rows(

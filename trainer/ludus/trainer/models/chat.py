@@ -146,11 +146,11 @@ class ChatTokenizer:
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
         text = self._template.text_after_completion(_messages(key))
-        start, separator, rest = text.partition(self._end_text)
+        start, separator, remaining_text = text.partition(self._end_text)
         if not separator or start.strip():
-            rest = text  # The template does not end turns; the policy's end token does.
+            remaining_text = text  # The template does not end turns; the policy's end token does.
         # Encode with the end token first: some tokenizers treat the start of a text differently.
-        token_ids = self._encode(self._end_text + rest)
+        token_ids = self._encode(self._end_text + remaining_text)
         return token_ids[token_ids.index(self.end_token_id) + 1 :]
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -69,10 +69,10 @@ class ChatTemplate:
             {"role": "assistant", "content": _PLACEHOLDER},
         ]
         text = self.render([*conversation, *messages])
-        _, separator, rest = text.rpartition(_PLACEHOLDER)
+        _, separator, remaining_text = text.rpartition(_PLACEHOLDER)
         if not separator:
             raise self._refusal("omits the assistant's messages")
-        return rest
+        return remaining_text
 
     @cached_property
     def end_token_id(self) -> int:
@@ -166,14 +166,14 @@ def _keep_messages(messages: Sequence[Message]) -> list[Message]:
 
 def _merge_neighbors(messages: Sequence[Message]) -> list[Message]:
     """Merge adjacent messages of one role, for templates that require alternating roles."""
-    merged: list[Message] = []
+    merged_messages: list[Message] = []
     for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
-            content = f"{merged[-1]['content']}\n\n{message['content']}"
-            merged[-1] = {"role": message["role"], "content": content}
+        if merged_messages and merged_messages[-1]["role"] == message["role"]:
+            content = f"{merged_messages[-1]['content']}\n\n{message['content']}"
+            merged_messages[-1] = {"role": message["role"], "content": content}
         else:
-            merged.append(message)
-    return merged
+            merged_messages.append(message)
+    return merged_messages
 
 
 def _merge_into_user(messages: Sequence[Message]) -> list[Message]:

@@ -79,7 +79,7 @@ def encode_comparisons(
     Raises:
         ConfigError: a comparison cannot be encoded, or fewer than two have different answers.
     """
-    tokens, offsets, best, prompts = array("i"), array("q", [0]), array("q"), array("q")
+    tokens, offsets, best_indices, prompts = array("i"), array("q", [0]), array("q"), array("q")
     prompt_numbers: dict[bytes, int] = {}
     num_left_out = 0
     for number, comparison in enumerate(comparisons, start=1):
@@ -91,18 +91,18 @@ def encode_comparisons(
         for row in rows:
             tokens.extend(row)
             offsets.append(len(tokens))
-        best.append(comparison.best)
+        best_indices.append(comparison.best)
         key = _hash_prompt(comparison.prompt)
         prompts.append(prompt_numbers.setdefault(key, len(prompt_numbers)))
-    if len(best) < 2:
+    if len(best_indices) < 2:
         raise ConfigError(
             "the data must have at least two comparisons with different answers, got "
-            f"{len(best)}, and {num_left_out} with equal answers"
+            f"{len(best_indices)}, and {num_left_out} with equal answers"
         )
     return ComparisonSet(
         np.frombuffer(tokens, np.int32),
         np.frombuffer(offsets, np.int64),
-        np.frombuffer(best, np.int64),
+        np.frombuffer(best_indices, np.int64),
         np.frombuffer(prompts, np.int64),
         num_left_out,
     )

@@ -39,12 +39,12 @@ def evaluate_comparisons(
         part = comparisons.rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
         all_scores += model.score_tokens(part, max_tokens_per_batch=max_tokens)
     scores = torch.tensor(all_scores, dtype=torch.float64).view(len(rows), -1)
-    best = torch.from_numpy(comparisons.best[list(rows)])
-    ranks = rank_best(scores, best)
+    best_indices = torch.from_numpy(comparisons.best[list(rows)])
+    ranks = rank_best(scores, best_indices)
     return PreferenceScores(
         accuracy=float((ranks == 1).double().mean()),
         mrr=float((1 / ranks).double().mean()),
-        loss=float(listwise_loss(scores, best)),
+        loss=float(listwise_loss(scores, best_indices)),
         score_mean=float(scores.mean()),
         score_std=float(scores.std()),
     )

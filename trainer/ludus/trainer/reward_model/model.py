@@ -82,9 +82,9 @@ class RewardModel(nn.Module):
         mask = (positions < lengths[:, None]).long()
         # In all families of causal models, the base model has no head.
         body = self.classifier.base_model
-        hidden = body(input_ids=token_ids, attention_mask=mask).last_hidden_state
-        last = hidden[torch.arange(len(lengths), device=self.device), lengths - 1]
-        return self.head(last).float().squeeze(-1)
+        hidden_states = body(input_ids=token_ids, attention_mask=mask).last_hidden_state
+        last_states = hidden_states[torch.arange(len(lengths), device=self.device), lengths - 1]
+        return self.head(last_states).float().squeeze(-1)
 
     @torch.no_grad()
     def score(

@@ -70,20 +70,20 @@ def _parse_row(row: Row) -> Comparison:
             f"{row.location}: the row needs columns {_COLUMNS}; got {sorted(map(str, values))}"
         )
     answers = [_parse_content(row, f"sample{index}") for index in range(num_samples)]
-    best = _parse_best(row, num_samples)
-    return Comparison(row.location, _parse_content(row, "query"), tuple(answers), best)
+    best_index = _parse_best(row, num_samples)
+    return Comparison(row.location, _parse_content(row, "query"), tuple(answers), best_index)
 
 
 def _parse_best(row: Row, num_answers: int) -> int:
-    best = row.values.get("best")
+    best_index = row.values.get("best")
     try:
-        index = int(str(best))
+        index = int(str(best_index))
     except ValueError:
         index = -1
-    if isinstance(best, bool) or not 0 <= index < num_answers:
+    if isinstance(best_index, bool) or not 0 <= index < num_answers:
         raise ConfigError(
             f"{row.location}: column 'best' must be the number of the preferred sample, 0 to "
-            f"{num_answers - 1}, got {best!r}"
+            f"{num_answers - 1}, got {best_index!r}"
         )
     if num_answers < 2:
         raise ConfigError(
@@ -101,10 +101,10 @@ def _parse_content(row: Row, name: str) -> Content:
             return value
         if all(_is_message(item) for item in value):
             return [Message(role=item["role"], content=item["content"]) for item in value]
-    shown = "nothing" if value is None else f"{value!r:.60}"
+    value_text = "nothing" if value is None else f"{value!r:.60}"
     raise ConfigError(
         f"{row.location}: column '{name}' must be a text, a list of messages "
-        f'{{"role": ..., "content": ...}}, or a list of token ids, got {shown}'
+        f'{{"role": ..., "content": ...}}, or a list of token ids, got {value_text}'
     )
 
 

@@ -86,11 +86,11 @@ class TextEncoder:
         return token_ids
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        invalid = [token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)]
-        if invalid:
+        bad_ids = [token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)]
+        if bad_ids:
             raise ConfigError(
                 f"token ids must be below {len(self._tokenizer)}, the size of the model's "
-                f"vocabulary, got {invalid[0]}; leave padding out, or give texts"
+                f"vocabulary, got {bad_ids[0]}; leave padding out, or give texts"
             )
 
 

@@ -207,8 +207,8 @@ class _Training:
         position = self._position
         if self._config.keep == "last" or epoch.test is None or position.kept_epoch == 0:
             return True
-        best = position.epochs[position.kept_epoch - 1].test
-        return best is None or epoch.test.loss < best.loss
+        best_report = position.epochs[position.kept_epoch - 1].test
+        return best_report is None or epoch.test.loss < best_report.loss
 
     def _train_batch(self, batch: list[int]) -> None:
         """Take one optimizer step on these comparisons."""
@@ -225,12 +225,12 @@ class _Training:
         loss_sum, num_right = 0.0, 0
         for part in parts:
             rows = [batch[index] for index in part]
-            best = torch.from_numpy(self._comparisons.best[rows])
+            best_indices = torch.from_numpy(self._comparisons.best[rows])
             scores = self._score(rows)
-            loss = listwise_loss(scores, best.to(scores.device)) * len(rows)
+            loss = listwise_loss(scores, best_indices.to(scores.device)) * len(rows)
             (loss / len(batch)).backward()
             loss_sum += loss.item()
-            num_right += int((rank_best(scores.detach().cpu(), best) == 1).sum())
+            num_right += int((rank_best(scores.detach().cpu(), best_indices) == 1).sum())
         position.loss_sum += loss_sum
         position.num_right += num_right
         position.recent_loss = loss_sum / len(batch)

@@ -166,11 +166,11 @@ class Conversation:
         """
         self.refuse_if_full()
         prompt, sequence = self._prompt_ids(), self._sequences[-1]
-        sent = [*sequence.token_ids, *prompt]
-        completion = await self._generate(sent, self._sampling, mix(self._key, self.num_turns))
+        ids = [*sequence.token_ids, *prompt]
+        completion = await self._generate(ids, self._sampling, mix(self._key, self.num_turns))
         text = self._chat.decode(completion.token_ids)
         sequence.turns.append(Turn(prompt, completion))
-        sequence.token_ids = [*sent, *completion.token_ids]
+        sequence.token_ids = [*ids, *completion.token_ids]
         self._completion_indices.append(len(self.messages))
         self.messages.append({"role": "assistant", "content": text})
         self._pending, self._prompt = [], None
@@ -244,17 +244,17 @@ class Conversation:
                 the state in which a truncated episode ended.
         """
         rest = self._rest_ids() if include_rest else []
-        finished = [sequence for sequence in self._sequences if sequence.turns]
-        joined = [join_turns(sequence.turns) for sequence in finished]
-        for sequence, tokens in zip(finished, joined, strict=True):
+        sequences = [sequence for sequence in self._sequences if sequence.turns]
+        results = [join_turns(sequence.turns) for sequence in sequences]
+        for sequence, tokens in zip(sequences, results, strict=True):
             if sequence.token_ids != tokens.token_ids.tolist():
                 raise RuntimeError(
                     "the tokens of a conversation differ from the tokens of its turns; the "
                     "generate function must not change the prompt that it receives"
                 )
         if rest:
-            joined[-1] = join_turns(finished[-1].turns, rest)
-        return tuple(joined)
+            results[-1] = join_turns(sequences[-1].turns, rest)
+        return tuple(results)
 
     @property
     def _has_pending(self) -> bool:
@@ -264,10 +264,10 @@ class Conversation:
         if not self._has_pending or not self.num_turns:
             return []
         rest = self._prompt_ids()
-        last = self._sequences[-1]
-        fits = len(last.token_ids) + len(rest) <= self._limits.max_tokens
+        tail = self._sequences[-1]
+        fits = len(tail.token_ids) + len(rest) <= self._limits.max_tokens
         # A sequence that was started for the rest alone has no turn that the rest could follow.
-        return rest if last.turns and fits else []
+        return rest if tail.turns and fits else []
 
     def _prompt_ids(self) -> list[int]:
         """Return the tokens that the next prompt adds; start a new sequence if necessary."""
@@ -280,16 +280,16 @@ class Conversation:
         return self._prompt
 
     def _encode_pending(self) -> list[int]:
-        last, chat = self._sequences[-1], self._chat
+        tail, chat = self._sequences[-1], self._chat
         if not self.num_turns:
             return chat.first_prompt(self._pending, self._tools)
         if chat.keeps_thoughts:
-            return chat.next_prompt(self._pending, ended=last.turns[-1].completion.has_end_token)
-        if not last.turns:  # an earlier check of the room started this sequence
+            return chat.next_prompt(self._pending, ended=tail.turns[-1].completion.has_end_token)
+        if not tail.turns:  # an earlier check of the room started this sequence
             self._sequences.pop()
-            last = self._sequences[-1]
+            tail = self._sequences[-1]
         prompt = chat.whole_prompt(self.messages, self._tools)
-        if prompt[: len(last.token_ids)] == last.token_ids:
-            return prompt[len(last.token_ids) :]
+        if prompt[: len(tail.token_ids)] == tail.token_ids:
+            return prompt[len(tail.token_ids) :]
         self._sequences.append(GrowingSequence())
         return prompt

@@ -133,23 +133,23 @@ class SessionRunner(ABC, Generic[RecordT]):
         On every way out, all episodes have ended and their sessions are closed.
         """
         deadline_s = asyncio.get_running_loop().time() + self.limits.group_timeout_s
-        opened: Sequence[_OpenSession | None] = [None] * len(starts)
+        open_sessions: Sequence[_OpenSession | None] = [None] * len(starts)
         if self._opens_together(starts):
             try:
                 async with asyncio.timeout_at(deadline_s) as limit:
-                    opened = await self._open_group(starts[0].seed, len(starts))
+                    open_sessions = await self._open_group(starts[0].seed, len(starts))
             except Exception as error:  # noqa: BLE001 - third-party code runs here
                 reason = self._timeout_error() if limit.expired() else error
                 return [self.void(start.seed, reason) for start in starts]
         tasks = [
             asyncio.create_task(self._play_episode(start, sampling, session))
-            for start, session in zip(starts, opened, strict=True)
+            for start, session in zip(starts, open_sessions, strict=True)
         ]
         try:
             in_time = await _wait_until(deadline_s, tasks)
         finally:
             # An episode that was cancelled before its first line has not closed its session.
-            for session in filter(None, opened):
+            for session in filter(None, open_sessions):
                 await close_session(session[0])
         return [
             task.result() if task in in_time else self.void(start.seed, self._timeout_error())
@@ -161,12 +161,12 @@ class SessionRunner(ABC, Generic[RecordT]):
     ) -> PlayedEpisode:
         """Play one episode in a session, which is closed at the end; open it if it is None."""
         try:
-            session, first = opened or await self._open_session(start.seed)
+            session, first_result = opened or await self._open_session(start.seed)
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.void(start.seed, error)
         record = self.make_record(start, sampling)
         try:
-            end = await self.run(session, first, start, record)
+            end = await self.run(session, first_result, start, record)
             return self._finish(start.seed, record, end)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code runs here
             return self.void(start.seed, error, record)
@@ -356,9 +356,9 @@ async def _wait_until(
         remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
         done, _ = await asyncio.wait(tasks, timeout=remaining_s)
     finally:
-        late = [task for task in tasks if not task.done()]
-        for task in late:
+        late_tasks = [task for task in tasks if not task.done()]
+        for task in late_tasks:
             task.cancel()
-        if late:
-            await asyncio.wait(late)
+        if late_tasks:
+            await asyncio.wait(late_tasks)
     return done

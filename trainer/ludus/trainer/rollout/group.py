@@ -70,8 +70,8 @@ class GroupPlayer:
             UserError: the run cannot work as configured.
         """
         starts = [start for spec in specs for start in group_starts(self.run_seed, spec)]
-        played = await self.runner.play_episodes(starts, sampling, is_evaluation=False)
-        rollouts = await self.reward.score(played, self.timeout_s)
+        episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=False)
+        rollouts = await self.reward.score(episodes, self.timeout_s)
         if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
             # Without a pause, groups that fail at once would be replaced a thousand times a second.
             await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
@@ -79,7 +79,7 @@ class GroupPlayer:
         for spec, count in zip(specs, num_transcripts, strict=True):
             end = offset + len(spec.seeds)
             transcribed = slice(offset, offset + count)
-            transcripts = make_transcripts(spec.index, rollouts[transcribed], played[transcribed])
+            transcripts = make_transcripts(spec.index, rollouts[transcribed], episodes[transcribed])
             members = tuple(rollouts[offset:end])
             groups.append(RolloutGroup(spec.index, spec.environment, members, transcripts))
             offset = end
@@ -103,10 +103,10 @@ class GroupPlayer:
 
         async def play(starts: Sequence[EpisodeStart]) -> list[Rollout]:
             async with slots:
-                played = await self.runner.play_episodes(starts, sampling, is_evaluation=True)
-            if any(episode.needs_score for episode in played):
-                return await self.reward.score(played, self.timeout_s)
-            return [episode.rollout for episode in played]
+                episodes = await self.runner.play_episodes(starts, sampling, is_evaluation=True)
+            if any(episode.needs_score for episode in episodes):
+                return await self.reward.score(episodes, self.timeout_s)
+            return [episode.rollout for episode in episodes]
 
         calls = [play(starts[index : index + size]) for index in range(0, len(starts), size)]
         return [rollout for rollouts in await asyncio.gather(*calls) for rollout in rollouts]

@@ -50,11 +50,12 @@ def find_registered_runner(name: str) -> Any:
     Raises:
         ConfigError: no installed package registers the name.
     """
-    registered = entry_points(group=ENTRY_POINTS)
-    if name not in registered.names:
+    registered_runners = entry_points(group=ENTRY_POINTS)
+    if name not in registered_runners.names:
         raise ConfigError(
             f"environment.rollout = '{name}:...' names a runner that is not registered; expected "
-            f"one of {sorted(registered.names)}. Install the package that registers '{name}' as an "
+            f"one of {sorted(registered_runners.names)}. Install the package that registers "
+            f"'{name}' as an "
             f"entry point of '{ENTRY_POINTS}'"
         )
-    return registered[name].load()
+    return registered_runners[name].load()

@@ -81,9 +81,9 @@ def _cut_messages(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
 
 def _cut_action(action: Any) -> Any:
     """Return the action as JSON, or as cut text if it is too long."""
-    plain = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
-    text = json.dumps(plain)
-    return plain if len(text) <= MAX_TEXT_CHARACTERS else _cut(text)
+    plain_action = to_jsonable_python(action, fallback=str, inf_nan_mode="strings")
+    text = json.dumps(plain_action)
+    return plain_action if len(text) <= MAX_TEXT_CHARACTERS else _cut(text)
 
 
 def _cut(text: str) -> str:

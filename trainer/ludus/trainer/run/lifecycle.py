@@ -66,13 +66,13 @@ def find_config_changes(path: Path, run: RunConfig) -> list[Change]:
         ConfigError: a resumed run does not allow a change, or the old configuration is unreadable.
     """
     try:
-        previous = validate_run_json((path / CONFIG_FILE).read_bytes())
+        previous_run = validate_run_json((path / CONFIG_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"'{path / CONFIG_FILE}' must contain the configuration that the run started with, but "
             f"cannot be read: {error}; restore the file, or start another run"
         ) from None
-    return changes_between(previous, run)
+    return changes_between(previous_run, run)
 
 
 @dataclass(slots=True)

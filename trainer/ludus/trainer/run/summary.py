@@ -49,11 +49,11 @@ def make_summary(
         results: results by environment, in the order of the run.
         num_steps: number of steps trained.
     """
-    first = next(iter(results.values()))
-    report, policy = first.report, first.report.policy
+    first_result = next(iter(results.values()))
+    report, policy = first_result.report, first_result.report.policy
     return Summary(
         name=run.name,
-        environment=first.environment,
+        environment=first_result.environment,
         results=dict(results),
         finished=True,
         seed=run.seed,
@@ -71,7 +71,7 @@ def make_summary(
         gap_closed_ci95=report.gap_closed_ci95,
         eval_num_games=policy.num_games,
         eval_temperature=report.temperature,
-        start=first.start,
+        start=first_result.start,
         baselines=report.baselines,
         wall_seconds_training=training_s,
         wall_seconds_total=total_s,

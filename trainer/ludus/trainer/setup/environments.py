@@ -89,10 +89,10 @@ def load_fixed_policies(
     config, section = run.environments[name], run.environment_section(name)
     if config.policies is not None:
         policies = import_object(config.policies, f"{section}.policies")(options)
-    unknown = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
-    if unknown:
+    unknown_names = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
+    if unknown_names:
         raise ConfigError(
-            f"{section}.baselines: '{config.policies}' has no policy {unknown}; it has "
+            f"{section}.baselines: '{config.policies}' has no policy {unknown_names}; it has "
             f"{sorted({*policies, RANDOM_POLICY})}"
         )
     return policies

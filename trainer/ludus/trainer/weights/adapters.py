@@ -39,7 +39,7 @@ class AdapterMerger:
         Raises:
             WeightSyncError: the adapters belong to a different model.
         """
-        merged = dict(self._base)
+        weights = dict(self._base)
         layers = {name.rpartition(".lora_")[0] for name in adapters}
         for layer in layers:
             down, up = adapters.get(f"{layer}.{DOWN}"), adapters.get(f"{layer}.{UP}")
@@ -49,5 +49,5 @@ class AdapterMerger:
                     f"the adapters of '{layer}' do not match a linear layer of this model; "
                     "learner and workers must start from the same model.path"
                 )
-            merged[f"{layer}.weight"] = base.float() + self._scale * (up.float() @ down.float())
-        return merged
+            weights[f"{layer}.weight"] = base.float() + self._scale * (up.float() @ down.float())
+        return weights

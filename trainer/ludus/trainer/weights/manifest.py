@@ -60,15 +60,16 @@ def verify(
     Raises:
         WeightSyncError: a tensor is missing, unknown, of another shape, or changed.
     """
-    published = {entry.name: entry for entry in manifest.tensors}
-    if published.keys() != state.keys():
+    published_entries = {entry.name: entry for entry in manifest.tensors}
+    if published_entries.keys() != state.keys():
         raise WeightSyncError(
-            f"weights version {manifest.version} has {len(published)} tensors, but {len(state)} "
-            f"arrived; they differ in {sorted(published.keys() ^ state.keys())[:5]}"
+            f"weights version {manifest.version} has {len(published_entries)} tensors, but "
+            f"{len(state)} "
+            f"arrived; they differ in {sorted(published_entries.keys() ^ state.keys())[:5]}"
         )
     for name, tensor in state.items():
         entry = None if verified is None or name in changed else verified.get(name)
-        if (entry or _entry(name, tensor)) != published[name]:
+        if (entry or _entry(name, tensor)) != published_entries[name]:
             raise WeightSyncError(
                 f"weights version {manifest.version}: tensor '{name}' arrived altered (checksum "
                 f"or shape {tuple(tensor.shape)} differs); check the weight store"

@@ -137,11 +137,11 @@ class VersionStore:
         version = published.manifest.version
         operation = f"fetching weights version {version} from {self._storage.description}"
         deadline = RetryDeadline(operation, self._config.timeout_s)
-        last = self._last
-        num_applied = _num_applied(last, published.location)
+        last_fetch = self._last
+        num_applied = _num_applied(last_fetch, published.location)
         try:
             fetched = self._fetch_chain(
-                published, last if num_applied else None, num_applied, deadline
+                published, last_fetch if num_applied else None, num_applied, deadline
             )
         except WeightSyncError as error:
             if not num_applied:
@@ -162,18 +162,18 @@ class VersionStore:
         """Apply the payloads after the first `num_applied` to `base`, and verify the result."""
         state = dict(base.state) if base else {}
         content_hash = base.manifest.content_hash if base else None
-        changed: set[str] = set()
+        changed_names: set[str] = set()
         chain: tuple[StoredPayload, ...] = published.location[num_applied:]
-        for stored in chain:
-            payload = from_buffers(deadline.call(partial(self._read, stored)))
+        for stored_version in chain:
+            payload = from_buffers(deadline.call(partial(self._read, stored_version)))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
                 state = apply_delta(state, content_hash or "nothing", payload)
             content_hash = payload.content_hash
-            changed.update(payload.parts)
-        verify(published.manifest, state, base.entries if base else None, changed)
-        num_bytes = sum(stored.num_bytes for stored in chain)
+            changed_names.update(payload.parts)
+        verify(published.manifest, state, base.entries if base else None, changed_names)
+        num_bytes = sum(stored_version.num_bytes for stored_version in chain)
         return FetchedWeights(state, num_bytes, deadline.elapsed_s)
 
     def _read(self, stored: StoredPayload) -> Sequence[np.ndarray]:
@@ -181,16 +181,16 @@ class VersionStore:
 
     def _find_base(self, manifest: WeightManifest) -> _StoredVersion | None:
         """Return the version from which `manifest` may be published as a difference."""
-        last = self._last
-        if last is None or manifest.version % self._config.full_every == 0:
+        last_fetch = self._last
+        if last_fetch is None or manifest.version % self._config.full_every == 0:
             return None
-        if manifest.version != last.manifest.version + 1:
+        if manifest.version != last_fetch.manifest.version + 1:
             return None
-        return last if _layout(last.manifest) == _layout(manifest) else None
+        return last_fetch if _layout(last_fetch.manifest) == _layout(manifest) else None
 
     def _drop_unneeded(self, newest: StorageLocation) -> None:
         """Delete payloads that no kept version needs; failures are retried after the next one."""
-        needed = [stored.location for chain in self._kept for stored in chain]
+        needed = [stored_version.location for chain in self._kept for stored_version in chain]
         try:
             if self._locations is None:
                 locations = call_within(self._storage.list_locations, _DROP_TIMEOUT_S)
@@ -210,8 +210,8 @@ def _make_payload(
     if base is None:
         return Payload(manifest.version, manifest.content_hash, None, state)
     base_entries = base.entries
-    changed = [entry.name for entry in manifest.tensors if entry != base_entries[entry.name]]
-    differences = encode_delta(base.state, state, changed)
+    changed_names = [entry.name for entry in manifest.tensors if entry != base_entries[entry.name]]
+    differences = encode_delta(base.state, state, changed_names)
     return Payload(manifest.version, manifest.content_hash, base.manifest.content_hash, differences)
 
 
@@ -232,7 +232,7 @@ def _num_applied(last: _StoredVersion | None, chain: tuple[StoredPayload, ...]) 
     """Return the number of payloads of the chain that `last` includes; 0 if not a part."""
     if last is None:
         return 0
-    hashes = [stored.content_hash for stored in chain]
+    hashes = [stored_version.content_hash for stored_version in chain]
     last_hash = last.manifest.content_hash
     return len(hashes) - hashes[::-1].index(last_hash) if last_hash in hashes else 0
 

@@ -132,16 +132,16 @@ class HttpSessions:
             else:
                 self.use(session_id)
                 return OpenResult(session_id, result)
-        opened = await self._sessions.open(
+        opened_session = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
-        assert opened.first is not None, "the session was opened with a reset"
+        assert opened_session.first is not None, "the session was opened with a reset"
         # The session ends after its linger time, unless a call makes it an ordinary session.
-        await self._sessions.detach(opened.session_id)
-        self._evictable.add(opened.session_id)
+        await self._sessions.detach(opened_session.session_id)
+        self._evictable.add(opened_session.session_id)
         if self._legacy:
-            await self._make_default(opened.session_id)
-        return opened
+            await self._make_default(opened_session.session_id)
+        return opened_session
 
     async def step(self, session_id: str | None, action: bytes, timeout_s: float) -> EncodedResult:
         """Return the result of an action.
@@ -182,7 +182,7 @@ class HttpSessions:
         return True
 
     async def _make_default(self, session_id: str) -> None:
-        previous, self._default = self._default, session_id
+        previous_id, self._default = self._default, session_id
         was_named, self._default_is_named = self._default_is_named, False
-        if previous is not None and not was_named:
-            await self._sessions.close(previous)
+        if previous_id is not None and not was_named:
+            await self._sessions.close(previous_id)

@@ -126,14 +126,14 @@ def check_environment(
     report = _Report(on_check)
     rules = [partial(_create_and_close, factory)]
     for rule in RULES.values():
-        checked = CheckedEnvironment(factory, seeds, num_steps, choose_action)
-        rules.append(partial(_run, rule, checked))
-    with contextlib.closing(run_forked(rules, timeout_s)) as running:
+        checked_environment = CheckedEnvironment(factory, seeds, num_steps, choose_action)
+        rules.append(partial(_run, rule, checked_environment))
+    with contextlib.closing(run_forked(rules, timeout_s)) as rule_results:
         for rule_name in (_CREATION_RULE, *RULES):
             if report.stop_reason:
                 report.skip(rule_name)
                 continue
-            outcome = next(running)
+            outcome = next(rule_results)
             if outcome.is_uncheckable:
                 raise ConfigError(outcome.fault)
             check = Check(rule_name, ok=not outcome.fault, detail=outcome.fault)
@@ -164,14 +164,14 @@ async def check_server(
     Raises:
         InfrastructureError: the server does not return its description.
     """
-    checked = CheckedServer(client, await client.describe(), seeds, num_steps)
+    checked_server = CheckedServer(client, await client.describe(), seeds, num_steps)
     report = _Report(on_check)
     for name, rule in WIRE_RULES.items():
         if report.stop_reason:
             report.skip(name)
         else:
-            await _run_on_wire(name, rule, checked, timeout_s, report)
-    return CheckReport(checked.description.name, report.checks)
+            await _run_on_wire(name, rule, checked_server, timeout_s, report)
+    return CheckReport(checked_server.description.name, report.checks)
 
 
 class _Report:

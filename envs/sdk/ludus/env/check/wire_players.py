@@ -64,14 +64,14 @@ class CheckedServer:
 
     async def open(self, seed: int | None) -> tuple[AsyncSession, StepResult]:
         """Open a session, which `close` closes."""
-        session, first = await self.client.open(seed=seed)
+        session, first_result = await self.client.open(seed=seed)
         self._opened.append(session)
-        return session, first
+        return session, first_result
 
     async def start_player(self, seed: int | None, policy_seed: int = 0) -> WirePlayer:
         """Open a session and return its player."""
-        session, first = await self.open(seed)
-        return WirePlayer(self, session, first, policy_seed)
+        session, first_result = await self.open(seed)
+        return WirePlayer(self, session, first_result, policy_seed)
 
     async def play(
         self, seed: int | None, actions: Sequence[JsonOrText] | None = None, *, policy_seed: int = 0
@@ -84,8 +84,8 @@ class CheckedServer:
 
     async def close(self) -> None:
         """Close all sessions; after a cancellation, the remaining sessions are dropped."""
-        opened, self._opened = self._opened, []
-        for session in reversed(opened):
+        open_sessions, self._opened = self._opened, []
+        for session in reversed(open_sessions):
             await session.close()
 
     async def measure_capacity(self) -> None:
@@ -170,11 +170,11 @@ class WirePlayer:
 
     def choose(self) -> JsonOrText:
         """Draw a legal action if they are listed, or an action that fits the schema."""
-        last = self.results[-1]
-        if last.text is not None and last.text.legal_answers:
-            return self._generator.choice(last.text.legal_answers)
+        last_result = self.results[-1]
+        if last_result.text is not None and last_result.text.legal_answers:
+            return self._generator.choice(last_result.text.legal_answers)
         schema = self._checked.description.action_schema
-        return random_action(schema, last.observation, self._generator)
+        return random_action(schema, last_result.observation, self._generator)
 
 
 def encode_result(result: StepResult) -> bytes:

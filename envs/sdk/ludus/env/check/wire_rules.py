@@ -56,9 +56,9 @@ async def the_server_describes_its_schemas(checked: CheckedServer) -> None:
 async def same_seed_and_actions_give_the_same_episode(checked: CheckedServer) -> None:
     """Check that an episode repeats in another session of the server."""
     for seed in checked.seeds:
-        first = await checked.play(seed, policy_seed=seed)
-        again = await checked.play(seed, first.actions)
-        expect_same(first.record, again.record, f"seed {seed}")
+        first_episode = await checked.play(seed, policy_seed=seed)
+        again = await checked.play(seed, first_episode.actions)
+        expect_same(first_episode.record, again.record, f"seed {seed}")
 
 
 async def seeds_are_not_ignored(checked: CheckedServer) -> None:
@@ -104,7 +104,7 @@ async def a_group_starts_with_equal_observations(checked: CheckedServer) -> None
     group = await checked.client.open_group(size, seed=checked.seeds[0])
     for session, _ in group:
         await session.close()
-    first_results = {encode_result(first) for _, first in group}
+    first_results = {encode_result(first_result) for _, first_result in group}
     text = f"{size} equal first results in a group"
     expect(len(first_results) == 1, text, f"{len(first_results)} different ones")
 
@@ -137,9 +137,9 @@ async def malformed_actions_are_refused_and_change_nothing(checked: CheckedServe
     reference = await checked.play(seed)
     session, _ = await checked.open(seed)
     codes = _UPSTREAM_MALFORMED_CODES if checked.is_upstream else _MALFORMED_CODES
-    required = checked.description.action_schema.get("required", [])
+    required_fields = checked.description.action_schema.get("required", [])
     malformed: list[dict[str, object]] = [{"no_field_of_any_action": 1}]
-    malformed += [{name: {"not": ["this"]} for name in required}] if required else []
+    malformed += [{name: {"not": ["this"]} for name in required_fields}] if required_fields else []
     for action in malformed:
         await _expect_error(session.step(action), *codes)
     if checked.description.has_text_view and not checked.description.takes_any_text:
@@ -152,8 +152,8 @@ async def a_wrong_step_number_is_refused(checked: CheckedServer) -> None:
     checked.require_extras("step numbers")
     reference = await checked.play(checked.seeds[0])
     session, _ = await checked.open(checked.seeds[0])
-    encoded = encode_action(reference.actions[0])
-    await _expect_error(session.wire.step(encoded, 7), ErrorCode.STEP_CONFLICT)
+    encoded_action = encode_action(reference.actions[0])
+    await _expect_error(session.wire.step(encoded_action, 7), ErrorCode.STEP_CONFLICT)
     await _expect_continues(session, reference, "a wrong step number")
 
 
@@ -163,9 +163,9 @@ async def a_repeated_step_returns_its_first_result(checked: CheckedServer) -> No
     reference = await checked.play(checked.seeds[0])
     session, _ = await checked.open(checked.seeds[0])
     for number, action in enumerate(reference.actions, 1):
-        encoded = encode_action(action)
+        encoded_action = encode_action(action)
         for _ in range(2):
-            actual = encode_result(await session.wire.step(encoded, number))
+            actual = encode_result(await session.wire.step(encoded_action, number))
             expected = reference.record[number]
             expect(actual == expected, f"step {number} to be {expected.decode()}", actual.decode())
 
@@ -175,8 +175,8 @@ async def a_closed_session_is_lost(checked: CheckedServer) -> None:
     reference = await checked.play(checked.seeds[0])
     session, _ = await checked.open(checked.seeds[0])
     await session.close()
-    encoded = encode_action(reference.actions[0])
-    await _expect_error(session.wire.step(encoded, 1), ErrorCode.SESSION_LOST)
+    encoded_action = encode_action(reference.actions[0])
+    await _expect_error(session.wire.step(encoded_action, 1), ErrorCode.SESSION_LOST)
 
 
 async def observations_fit_their_schema(checked: CheckedServer) -> None:
@@ -202,16 +202,16 @@ async def actions_of_the_schema_are_accepted_or_refused(checked: CheckedServer) 
     for seed in checked.seeds:
         player = await checked.play(seed, policy_seed=seed + 1)
         codes = {str(error.code) for error in player.refusals}
-        failed = codes & {str(ErrorCode.EXECUTION_ERROR)}
-        expect(not failed, "results or refusals", f"a failure: {player.refusals}")
+        failure_codes = codes & {str(ErrorCode.EXECUTION_ERROR)}
+        expect(not failure_codes, "results or refusals", f"a failure: {player.refusals}")
 
 
 async def every_legal_answer_is_accepted(checked: CheckedServer) -> None:
     """Check that each legal answer of an observation is accepted as an action."""
-    first = (await checked.play(checked.seeds[0])).results[0]
-    if first.text is None or not first.text.legal_answers:
+    first_result = (await checked.play(checked.seeds[0])).results[0]
+    if first_result.text is None or not first_result.text.legal_answers:
         raise NotOfferedError("no legal answers as text")
-    for answer in first.text.legal_answers[:_NUM_PARALLEL]:
+    for answer in first_result.text.legal_answers[:_NUM_PARALLEL]:
         session, _ = await checked.open(checked.seeds[0])
         await session.step(text=answer)
         await checked.close()
@@ -220,10 +220,10 @@ async def every_legal_answer_is_accepted(checked: CheckedServer) -> None:
 async def flags_and_rewards_are_valid(checked: CheckedServer) -> None:
     """Check that a reset returns no reward, and that the last result alone ends the episode."""
     player = await checked.play(checked.seeds[0])
-    first = player.results[0]
-    expect(not first.done, "a running episode after a reset", "an episode that is over")
+    first_result = player.results[0]
+    expect(not first_result.done, "a running episode after a reset", "an episode that is over")
     if not checked.is_upstream:
-        expect(first.reward is None, "no reward after a reset", first.reward)
+        expect(first_result.reward is None, "no reward after a reset", first_result.reward)
     early = [result for result in player.results[:-1] if result.done]
     expect(not early, "no result after the end of an episode", early)
 

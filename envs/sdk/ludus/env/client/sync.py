@@ -51,14 +51,14 @@ def _make_session(session: AsyncSession, loop: LoopThread) -> Session:
 def _make_opened(
     opened: tuple[AsyncSession, StepResult], loop: LoopThread
 ) -> tuple[Session, StepResult]:
-    session, first = opened
-    return Session(session, loop), first
+    session, first_result = opened
+    return Session(session, loop), first_result
 
 
 def _make_group(
     group: list[tuple[AsyncSession, StepResult]], loop: LoopThread
 ) -> list[tuple[Session, StepResult]]:
-    return [_make_opened(opened, loop) for opened in group]
+    return [_make_opened(opened_session, loop) for opened_session in group]
 
 
 class EnvClient:

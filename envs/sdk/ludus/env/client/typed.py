@@ -144,8 +144,8 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
         """Start a new episode with the seed, and return its first result."""
         if self._session is None:
-            self._session, first = self._client.open(seed=seed)
-            return self._convert(first)
+            self._session, first_result = self._client.open(seed=seed)
+            return self._convert(first_result)
         return self._convert(self._session.reset(seed=seed))
 
     def step(self, action: ActionT) -> TypedResult[ObservationT]:

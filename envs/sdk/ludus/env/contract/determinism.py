@@ -48,11 +48,11 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
         _stop_after(deadline_s)
         return factory()
 
-    checked = CheckedEnvironment(make, _SEEDS, _NUM_STEPS, choose)
+    checked_environment = CheckedEnvironment(make, _SEEDS, _NUM_STEPS, choose)
     state = random.getstate()
     try:
-        same_seed_and_actions_give_the_same_episode(checked)
-        parallel_episodes_are_independent(checked)
+        same_seed_and_actions_give_the_same_episode(checked_environment)
+        parallel_episodes_are_independent(checked_environment)
     except BrokenRuleError as error:
         _log.warning("environment treated as not deterministic: %s", error)
         return False
@@ -69,7 +69,7 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
         return False
     finally:
         random.setstate(state)
-        checked.close()
+        checked_environment.close()
     return True
 
 

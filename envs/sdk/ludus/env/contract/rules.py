@@ -46,9 +46,9 @@ class BrokenRuleError(LudusError):
 def reset_has_no_reward(checked: CheckedEnvironment) -> None:
     """Check that a reset returns no reward and starts an episode that is not over."""
     for seed in checked.seeds:
-        first = checked.make().reset(seed=seed)
-        expect(first.reward is None, f"reward None after reset(seed={seed})", first.reward)
-        over = first.terminated or first.truncated
+        result = checked.make().reset(seed=seed)
+        expect(result.reward is None, f"reward None after reset(seed={seed})", result.reward)
+        over = result.terminated or result.truncated
         expect(not over, f"a running episode after reset(seed={seed})", "an episode that is over")
 
 
@@ -80,9 +80,9 @@ def success_is_reported_at_the_end(checked: CheckedEnvironment) -> None:
 def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:
     """Check that episodes repeat, even if the process changes its global random state."""
     for seed in checked.seeds:
-        first = checked.play(seed, policy_seed=seed)
+        episode = checked.play(seed, policy_seed=seed)
         random.seed(seed + 1)
-        expect_same(first.record, checked.play(seed, first.actions).record, f"seed {seed}")
+        expect_same(episode.record, checked.play(seed, episode.actions).record, f"seed {seed}")
 
 
 def parallel_episodes_are_independent(checked: CheckedEnvironment) -> None:
@@ -217,8 +217,8 @@ def _vary(answer: str) -> tuple[str, ...]:
 def results_can_be_encoded(checked: CheckedEnvironment) -> None:
     """Check that all wires can encode observations, rewards, tensors, info and texts."""
     environment = checked.make()
-    first = environment.reset(seed=checked.seeds[0])
-    _encode(first, environment, 0)  # before an action is chosen from the observation
+    result = environment.reset(seed=checked.seeds[0])
+    _encode(result, environment, 0)  # before an action is chosen from the observation
     episode = checked.play(checked.seeds[0])
     for index, transition in enumerate(episode.transitions):
         _encode(transition, episode.environment, index)
@@ -247,12 +247,12 @@ def text_is_chat_messages(checked: CheckedEnvironment) -> None:
 
 def action_metadata_changes_nothing(checked: CheckedEnvironment) -> None:
     """Check that the metadata of actions, which clients may set freely, has no effect."""
-    plain = checked.play(checked.seeds[0])
+    episode = checked.play(checked.seeds[0])
     noisy = [
-        action.model_copy(update={"metadata": {"note": "harmless"}}) for action in plain.actions
+        action.model_copy(update={"metadata": {"note": "harmless"}}) for action in episode.actions
     ]
     again = checked.play(checked.seeds[0], noisy)
-    expect_same(plain.record, again.record, "actions with metadata")
+    expect_same(episode.record, again.record, "actions with metadata")
 
 
 def tools_are_described(checked: CheckedEnvironment) -> None:
@@ -339,8 +339,8 @@ def expect(condition: bool, expected: str, actual: object) -> None:
 
 def expect_same(expected: list[bytes], actual: list[bytes], circumstance: str) -> None:
     """Raise BrokenRuleError unless two records are of equal episodes."""
-    for index, (first, second) in enumerate(zip(expected, actual, strict=False)):
-        text = f"the same episode for {circumstance}; step {index} was {first.decode()}"
-        expect(first == second, text, second.decode())
+    for index, (expected_result, actual_result) in enumerate(zip(expected, actual, strict=False)):
+        text = f"the same episode for {circumstance}; step {index} was {expected_result.decode()}"
+        expect(expected_result == actual_result, text, actual_result.decode())
     text = f"the same episode for {circumstance}; it took {len(expected) - 1} steps"
     expect(len(expected) == len(actual), text, len(actual) - 1)

@@ -36,9 +36,9 @@ def random_action(
     if not isinstance(action, dict):
         raise ConfigError(f"the action schema must be a schema of an object, got {schema}")
     legal_actions = observation.get("legal_actions")
-    required = schema.get("required", [])
-    if isinstance(legal_actions, list) and legal_actions and len(required) == 1:
-        action[required[0]] = generator.choice(legal_actions)
+    required_fields = schema.get("required", [])
+    if isinstance(legal_actions, list) and legal_actions and len(required_fields) == 1:
+        action[required_fields[0]] = generator.choice(legal_actions)
     return action
 
 

@@ -101,9 +101,9 @@ class ReplyWriter:
         """Write all queued replies."""
         async with self._writing:
             self._wake.clear()
-            pending, self._pending = self._pending, []
+            pending_calls, self._pending = self._pending, []
             batch, sizes = pb.ReplyBatch(), list[int]()
-            for reply, num_bytes in pending:
+            for reply, num_bytes in pending_calls:
                 if sizes and sum(sizes) + num_bytes > MAX_BATCH_BYTES:
                     await self._write_batch(batch, sizes)
                     batch, sizes = pb.ReplyBatch(), []

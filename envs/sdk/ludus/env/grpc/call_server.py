@@ -79,8 +79,8 @@ class CallServer:
             raise InvalidCallError(f"a group must have 1 to {MAX_GROUP_SIZE} sessions, got {size}")
         args = read_open_args(request.open)
         ids = list(request.session_ids)
-        for opened in await self._sessions.open_group(args, size, connection, ids):
-            fill_opened(response.sessions.add(), opened)
+        for opened_session in await self._sessions.open_group(args, size, connection, ids):
+            fill_opened(response.sessions.add(), opened_session)
 
     async def _reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
         args = read_reset_args(request.args)

@@ -135,10 +135,10 @@ class CallStream:
             raise
         is_full = self._batch_bytes + num_bytes > MAX_BATCH_BYTES or len(calls) > self._max_calls
         if is_full and len(calls) > 1:
-            last = pb.CallBatch(calls=calls[-1:])
+            last_call = pb.CallBatch(calls=calls[-1:])
             del calls[-1]
             self._full_batches.append(self._batch)
-            self._batch, self._batch_bytes = last, 0
+            self._batch, self._batch_bytes = last_call, 0
         self._batch_bytes += num_bytes
 
     def send_close(self, session_id: str) -> asyncio.Future[pb.Reply]:
@@ -157,9 +157,9 @@ class CallStream:
     def close_opened(self, reply: pb.Reply) -> None:
         """Close the sessions in a reply whose caller was cancelled."""
         responses = [reply.open] if reply.HasField("open") else reply.open_group.sessions
-        for opened in responses:
+        for response in responses:
             if self.broken is None:
-                self.send_close(opened.session_id)
+                self.send_close(response.session_id)
 
     async def close(self) -> None:
         """End the stream, so that the server closes the stream's sessions."""
@@ -224,8 +224,8 @@ class CallStream:
         self.broken = f"session lost: {reason}; open a new one"
         if self._expiry is not None:
             self._expiry.cancel()
-        pending, self._pending = self._pending, {}
-        for future, _ in pending.values():
+        pending_calls, self._pending = self._pending, {}
+        for future, _ in pending_calls.values():
             if not future.done():
                 future.set_exception(ConnectionLostError(self.broken))
         self._tasks[0].cancel()

@@ -140,9 +140,9 @@ def _add_episode_routes(
     ) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
         args = reset_args(data, sessions.description, lenient=True)
-        opened = await http.reset(_named_session_id(request), args)
-        assert opened.first is not None, "the session was reset"
-        return _observation(opened.first, session_headers(request, opened))
+        reset_reply = await http.reset(_named_session_id(request), args)
+        assert reset_reply.first is not None, "the session was reset"
+        return _observation(reset_reply.first, session_headers(request, reset_reply))
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:
@@ -159,8 +159,8 @@ def _add_episode_routes(
     @app.post("/close")
     @app.delete("/session")
     async def close(request: Request) -> Response:
-        closed = await http.close(_named_session_id(request))
-        return _json(orjson.dumps({"closed": closed}), forget_header(request))
+        close_reply = await http.close(_named_session_id(request))
+        return _json(orjson.dumps({"closed": close_reply}), forget_header(request))
 
 
 def _named_session_id(request: Request) -> str | None:

@@ -238,8 +238,8 @@ class _WebSocketServer:
         elif self._mcp.understands(action):
             return None
         else:
-            encoded = action_json(action)
-            result = self._immediate.step_now(self._session_id, encoded, step_index)
+            encoded_action = action_json(action)
+            result = self._immediate.step_now(self._session_id, encoded_action, step_index)
         return self._result_frame(result)
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:

@@ -156,8 +156,8 @@ class McpServer:
         """Take a step with OpenEnv's action for tools, and return the payload as JSON."""
         if session_id is not None or action["type"] == "list_tools":
             return await step_with_tools(self._sessions, session_id or "", action)
-        async with fresh_session(self._sessions) as fresh:
-            return await step_with_tools(self._sessions, fresh, action)
+        async with fresh_session(self._sessions) as session:
+            return await step_with_tools(self._sessions, session, action)
 
     # -- session ids of clients that may play ------------------------------------------
 
@@ -230,13 +230,13 @@ class McpServer:
         session_id = await self._session_for(params, caller)
         if session_id is not None:
             return await call(self._sessions, session_id, name, arguments)
-        async with fresh_session(self._sessions) as fresh:
-            return await call(self._sessions, fresh, name, arguments)
+        async with fresh_session(self._sessions) as session:
+            return await call(self._sessions, session, name, arguments)
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
-            opened = await self._sessions.open(OpenArgs(with_text=False))
-            return _session_ids(opened.session_id, opened.tools_session_id)
+            reply = await self._sessions.open(OpenArgs(with_text=False))
+            return _session_ids(reply.session_id, reply.tools_session_id)
         return _session_ids(await self._caller_session(caller), caller.tools_session_id)
 
     async def _close_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
@@ -269,8 +269,8 @@ class McpServer:
 
     async def _caller_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
-            opened = await self._sessions.open(OpenArgs(), caller.connection)
-            caller.session_id, caller.tools_session_id = opened.session_id, opened.tools_session_id
+            reply = await self._sessions.open(OpenArgs(), caller.connection)
+            caller.session_id, caller.tools_session_id = reply.session_id, reply.tools_session_id
         return caller.session_id
 
     async def _check_exists(self, session_id: str) -> None:

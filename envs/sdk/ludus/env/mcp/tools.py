@@ -52,8 +52,8 @@ def play_tools(description: EnvironmentDescription) -> list[Tool]:
             {"type": "object", "properties": {}, "additionalProperties": False},
         ),
     ]
-    hidden = {tool.name for tool in description.tools}
-    return [tool for tool in tools if tool.name not in hidden]
+    tool_names = {tool.name for tool in description.tools}
+    return [tool for tool in tools if tool.name not in tool_names]
 
 
 def list_tools(tools: Iterable[Tool]) -> list[JsonObject]:

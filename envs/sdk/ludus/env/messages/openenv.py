@@ -192,14 +192,14 @@ def _insert_tensors(result: EncodedResult) -> bytes:
         return result.observation_json
     observation = orjson.loads(result.observation_json)
     for path, array in result.tensors.items():
-        *parents, last = path.split(".")
+        *parents, leaf = path.split(".")
         parent: Any = observation
         for name in parents:
             parent = _get_child(parent, name)
-        if isinstance(parent, dict) and last in parent and parent[last] is None:
-            parent[last] = _array_json(array)
-        elif isinstance(parent, list) and last.isdecimal() and _get_child(parent, last) is None:
-            parent[int(last)] = _array_json(array)
+        if isinstance(parent, dict) and leaf in parent and parent[leaf] is None:
+            parent[leaf] = _array_json(array)
+        elif isinstance(parent, list) and leaf.isdecimal() and _get_child(parent, leaf) is None:
+            parent[int(leaf)] = _array_json(array)
     return orjson.dumps(observation)
 
 

@@ -114,8 +114,8 @@ def fill_opened(message: pb.OpenResponse, opened: OpenResult) -> None:
 
 def read_opened(message: pb.OpenResponse) -> OpenResult:
     """Read a new session."""
-    first = read_encoded(message.first) if message.HasField("first") else None
-    return OpenResult(message.session_id, first, message.tools_session_id)
+    first_result = read_encoded(message.first) if message.HasField("first") else None
+    return OpenResult(message.session_id, first_result, message.tools_session_id)
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:

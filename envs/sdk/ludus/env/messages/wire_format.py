@@ -26,17 +26,17 @@ def check_fields(message_type: Any, data: bytes, limit: int) -> None:
     if len(data) <= _SMALL_BYTES:
         return
     num_fields = 0
-    pending = [(0, len(data), message_type.DESCRIPTOR)]
+    pending_messages = [(0, len(data), message_type.DESCRIPTOR)]
     """Offset, end and type of each message that is still to be scanned."""
     try:
-        while pending:
-            offset, end, descriptor = pending.pop()
+        while pending_messages:
+            offset, end, descriptor = pending_messages.pop()
             fields = descriptor.fields_by_number
             while offset < end:
                 num_fields += 1
                 if num_fields > limit:
                     raise ValueError(f"expected at most {limit} fields in one message, got more")
-                offset = _skip_field(data, offset, fields, pending)
+                offset = _skip_field(data, offset, fields, pending_messages)
     except IndexError:
         raise ValueError(f"got an incomplete {message_type.__name__}") from None
 

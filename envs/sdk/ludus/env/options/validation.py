@@ -35,8 +35,8 @@ def _explain_fault(fault: ErrorDetails, fields: list[str]) -> str:
     if fault["type"] == "missing":
         return f"{field} is required"
     message = fault["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    for old, new in _REWORDINGS.items():
-        message = message.replace(old, new)
+    for pattern, replacement in _REWORDINGS.items():
+        message = message.replace(pattern, replacement)
     got = "" if "got " in message else f", got {fault['input']!r:.80}"
     prefix = f"{field}: " if field else ""
     return f"{prefix}{message[0].lower()}{message[1:]}{got}"

@@ -148,10 +148,10 @@ def _exec_program(
         else:
             if not sharing_reason:
                 enter_namespaces()
-            missing = confine(sandbox, order.id, pid, [], sharing_reason)
-            if missing and mode == "required":
+            layers = confine(sandbox, order.id, pid, [], sharing_reason)
+            if layers and mode == "required":
                 exit_code = NOT_CONFINED
-                raise PermissionError(f"the sandbox lacks {describe_missing_layers(missing)}")
+                raise PermissionError(f"the sandbox lacks {describe_missing_layers(layers)}")
         os.chdir(order.working_folder)
         os.execvpe(order.command[0], order.command, os.environ)
     except BaseException as error:  # noqa: BLE001 - the process exits here and reports the error
@@ -175,13 +175,13 @@ def _find_sharing_reason() -> str:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        chunk = connection.recv(size - len(received))
+    data = b""
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
         if not chunk:
             raise ConnectionError("the client disconnected")
-        received += chunk
-    return received
+        data += chunk
+    return data
 
 
 if __name__ == "__main__":

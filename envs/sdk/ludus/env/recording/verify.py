@@ -59,7 +59,7 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
         InfrastructureError: the connection to the server was lost.
     """
     try:
-        session, first = await client.open(
+        session, first_result = await client.open(
             seed=episode.seed, options=episode.reset_options, episode_id=episode.episode_id
         )
     except InfrastructureError:
@@ -67,7 +67,7 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
     except EnvError as error:
         return Replay(episode, 0, f"reset: expected a result, got {error.code}: {error}")
     try:
-        difference = _difference(episode.first, first)
+        difference = _difference(episode.first, first_result)
         if difference:
             return Replay(episode, 0, f"reset: {difference}")
         for number, step in enumerate(episode.steps, 1):

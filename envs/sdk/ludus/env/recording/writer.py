@@ -144,9 +144,9 @@ class RecordingSessions:
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         if args.reset is not None:
             args = replace(args, reset=self._seeds.fill(args.reset))
-        opened = await self.inner.open(args, connection)
-        self._begin_opened(opened, args)
-        return opened
+        session = await self.inner.open(args, connection)
+        self._begin_opened(session, args)
+        return session
 
     async def open_group(
         self,
@@ -157,8 +157,8 @@ class RecordingSessions:
     ) -> list[OpenResult]:
         args = replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
         group = await self.inner.open_group(args, size, connection, session_ids)
-        for opened in group:
-            self._begin_opened(opened, args)
+        for session in group:
+            self._begin_opened(session, args)
         return group
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
@@ -177,34 +177,34 @@ class RecordingSessions:
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
-        running = self._running.get(session_id)
-        if running is None:
+        episode = self._running.get(session_id)
+        if episode is None:
             return await self.inner.step(session_id, action, step_index, timeout_s)
-        with self._recording(session_id, running, _record_action(action)) as step:
+        with self._recording(session_id, episode, _record_action(action)) as step:
             result = await self.inner.step(session_id, action, step_index, timeout_s)
-            self._add_result(running, step, result)
+            self._add_result(episode, step, result)
         return result
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
         assert self._immediate is not None, "step_now needs immediate calls"
-        running = self._running.get(session_id)
-        if running is None:
+        episode = self._running.get(session_id)
+        if episode is None:
             return self._immediate.step_now(session_id, action, step_index)
-        with self._recording(session_id, running, _record_action(action)) as step:
+        with self._recording(session_id, episode, _record_action(action)) as step:
             result = self._immediate.step_now(session_id, action, step_index)
-            self._add_result(running, step, result)
+            self._add_result(episode, step, result)
         return result
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         driving_id = self._session_ids.get(session_id, session_id)
-        running = self._running.get(driving_id)
-        if running is None:
+        episode = self._running.get(driving_id)
+        if episode is None:
             return await self.inner.call_tool(session_id, name, arguments)
         call = RecordedStep(tool=name, arguments=arguments)
-        with self._recording(driving_id, running, call) as step:
+        with self._recording(driving_id, episode, call) as step:
             result = await self.inner.call_tool(session_id, name, arguments)
             step.tool_hash = hash_json(orjson.loads(result))
-            self._add_step(running, step)
+            self._add_step(episode, step)
         return result
 
     async def close(self, session_id: str) -> None:
@@ -213,9 +213,9 @@ class RecordingSessions:
 
     def finish(self, reason: str = "the server stopped") -> None:
         """Write the running episodes and close the file, before the server stops."""
-        for session_id, running in list(self._running.items()):
-            running.end_reason = running.end_reason or reason
-            self._write(session_id, running)
+        for session_id, episode in list(self._running.items()):
+            episode.end_reason = episode.end_reason or reason
+            self._write(session_id, episode)
         self.file.close()
 
     def _describe(self) -> RecordedEnvironment:
@@ -261,9 +261,9 @@ class RecordingSessions:
         running.num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._running and self._num_bytes > self._options.max_running_bytes:
-            session_id, longest = max(self._running.items(), key=lambda item: item[1].num_bytes)
-            longest.end_reason = "unfinished; too much is recorded at once"
-            self._write(session_id, longest)
+            session_id, episode = max(self._running.items(), key=lambda item: item[1].num_bytes)
+            episode.end_reason = "unfinished; too much is recorded at once"
+            self._write(session_id, episode)
 
     def _record_result(self, result: EncodedResult) -> RecordedResult:
         observation = orjson.loads(result.observation_json)
@@ -313,12 +313,12 @@ class RecordingSessions:
 
     def _end(self, session_id: str, reason: str) -> None:
         """Write the session's episode if it is still running."""
-        running = self._running.get(session_id)
-        if running is None:
+        episode = self._running.get(session_id)
+        if episode is None:
             return
-        running.end_reason = running.end_reason or reason
-        if not running.num_calls:
-            self._write(session_id, running)
+        episode.end_reason = episode.end_reason or reason
+        if not episode.num_calls:
+            self._write(session_id, episode)
 
     def _write(self, session_id: str, running: _OpenEpisode) -> None:
         if self._running.get(session_id) is running:

@@ -77,7 +77,7 @@ def confine(
 
     Returns the layers that are missing.
     """
-    missing: MissingLayers = {Layer.NAMESPACES: sharing_reason} if sharing_reason else {}
+    missing_layers: MissingLayers = {Layer.NAMESPACES: sharing_reason} if sharing_reason else {}
     folder = sandbox.worker_folder(worker_id)
     folder.mkdir(mode=0o700)
     set_home_and_temp(folder)
@@ -107,8 +107,8 @@ def confine(
             _require_linux()
             apply()
         except (LayerUnavailableError, OSError) as error:
-            missing[layer] = str(error)
-    return missing
+            missing_layers[layer] = str(error)
+    return missing_layers
 
 
 def describe_missing_layers(missing: Mapping[Layer, str]) -> str:

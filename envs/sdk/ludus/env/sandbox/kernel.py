@@ -38,8 +38,8 @@ class LayerUnavailableError(Exception):
 
 def prctl(option: int, *values: Any) -> int:
     """Call prctl(2) for this process and return its result."""
-    padded = [*values, *[0] * (4 - len(values))]
-    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in padded]
+    padded_values = [*values, *[0] * (4 - len(values))]
+    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in padded_values]
     return _check_status("prctl", _libc().prctl(option, *words))
 
 

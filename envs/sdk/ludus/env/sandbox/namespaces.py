@@ -149,13 +149,13 @@ def _run_divider(writer: int, without_network: bool) -> None:
     """Fork the keeper and the worker. Only the worker returns from this function."""
     try:
         unshare_namespaces(without_network)
-        started, start = os.pipe()
+        ready_fd, start = os.pipe()
         keeper = os.fork()
         if keeper == 0:
-            _run_keeper(started)
+            _run_keeper(ready_fd)
         worker = os.fork()
         if worker == 0:
-            for descriptor in (writer, started, start):
+            for descriptor in (writer, ready_fd, start):
                 os.close(descriptor)
             return
         os.write(writer, _DONE + _PIDS.pack(worker, keeper))

@@ -166,9 +166,9 @@ def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = 
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
-        supported = " and ".join(_ARCHITECTURES)
+        architectures = " and ".join(_ARCHITECTURES)
         raise LayerUnavailableError(
-            f"the filter supports {supported}, and this machine is {platform.machine()}"
+            f"the filter supports {architectures}, and this machine is {platform.machine()}"
         )
     program = _build_program(architecture, shares_processes, computes_only)
     instructions = (_Instruction * len(program))(*(_Instruction(*code) for code in program))
@@ -190,14 +190,14 @@ def _build_program(
         # A filter cannot read the flags of clone3. Without clone3 the C library uses clone.
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]
-    refused = architecture.refused | _REFUSED_SINCE_5_1
+    refused_calls = architecture.refused | _REFUSED_SINCE_5_1
     if shares_processes:
-        refused |= architecture.shared
+        refused_calls |= architecture.shared
         for name, number in architecture.own_process_only.items():
             program += _refuse_unless_arguments(number, _OWN_PROCESS_ARGUMENTS[name])
     if computes_only:
-        refused |= architecture.beyond_computing | _BEYOND_COMPUTING_SINCE_5_1
-    for number in refused.values():
+        refused_calls |= architecture.beyond_computing | _BEYOND_COMPUTING_SINCE_5_1
+    for number in refused_calls.values():
         program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]
     return [
         *program,

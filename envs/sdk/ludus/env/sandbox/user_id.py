@@ -56,9 +56,9 @@ def _require_capabilities() -> None:
 def _require_open_to_others(path: Path, needed: int) -> None:
     if not path.exists():
         return
-    resolved = path.resolve()
-    parents = [resolved, *resolved.parents] if resolved.is_dir() else resolved.parents
-    needed_modes = ((resolved, needed), *((folder, stat.S_IXOTH) for folder in parents))
+    target = path.resolve()
+    parents = [target, *target.parents] if target.is_dir() else target.parents
+    needed_modes = ((target, needed), *((folder, stat.S_IXOTH) for folder in parents))
     for entry, mode in needed_modes:
         if entry.stat().st_mode & mode != mode:
             raise LayerUnavailableError(f"{entry}, which workers need, is closed to other users")

@@ -38,11 +38,11 @@ _MIN_BYTES_PER_ENTRY = 4096
 
 def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Select the environment variables that workers get: harmless variables and `names`."""
-    passed = _PASSED_VARIABLES | set(names)
+    passed_names = _PASSED_VARIABLES | set(names)
     return {
         name: value
         for name, value in variables.items()
-        if name in passed or name.startswith(_PASSED_PREFIXES)
+        if name in passed_names or name.startswith(_PASSED_PREFIXES)
     }
 
 

@@ -131,7 +131,7 @@ class SessionKey:
         if is_tools_only:
             driving = "~".join(parts[:_NUM_PARTS])
             session_id = f"{driving}~{self._mac(driving)}"
-        signed = SignedId(
+        signed_id = SignedId(
             environment=parts[0],
             server_id=parts[1],
             tenant=parts[2],
@@ -141,9 +141,9 @@ class SessionKey:
             session_id=session_id,
             is_tools_only=is_tools_only,
         )
-        if signed.expires_s < time.time():
+        if signed_id.expires_s < time.time():
             raise SessionLostError("the session id has expired; open a new session")
-        return signed
+        return signed_id
 
     def _mac(self, body: str) -> str:
         digest = hmac.digest(self._secret, body.encode(), "sha256")
@@ -197,14 +197,14 @@ class SessionIdIssuer:
                 "an open cannot name a session id because this server has no session key; start"
                 " the server with the gateway's LUDUS_SESSION_KEY"
             )
-        signed = self._key.read(requested_id)
-        if signed.is_tools_only:
+        signed_id = self._key.read(requested_id)
+        if signed_id.is_tools_only:
             raise tools_only_error()
         now_s = time.time()
         while self._used_at_s and next(iter(self._used_at_s.values())) < now_s - 2 * OPEN_WITHIN_S:
             self._used_at_s.popitem(last=False)
-        is_late = signed.issued_s < now_s - OPEN_WITHIN_S
-        if signed.server_id != self._server_id or is_late or requested_id in self._used_at_s:
+        is_late = signed_id.issued_s < now_s - OPEN_WITHIN_S
+        if signed_id.server_id != self._server_id or is_late or requested_id in self._used_at_s:
             raise SessionLostError(
                 "the session id has expired, was already used, or belongs to another server;"
                 " ask the gateway for a new one"

@@ -48,12 +48,12 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate are no pair.
     """
-    current = _ReloadedFiles(files, _load_context)
+    reloaded_files = _ReloadedFiles(files, _load_context)
     context = _load_context(files)
 
     def use_current(connection: Any, server_name: str | None, old: ssl.SSLContext) -> None:
         # OpenSSL calls this within each handshake, before it sends the certificate.
-        connection.context = current.get()
+        connection.context = reloaded_files.get()
 
     context.sni_callback = use_current
     return context
@@ -65,10 +65,10 @@ def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate are no pair.
     """
-    current = _ReloadedFiles(files, _load_grpc_configuration)
+    reloaded_files = _ReloadedFiles(files, _load_grpc_configuration)
     # gRPC calls this at each new connection, from its own threads.
     return grpc.dynamic_ssl_server_credentials(
-        current.get(), current.get_if_new, files.client_ca is not None
+        reloaded_files.get(), reloaded_files.get_if_new, files.client_ca is not None
     )
 
 

@@ -107,8 +107,8 @@ class LocalServer:
         self.stop()
 
     def _inherited_variables(self) -> dict[str, str]:
-        hidden = self.hidden_variables
-        return {name: text for name, text in os.environ.items() if name not in hidden}
+        hidden_names = self.hidden_variables
+        return {name: text for name, text in os.environ.items() if name not in hidden_names}
 
     def _command(self, ready_file: Path) -> list[str]:
         ports = self._addresses

@@ -106,10 +106,10 @@ class SessionCore:
         with self.counts.count_errors():
             session_id = self._ids.choose(args.session_id)
             await self._slots.take(1)
-            opened = await self._finish(self._open_reserved(session_id, args, connection))
+            opened_session = await self._finish(self._open_reserved(session_id, args, connection))
         self.counts.num_opened += 1
         self.counts.num_resets += args.reset is not None
-        return opened
+        return opened_session
 
     async def open_group(
         self,
@@ -121,14 +121,14 @@ class SessionCore:
         with self.counts.count_errors():
             if size < 1:
                 raise InvalidCallError(f"a group needs at least 1 session, got {size}")
-            chosen = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
+            chosen_ids = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
-            outcomes = await self._finish(self._open_all(chosen, args, connection))
-            opened = await self._require_equal_views(outcomes, args)
-        self.counts.num_opened += len(opened)
-        self.counts.num_resets += len(opened)
-        return opened
+            outcomes = await self._finish(self._open_all(chosen_ids, args, connection))
+            opened_sessions = await self._require_equal_views(outcomes, args)
+        self.counts.num_opened += len(opened_sessions)
+        self.counts.num_resets += len(opened_sessions)
+        return opened_sessions
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         if self.host.runs_inline:
@@ -274,10 +274,10 @@ class SessionCore:
         """Return the sessions if all have the same view; otherwise close them and raise."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         group = [outcome for outcome in outcomes if isinstance(outcome, OpenResult)]
-        if not errors and len({opened.view for opened in group}) == 1:
+        if not errors and len({opened_session.view for opened_session in group}) == 1:
             return group
-        for opened in group:
-            await self.close(opened.session_id)
+        for opened_session in group:
+            await self.close(opened_session.session_id)
         if errors:
             raise errors[0]
         seed = args.reset.seed if args.reset else None
@@ -293,16 +293,16 @@ class SessionCore:
             hosted = await self.host.open(
                 session_id, with_text=args.with_text, on_lost=partial(self._on_lost, session_id)
             )
-            first = None
+            first_result = None
             if args.reset is not None:
-                first = await self._reset_first(hosted, self._fill_seed(args.reset))
+                first_result = await self._reset_first(hosted, self._fill_seed(args.reset))
             if session_id in self.tombstones:  # the worker died before the session was entered
                 raise self.tombstones.lost_error(session_id)
             entry = self._enter(session_id, hosted, args, connection)
         except BaseException:
             self._slots.give_back()
             raise
-        return OpenResult(session_id, first, entry.tools_id)
+        return OpenResult(session_id, first_result, entry.tools_id)
 
     async def _reset_first(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
         timeout_s = self.options.step_timeout_s
@@ -372,11 +372,11 @@ class SessionCore:
             self._end(entry, _CONNECTION_ENDED)
 
     def _on_lost(self, session_id: str, reason: str) -> None:
-        lost = SessionTombstone(SessionEnd.LOST, reason)
+        tombstone = SessionTombstone(SessionEnd.LOST, reason)
         if entry := self.open_sessions.get(session_id):
-            self._remove(entry, lost)
+            self._remove(entry, tombstone)
         else:
-            self.tombstones.remember(session_id, lost, None)
+            self.tombstones.remember(session_id, tombstone, None)
 
     def _end(self, entry: OpenSession, tombstone: SessionTombstone) -> None:
         if not self._remove(entry, tombstone):

@@ -78,8 +78,8 @@ class EnvironmentSession:
         if options:
             _refuse_unknown_options(type(self._environment), options)
         if args.episode_id:
-            declared = declared_options(type(self._environment))
-            if declared and "episode_id" in declared:
+            option_names = declared_options(type(self._environment))
+            if option_names and "episode_id" in option_names:
                 options = {**options, "episode_id": args.episode_id}
         self._last = None
         try:
@@ -97,17 +97,17 @@ class EnvironmentSession:
             action: bytes are JSON of the action type, a str is a language model's text.
             step_index: number of the step in its episode, from 1; 0 means not numbered.
         """
-        last = self._last
-        if last is None:
+        last_result = self._last
+        if last_result is None:
             raise EpisodeStateError(
                 f"session {self.id} has no episode for step {step_index or ''}; call reset first",
                 ErrorCode.NOT_RESET,
             )
-        if step_index and step_index != last.step_index + 1:
-            return self._repeat(last, step_index)
-        if last.terminated or last.truncated:
+        if step_index and step_index != last_result.step_index + 1:
+            return self._repeat(last_result, step_index)
+        if last_result.terminated or last_result.truncated:
             raise EpisodeStateError(
-                f"the episode is over after {last.step_index} steps; call reset to start the"
+                f"the episode is over after {last_result.step_index} steps; call reset to start the"
                 " next one",
                 ErrorCode.EPISODE_OVER,
             )
@@ -116,7 +116,7 @@ class EnvironmentSession:
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
             env_error = self._to_env_error("step", error)
             raise env_error from env_error.__cause__
-        return self._advance(transition, last.step_index + 1)
+        return self._advance(transition, last_result.step_index + 1)
 
     def state_json(self) -> bytes:
         """Return the environment's state, or an empty state before the first reset."""
@@ -180,13 +180,13 @@ class EnvironmentSession:
         # episode is then over for the client (NOT_RESET), so client and environment stay in sync.
         self._last = self._transition = None
         try:
-            self._last = encoded = encode_transition(transition, self._renderer, step_index)
+            self._last = encoded_result = encode_transition(transition, self._renderer, step_index)
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
             env_error = self._to_env_error("encoding", error)
             raise env_error from env_error.__cause__
         self._transition = transition
         exit_if_forked(self._pid)
-        return encoded
+        return encoded_result
 
     def _guard(self, call_name: str, call: Callable[[], ResultT]) -> ResultT:
         try:
@@ -237,15 +237,15 @@ def declared_options(environment_type: type[AnyEnvironment]) -> frozenset[str] |
 
 def accepts_option(environment_type: type[AnyEnvironment], name: str) -> bool:
     """Return True if the environment's `reset` has a keyword argument of that name."""
-    declared = declared_options(environment_type)
-    return declared is None or name in declared
+    option_names = declared_options(environment_type)
+    return option_names is None or name in option_names
 
 
 def _refuse_unknown_options(environment_type: type[AnyEnvironment], options: JsonObject) -> None:
-    unknown = [name for name in options if not accepts_option(environment_type, name)]
-    if unknown:
-        declared = ", ".join(sorted(declared_options(environment_type) or ())) or "none"
+    unknown_names = [name for name in options if not accepts_option(environment_type, name)]
+    if unknown_names:
+        known_names = ", ".join(sorted(declared_options(environment_type) or ())) or "none"
         raise InvalidCallError(
             f"{environment_type.__name__}.reset does not have the options"
-            f" {', '.join(sorted(unknown))}; its options are: {declared}"
+            f" {', '.join(sorted(unknown_names))}; its options are: {known_names}"
         )

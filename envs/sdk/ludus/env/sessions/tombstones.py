@@ -86,13 +86,13 @@ class Tombstones:
         Raises:
             SessionLostError: the result of that step is not remembered.
         """
-        last = self._results.get(session_id)
-        if last is not None and 0 < step_index == last.step_index:
-            return last
+        last_result = self._results.get(session_id)
+        if last_result is not None and 0 < step_index == last_result.step_index:
+            return last_result
         raise self.lost_error(session_id)
 
     def _forget_oldest(self) -> None:
         session_id, _ = self._tombstones.popitem(last=False)
-        last = self._results.pop(session_id, None)
-        if last is not None:
-            self._num_bytes -= last.num_bytes
+        last_result = self._results.pop(session_id, None)
+        if last_result is not None:
+            self._num_bytes -= last_result.num_bytes

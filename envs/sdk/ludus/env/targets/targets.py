@@ -152,14 +152,14 @@ def load_object(target: str, path: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _find_builder(target: str) -> Builder:
-    kind, _, rest = target.partition(":")
-    if kind == GYMNASIUM and rest:
-        return _gymnasium_builder(rest)
-    if kind == OPENENV and rest:
+    kind, _, target_path = target.partition(":")
+    if kind == GYMNASIUM and target_path:
+        return _gymnasium_builder(target_path)
+    if kind == OPENENV and target_path:
         from ludus.env.adapters.openenv.environment import openenv_builder
 
-        return openenv_builder(target, load_object(target, rest))
-    if rest:
+        return openenv_builder(target, load_object(target, target_path))
+    if target_path:
         return _object_builder(target)
     require_package(target)
     make: Builder | None = getattr(_import(target, target), "make_environment", None)
@@ -216,15 +216,15 @@ def _import(target: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name == missing or name.startswith(f"{missing}."):
+        missing_module = error.name or name
+        if name == missing_module or name.startswith(f"{missing_module}."):
             raise NotFoundError(
                 f"no module '{name}', which '{target}' names, in {Path.cwd()} or among the"
                 " installed modules; check the spelling, or change to its folder"
             ) from None
         raise ConfigError(
-            f"'{target}' needs the module '{missing}', which is not installed;"
-            f" pip install {missing.partition('.')[0]}"
+            f"'{target}' needs the module '{missing_module}', which is not installed;"
+            f" pip install {missing_module.partition('.')[0]}"
         ) from error
     except ImportError as error:
         raise ConfigError(f"'{target}' cannot be imported: {error}") from error

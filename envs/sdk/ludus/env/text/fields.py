@@ -24,8 +24,8 @@ class FieldsText:
     def __init__(self, name: str, schema: JsonObject) -> None:
         self._name = name
         self._schema = schema
-        required = schema.get("required", [])
-        self._field = required[0] if len(required) == 1 else ""
+        required_fields = schema.get("required", [])
+        self._field = required_fields[0] if len(required_fields) == 1 else ""
         properties = schema.get("properties", {})
         self._kind = properties.get(self._field, {}).get("type") if self._field else None
 

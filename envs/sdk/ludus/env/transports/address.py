@@ -90,13 +90,13 @@ def _basic_credentials(userinfo: str) -> str | None:
     if not userinfo:
         return None
     user, _, password = userinfo.partition(":")
-    plain = f"{unquote(user)}:{unquote(password)}"
-    return f"Basic {base64.b64encode(plain.encode()).decode()}"
+    credentials = f"{unquote(user)}:{unquote(password)}"
+    return f"Basic {base64.b64encode(credentials.encode()).decode()}"
 
 
 def _malformed_error(address: str, expected: str) -> ConfigError:
-    scheme, separator, rest = address.rpartition("://")
-    without_credentials = f"{scheme}{separator}{rest.rpartition('@')[2]}"
+    scheme, separator, location = address.rpartition("://")
+    without_credentials = f"{scheme}{separator}{location.rpartition('@')[2]}"
     return ConfigError(
         "expected an address like grpc://host:port or http://host:port with"
         f" {expected}; got {without_credentials.partition('?')[0]!r}"

@@ -101,16 +101,16 @@ class GrpcTransport:
             call.open_group.size = size
 
         stream, reply = await self.call_anywhere(fill, self.reconnect_timeout_s)
-        opened = [
+        pairs = [
             self._add_session(stream, response, args) for response in reply.open_group.sessions
         ]
         try:
-            check_group((first for _, first in opened), args.reset.seed if args.reset else None)
+            check_group((result for _, result in pairs), args.reset.seed if args.reset else None)
         except EnvError:
-            for session, _ in opened:
+            for session, _ in pairs:
                 session.abandon()
             raise
-        return opened
+        return pairs
 
     async def close(self) -> None:
         """Close the stream and all sessions, including those that would outlive the stream."""
@@ -206,12 +206,12 @@ class GrpcTransport:
                 linger_s = min((session.linger_s for session in self.surviving), default=0.0)
                 await asyncio.sleep(linger_s * KEEP_AFTER)
                 stream = await self.live_stream(self.reconnect_timeout_s)
-                pending = [session.move_to(stream) for session in tuple(self._stranded)]
-                if not pending:
+                moves = [session.move_to(stream) for session in tuple(self._stranded)]
+                if not moves:
                     # An empty call shows whether the stream is still alive.
-                    pending = [stream.begin(lambda call: None)]
+                    moves = [stream.begin(lambda call: None)]
                 self._stranded.clear()
-                await asyncio.gather(*pending, return_exceptions=True)
+                await asyncio.gather(*moves, return_exceptions=True)
 
 
 class GrpcSession:

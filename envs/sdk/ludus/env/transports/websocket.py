@@ -123,12 +123,12 @@ class WebSocketTransport:
         args = replace(args, reset=reset)
         opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
         try:
-            opened = await asyncio.gather(*opening)
-            check_group((first for _, first in opened), reset.seed)
+            opened_sessions = await asyncio.gather(*opening)
+            check_group((first_result for _, first_result in opened_sessions), reset.seed)
         except BaseException:
             await self._close_all(opening)
             raise
-        return opened
+        return opened_sessions
 
     async def close(self) -> None:
         """Close all connections."""
@@ -235,8 +235,8 @@ class WebSocketSession:
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
         """Call a tool by OpenEnv's action for tools, and return the tool's result."""
-        encoded = orjson.Fragment(plain_json(arguments, "arguments"))
-        action = {"type": "call_tool", "tool_name": name, "arguments": encoded}
+        encoded_arguments = orjson.Fragment(plain_json(arguments, "arguments"))
+        action = {"type": "call_tool", "tool_name": name, "arguments": encoded_arguments}
         data = await self._call({"type": "step", "data": action})
         returned = data.get("observation") or {}
         if error := returned.get("error"):

@@ -57,8 +57,8 @@ async def describe(
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            missing = _parse_missing(await receive_frame(reader))
-            require_layers(missing, sandbox)
+            missing_layers = _parse_missing(await receive_frame(reader))
+            require_layers(missing_layers, sandbox)
             error = parse_message(pb.Error, await receive_frame(reader))
             message = parse_message(pb.DescribeResponse, await receive_frame(reader))
             facts = EnvironmentFacts(**orjson.loads(await receive_frame(reader)))
@@ -80,7 +80,7 @@ async def describe(
     finally:
         writer.transport.abort()
         fork_server.kill(process)
-    return WorkerDescription(description, facts.steps_on_event_loop, missing)
+    return WorkerDescription(description, facts.steps_on_event_loop, missing_layers)
 
 
 def _parse_missing(frame: bytes) -> MissingLayers:

@@ -204,12 +204,12 @@ class ForkServer:
                 adopt_orphans()  # so that they can be killed when the worker exits
         else:
             enter_namespaces()
-        missing = confine(self._sandbox, worker_id, pid, self._code, self._sharing_reason)
+        missing_layers = confine(self._sandbox, worker_id, pid, self._code, self._sharing_reason)
         if kind == OrderKind.DESCRIBE:
-            report = {layer.value: reason for layer, reason in missing.items()}
+            report = {layer.value: reason for layer, reason in missing_layers.items()}
             connection.sendall(make_frame(orjson.dumps(report)))
-        elif missing and self._sandbox.is_required:
-            raise SandboxError(f"the sandbox lacks {describe_missing_layers(missing)}")
+        elif missing_layers and self._sandbox.is_required:
+            raise SandboxError(f"the sandbox lacks {describe_missing_layers(missing_layers)}")
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -280,10 +280,10 @@ class _UnbufferedStream:
 
     def read(self, size: int, /) -> bytes:
         """Read `size` bytes, or fewer at the end of the stream."""
-        received = b""
-        while len(received) < size and (chunk := self._connection.recv(size - len(received))):
-            received += chunk
-        return received
+        data = b""
+        while len(data) < size and (chunk := self._connection.recv(size - len(data))):
+            data += chunk
+        return data
 
 
 def _find_sharing_reason(sandbox: Sandbox) -> str:

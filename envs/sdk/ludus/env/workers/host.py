@@ -363,8 +363,8 @@ class WorkerHost:
     async def _wait_for_exits(self) -> None:
         waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self.live_workers]
         if waits:
-            _, pending = await asyncio.wait(waits, timeout=_EXIT_TIMEOUT_S)
-            for wait in pending:
+            _, pending_exits = await asyncio.wait(waits, timeout=_EXIT_TIMEOUT_S)
+            for wait in pending_exits:
                 wait.cancel()
 
     async def _watch_memory(self) -> None:

@@ -78,8 +78,8 @@ class FleetAdmission:
 
     def num_missing(self, size: int) -> int:
         """Return how many of the waiting sessions and `size` new ones exceed the free capacity."""
-        missing = self.fleet.num_missing(size)
-        return missing and missing + self._queue.size
+        num_missing_sessions = self.fleet.num_missing(size)
+        return num_missing_sessions and num_missing_sessions + self._queue.size
 
     def advance(self) -> None:
         """Admit waiting opens if possible; call this after a session has ended."""

@@ -227,8 +227,8 @@ class Fleet:
         self._notify_changed()
 
     def _notify_changed(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        change_event, self._changed = self._changed, asyncio.Event()
+        change_event.set()
         self._on_change()
 
     def _remove(self, key: str, reason: str = "") -> None:

@@ -179,14 +179,14 @@ class Leadership:
         try:
             body = self._make_body(lease)
             if lease is None:
-                stored = await self._api.create(self._path(), body)
+                stored_lease = await self._api.create(self._path(), body)
             else:
-                stored = await self._api.replace(self._path(self._name), body)
+                stored_lease = await self._api.replace(self._path(self._name), body)
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
             return  # another contender was faster; the next attempt reads its Lease
-        self._observe(_parse_lease(stored))
+        self._observe(_parse_lease(stored_lease))
         self._leading_until_s = sent_s + self._options.lease_duration_s * _LEADING_FRACTION
 
     async def _read(self) -> _Lease | None:

@@ -125,16 +125,16 @@ def parse_claim(raw: JsonObject, identity: str) -> SandboxClaim:
     Raises:
         ValidationError: the object is not a valid claim.
     """
-    parsed = _ClaimObject.model_validate(raw)
-    conditions = parsed.status.conditions or ()
+    claim_object = _ClaimObject.model_validate(raw)
+    conditions = claim_object.status.conditions or ()
     ready = next((condition for condition in conditions if condition.type == "Ready"), None)
-    addresses = (parsed.status.sandbox and parsed.status.sandbox.pod_ips) or [""]
+    addresses = (claim_object.status.sandbox and claim_object.status.sandbox.pod_ips) or [""]
     return SandboxClaim(
-        parsed.metadata.name,
-        is_own=(parsed.metadata.labels or {}).get(GATEWAY_LABEL) == identity,
+        claim_object.metadata.name,
+        is_own=(claim_object.metadata.labels or {}).get(GATEWAY_LABEL) == identity,
         host=addresses[0],
         is_ready=ready is not None and ready.status == "True",
-        is_ending=parsed.metadata.deletion_timestamp is not None,
+        is_ending=claim_object.metadata.deletion_timestamp is not None,
         reason=ready.message if ready is not None else "",
     )
 
@@ -198,11 +198,11 @@ class SandboxSource:
         """Return the reason why opens still wait."""
         if self._problem:
             return self._problem
-        waiting = [claim for claim in self._list_unused() if not claim.is_ready]
-        reason = next((claim.reason for claim in waiting if claim.reason), "no reason given")
+        claims = [claim for claim in self._list_unused() if not claim.is_ready]
+        reason = next((claim.reason for claim in claims if claim.reason), "no reason given")
         return (
             f"no sandbox of warm pool '{self._pool}' became ready in time (waiting claims:"
-            f" {len(waiting)}; {reason}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
+            f" {len(claims)}; {reason}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
         )
 
     async def watch(self, publish: Publish) -> None:
@@ -215,8 +215,8 @@ class SandboxSource:
             claim_task.cancel()
             await asyncio.gather(claim_task, return_exceptions=True)
             # No other gateway places sessions on these claims.
-            unused = self._list_unused()
-            self._start_deletes([claim for claim in unused if claim.name not in self._creating])
+            claims = self._list_unused()
+            self._start_deletes([claim for claim in claims if claim.name not in self._creating])
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
 

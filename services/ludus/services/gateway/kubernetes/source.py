@@ -150,8 +150,8 @@ class EndpointSliceSource:
         problems: list[ConfigError] = []
         for item in items:
             try:
-                parsed = parse_slice(item)
-                slices[parsed.name] = parsed
+                endpoint_slice = parse_slice(item)
+                slices[endpoint_slice.name] = endpoint_slice
             except ConfigError as error:
                 problems.append(error)
                 name = _read_name(item)
@@ -169,11 +169,11 @@ class EndpointSliceSource:
             self._slices.pop(_read_name(event.object), None)
         else:
             try:
-                parsed = parse_slice(event.object)
+                endpoint_slice = parse_slice(event.object)
             except ConfigError as error:
                 _log.error("%s: %s", self._service, error)
                 return
-            self._slices[parsed.name] = parsed
+            self._slices[endpoint_slice.name] = endpoint_slice
         self._publish_changes()
 
     def _publish_changes(self) -> None:
@@ -191,7 +191,7 @@ def parse_slice(raw: JsonObject) -> SliceEndpoints:
         ConfigError: the object is not valid, or has no port that could be the servers' port.
     """
     try:
-        parsed = _EndpointSlice.model_validate(raw)
+        slice_object = _EndpointSlice.model_validate(raw)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(
@@ -199,15 +199,15 @@ def parse_slice(raw: JsonObject) -> SliceEndpoints:
             f" {problem['msg']} at {'.'.join(map(str, problem['loc']))}"
         ) from error
     endpoints: tuple[ServerEndpoint, ...] = ()
-    if parsed.endpoints:
-        http_port, grpc_port = _choose_ports(parsed)
+    if slice_object.endpoints:
+        http_port, grpc_port = _choose_ports(slice_object)
         endpoints = tuple(
-            _make_endpoint(member, http_port, grpc_port) for member in parsed.endpoints
+            _make_endpoint(member, http_port, grpc_port) for member in slice_object.endpoints
         )
-    version = parsed.metadata.resource_version
+    version = slice_object.metadata.resource_version
     return SliceEndpoints(
-        name=parsed.metadata.name,
-        family_rank=_FAMILY_RANKS.get(parsed.address_type, 0),
+        name=slice_object.metadata.name,
+        family_rank=_FAMILY_RANKS.get(slice_object.address_type, 0),
         # Versions of one kind of object increase.
         revision=int(version) if version.isdecimal() else 0,
         endpoints=endpoints,
@@ -220,17 +220,17 @@ def merge_slices(slices: Iterable[SliceEndpoints]) -> dict[str, ServerEndpoint]:
     The newest slice with a pod counts. A pod that terminates in any slice counts as terminating,
     because termination is final.
     """
-    merged: dict[str, ServerEndpoint] = {}
+    result: dict[str, ServerEndpoint] = {}
     terminating: set[str] = set()
     for slice_ in sorted(slices, key=lambda slice_: (slice_.family_rank, slice_.revision)):
         for endpoint in slice_.endpoints:
-            merged[endpoint.key] = endpoint
+            result[endpoint.key] = endpoint
             if endpoint.is_terminating:
                 terminating.add(endpoint.key)
     for key in terminating:
-        if not merged[key].is_terminating:
-            merged[key] = replace(merged[key], is_ready=False, is_terminating=True)
-    return merged
+        if not result[key].is_terminating:
+            result[key] = replace(result[key], is_ready=False, is_terminating=True)
+    return result
 
 
 def _choose_ports(parsed: _EndpointSlice) -> tuple[int | None, int]:

@@ -99,13 +99,13 @@ class SessionOpener:
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
         open_on = self._open_group if is_group else self._open_one
         deadline_s = self._admission.deadline_s()
-        refused: set[ServerLink] = set()
+        refused_links: set[ServerLink] = set()
         for attempt in itertools.count(1):
-            shares = await self._admission.reserve(size, deadline_s, refused)
+            shares = await self._admission.reserve(size, deadline_s, refused_links)
             try:
                 return await self._complete(shares, open_on(shares, args, tenant))
             except (CapacityError, UnavailableError, SessionLostError, AuthenticationError):
-                refused.update(share.link for share in shares)
+                refused_links.update(share.link for share in shares)
             self._admission.check_keys()
             await self.make_room(size)
             is_late = asyncio.get_running_loop().time() >= deadline_s
@@ -168,11 +168,11 @@ class SessionOpener:
 
     def _make_placed(self, link: ServerLink, message: pb.OpenResponse) -> PlacedSession:
         """Read a new session, and give it a tools id that every gateway can verify."""
-        opened = read_opened(message)
-        if opened.tools_session_id:
-            tools_id = self._key.tools_id(opened.session_id)
-            opened = dataclasses.replace(opened, tools_session_id=tools_id)
-        return PlacedSession(link, opened)
+        opened_session = read_opened(message)
+        if opened_session.tools_session_id:
+            tools_id = self._key.tools_id(opened_session.session_id)
+            opened_session = dataclasses.replace(opened_session, tools_session_id=tools_id)
+        return PlacedSession(link, opened_session)
 
     async def _complete(
         self, shares: list[Share], work: Coroutine[Any, Any, list[PlacedSession]]
@@ -183,9 +183,9 @@ class SessionOpener:
 
         def settle_shares(done: asyncio.Task[list[PlacedSession]]) -> None:
             self._tasks.discard(done)
-            failed = done.cancelled() or done.exception() is not None
+            has_failed = done.cancelled() or done.exception() is not None
             for share in shares:
-                if failed:
+                if has_failed:
                     share.cancel()
                 else:
                     share.confirm()

@@ -83,12 +83,12 @@ class RouteCache:
         return route
 
     def _verify(self, session_id: str) -> Route:
-        signed = self._key.read(session_id)
+        signed_id = self._key.read(session_id)
         return Route(
-            signed.environment,
-            signed.server_id,
-            signed.tenant,
-            signed.expires_s,
-            signed.session_id,
-            signed.is_tools_only,
+            signed_id.environment,
+            signed_id.server_id,
+            signed_id.tenant,
+            signed_id.expires_s,
+            signed_id.session_id,
+            signed_id.is_tools_only,
         )

@@ -175,14 +175,14 @@ class TrackedSessions:
 
     def _remove_lost(self) -> None:
         """Remove the sessions of lost servers, and report their number."""
-        lost: Counter[str] = Counter()
+        num_lost: Counter[str] = Counter()
         for session_id, tracked in list(self._by_id.items()):
             reason = tracked.link.loss_reason(tracked.server_id, tracked.linger_s)
             if reason:
-                lost[reason] += 1
+                num_lost[reason] += 1
                 self.remove(session_id, SessionTombstone(SessionEnd.LOST, reason))
                 tracked.link.count_ended(1)
-        for reason, num in lost.items():
+        for reason, num in num_lost.items():
             _log.warning("lost %d sessions: %s", num, reason)
             self._on_lost(num)
 

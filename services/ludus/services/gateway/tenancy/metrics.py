@@ -265,7 +265,7 @@ class GatewayMetrics:
         opens = CounterMetricFamily(
             GatewayMetric.OPENS, "Requested sessions.", labels=["env", "outcome"]
         )
-        lost = CounterMetricFamily(
+        lost_sessions = CounterMetricFamily(
             GatewayMetric.SESSIONS_LOST,
             "Sessions that ended although their callers did not end them.",
             labels=["env", "reason"],
@@ -281,10 +281,10 @@ class GatewayMetrics:
         for name, counters in self._environments.items():
             for outcome, num in counters.opens.items():
                 opens.add_metric([name, outcome], num)
-            lost.add_metric([name, "server_lost"], counters.num_lost)
+            lost_sessions.add_metric([name, "server_lost"], counters.num_lost)
             limited.add_metric([name], counters.num_rate_limited)
             wait.add_metric([name], *counters.wait.sample())
-        yield from (opens, lost, limited, wait)
+        yield from (opens, lost_sessions, limited, wait)
 
 
 def _version() -> str:

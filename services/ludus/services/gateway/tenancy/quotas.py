@@ -33,9 +33,9 @@ class _Bucket:
         burst = max(1.0, rate_per_s)
         self.tokens = min(burst, self.tokens + (now_s - self.updated_s) * rate_per_s)
         self.updated_s = now_s
-        missing = min(float(num), burst) - self.tokens
-        if missing > 1e-9:  # rounding must not make a caller that waited wait again
-            return missing / rate_per_s
+        num_missing_tokens = min(float(num), burst) - self.tokens
+        if num_missing_tokens > 1e-9:  # rounding must not make a caller that waited wait again
+            return num_missing_tokens / rate_per_s
         self.tokens -= num
         return 0.0
 

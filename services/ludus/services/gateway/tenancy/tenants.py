@@ -178,7 +178,7 @@ class TenantsFile:
     def _parse(self) -> list[_TenantEntry]:
         content = _read_bytes(self.path, "tenants file", str(self.path))
         try:
-            raw = tomllib.loads(content.decode())
+            fields = tomllib.loads(content.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             # The parser's message may quote a token, so only its position is shown.
             _, _, position = str(error).rpartition("(")
@@ -189,15 +189,15 @@ class TenantsFile:
                 f" ({position}); correct it"
             ) from None
         try:
-            return _Document.model_validate(raw).tenants
+            return _Document.model_validate(fields).tenants
         except ValidationError as error:
             raise ConfigError(_explain(self.path, error)) from None
 
 
 def token_digest(token: str | bytes) -> bytes:
     """Return the SHA-256 digest by which tokens are compared."""
-    raw = token if isinstance(token, bytes) else token.encode("utf-8", "replace")
-    return hashlib.sha256(raw).digest()
+    token_bytes = token if isinstance(token, bytes) else token.encode("utf-8", "replace")
+    return hashlib.sha256(token_bytes).digest()
 
 
 def check_token(token: str, location: str) -> str:
@@ -251,8 +251,8 @@ def _read_bytes(path: Path, description: str, name: str) -> bytes:
             raise ConfigError(f"{description}: {name} is larger than {_MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        kind: type[UserError] = NotFoundError if missing else ConfigError
+        is_missing = isinstance(error, FileNotFoundError)
+        kind: type[UserError] = NotFoundError if is_missing else ConfigError
         raise kind(
             f"{description}: cannot read {name}: {error.strerror}; create it or name another file"
         ) from error

@@ -165,7 +165,7 @@ def remove_tokens_from_logs() -> None:
     """Remove tokens from the records of all loggers that see raw requests."""
     for name in _CONNECTION_LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(installed, _TokenFilter) for installed in logger.filters):
+        if not any(isinstance(log_filter, _TokenFilter) for log_filter in logger.filters):
             logger.addFilter(_TokenFilter())
 
 

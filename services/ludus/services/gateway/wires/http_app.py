@@ -95,10 +95,10 @@ class EnvironmentMounts:
     async def _find_app(self, scope: Scope) -> ASGIApp:
         name = scope["path_params"]["name"]
         sessions = find_environment(self._environments, name)
-        rest = scope["path"].removeprefix(scope["root_path"])
-        if rest in _OWN_PATHS:
+        path = scope["path"].removeprefix(scope["root_path"])
+        if path in _OWN_PATHS:
             raise UnknownEnvironmentError(
-                f"{rest} belongs to the gateway, not to an environment; remove /envs/{name}"
+                f"{path} belongs to the gateway, not to an environment; remove /envs/{name}"
             )
         key = (sessions.environment, current_tenant().name)
         if key not in self._apps:

@@ -123,7 +123,7 @@ def choose_request_id(headers: list[_Header]) -> str:
 
 
 def _replace_header(header: _Header, headers: Iterable[_Header]) -> list[_Header]:
-    return [*(other for other in headers if other[0] != header[0]), header]
+    return [*(other_header for other_header in headers if other_header[0] != header[0]), header]
 
 
 def _declared_bytes(scope: Scope) -> int:

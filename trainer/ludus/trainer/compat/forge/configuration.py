@@ -135,11 +135,11 @@ class ForgeKeys:
             for key in keys
             if self._values.get(key) is not None
         }
-        first = next(iter(values.values()), None)
-        if any(value != first for value in values.values()):
+        first_value = next(iter(values.values()), None)
+        if any(value != first_value for value in values.values()):
             pairs = ", ".join(f"{key} = {value!r}" for key, value in values.items())
             raise ConfigError(f"{pairs}: these keys have the same meaning; make them equal")
-        return first
+        return first_value
 
     def get_int(self, *keys: str) -> int | None:
         """Return the common value of several integer keys; None if none is set."""

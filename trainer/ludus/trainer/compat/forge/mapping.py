@@ -106,12 +106,12 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
 
 def _check_names(keys: ForgeKeys) -> None:
     known_names = known_keys()
-    unknown = [
+    unknown_names = [
         key for key in keys if key not in known_names and not _is_empty(key, keys, known_names)
     ]
-    if not unknown:
+    if not unknown_names:
         return
-    lines = [f"  {key}: {_hint(key, known_names)}" for key in unknown]
+    lines = [f"  {key}: {_hint(key, known_names)}" for key in unknown_names]
     raise ConfigError("unknown keys in the Forge configuration:\n" + "\n".join(lines))
 
 

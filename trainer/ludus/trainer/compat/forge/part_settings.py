@@ -47,10 +47,10 @@ def make_part_settings(
     for name, value in fields.items():
         for field, item in value.items() if isinstance(value, Mapping) else ():
             check_value(f"{section}.{name}.{field}", item, source_key=f"{name}.{field}")
-    mapped = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
-    if mapped.unused:
-        _log.warning("these fields have no effect: %s", ", ".join(mapped.unused))
-    run = run_config_from(mapped.tree, source=f"section {section}")
+    mapped_tree = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
+    if mapped_tree.unused:
+        _log.warning("these fields have no effect: %s", ", ".join(mapped_tree.unused))
+    run = run_config_from(mapped_tree.tree, source=f"section {section}")
     return require_language_model(run, "a part of Forge")
 
 

@@ -68,10 +68,11 @@ def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: a parameter is unknown.
     """
-    unknown = sorted(sampling_params.keys() - SAMPLING_PARAMETERS.keys())
-    if unknown:
+    unknown_names = sorted(sampling_params.keys() - SAMPLING_PARAMETERS.keys())
+    if unknown_names:
         raise ConfigError(
-            f"sampling_params supports {', '.join(SAMPLING_PARAMETERS)}, got {', '.join(unknown)}; "
+            f"sampling_params supports {', '.join(SAMPLING_PARAMETERS)}, got "
+            f"{', '.join(unknown_names)}; "
             "remove the others"
         )
     return {SAMPLING_PARAMETERS[name]: value for name, value in sampling_params.items()}

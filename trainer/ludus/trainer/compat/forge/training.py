@@ -109,16 +109,16 @@ class GRPOTrainer:
                 "trainer.training.steps"
             )
         on_step = on_step or _StepPrinter(steps)
-        trained: list[Step] = []
+        trained_steps: list[Step] = []
         async with aclosing(self._trainer.steps()) as all_steps:
             async for step in all_steps:
-                trained.append(step)
+                trained_steps.append(step)
                 on_step(step)
-                if len(trained) == steps:
+                if len(trained_steps) == steps:
                     break
         if steps == num_remaining:
             self.summary = await self._trainer.train()
-        return _make_results(trained, self.run_dir)
+        return _make_results(trained_steps, self.run_dir)
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
         """Evaluate the current policy and the baselines on the same seeds, by environment."""
@@ -218,9 +218,9 @@ async def _load_sections(
         return load_run_config(Path(config), overrides).model_dump(mode="json")
     cfg = load_forge_config(config, overrides)
     name = _NAME if isinstance(config, Mapping) else make_run_name(Path(config))
-    mapped = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
-    _warn_unused(mapped.unused)
-    tree = mapped.tree
+    mapped_tree = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
+    _warn_unused(mapped_tree.unused)
+    tree = mapped_tree.tree
     if not keeps_name and "name" not in (cfg.get(LUDUS_SECTION) or {}):
         tree["name"] = _free_name(name, Path(tree.get("output_dir", "runs")))
     if "environment" in tree:

@@ -42,13 +42,13 @@ class WeightExchange:
         Raises:
             WeightSyncError: the version was never pushed or is no longer kept.
         """
-        published = self._published.get(version)
-        if published is None:
+        published_weights = self._published.get(version)
+        if published_weights is None:
             raise WeightSyncError(
                 f"weights version {version} is not available; available versions: "
                 f"{sorted(self._published)}; call push_weights with it first"
             )
-        return published.manifest, self._store.fetch(published)
+        return published_weights.manifest, self._store.fetch(published_weights)
 
 
 @functools.cache

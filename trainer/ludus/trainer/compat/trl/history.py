@@ -87,14 +87,14 @@ class TrainerState:
         return int(last_step // every) < int(self.global_step // every)
 
     def _log(self) -> None:
-        pending, self._pending = self._pending, []
-        names = dict.fromkeys(name for values in pending for name in values)
-        values_by_name = {name: [v[name] for v in pending if name in v] for name in names}
+        pending_logs, self._pending = self._pending, []
+        names = dict.fromkeys(name for values in pending_logs for name in values)
+        values_by_name = {name: [v[name] for v in pending_logs if name in v] for name in names}
         entry: dict[str, Any] = {
             name: sum(values) / len(values) for name, values in values_by_name.items()
         }
         # Like TRL, log the latest learning rate, not the mean.
-        entry["learning_rate"] = pending[-1].get("learning_rate", 0.0)
+        entry["learning_rate"] = pending_logs[-1].get("learning_rate", 0.0)
         entry["num_tokens"] = self.num_input_tokens_seen
         self.log_history.append(entry | {"epoch": self.epoch, "step": self.global_step})
 
@@ -118,8 +118,8 @@ def _metric_values(step: Step) -> dict[str, float]:
     if episodes:
         tokens = step.values[TrainMetric.NUM_TOKENS_GENERATED]
         values["completions/mean_length"] = tokens / episodes
-        cut = step.values[TrainMetric.NUM_EPISODES_TRUNCATED]
-        values["completions/clipped_ratio"] = cut / episodes
+        num_truncated = step.values[TrainMetric.NUM_EPISODES_TRUNCATED]
+        values["completions/clipped_ratio"] = num_truncated / episodes
     for environment_values in step.environments.values():
         for name, value in environment_values.items():
             if name.startswith(REWARD_TERM_PREFIX):

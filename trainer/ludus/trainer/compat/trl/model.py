@@ -48,9 +48,9 @@ class ModelSection:
         if self.tokenizer is None:
             return int(self.settings.get("max_tokens", _TINY_MAX_TOKENS))
         chat = ChatTokenizer(self.tokenizer)
-        longest = max(_prompt_length(chat, prompt) for prompt in prompts)
+        max_prompt_tokens = max(_prompt_length(chat, prompt) for prompt in prompts)
         room = _ROOM_FOR_TOOLS if with_tools else _ROOM_FOR_TEXT
-        num_tokens = longest + int(args.max_completion_length or 0) + room
+        num_tokens = max_prompt_tokens + int(args.max_completion_length or 0) + room
         return min(num_tokens, self.max_positions or num_tokens)
 
 

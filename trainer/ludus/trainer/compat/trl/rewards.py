@@ -48,7 +48,7 @@ def reward_terms(
     terms: list[dict[str, Any]] = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
         term = _term(function, columns)
-        name = _free_name(term.pop("name", None), [other.get("name") for other in terms])
+        name = _free_name(term.pop("name", None), [other_term.get("name") for other_term in terms])
         terms.append({**term, "name": name, "weight": float(weight)})
     if environment_term is not None:
         terms.append({"function": function_path(environment_reward), "name": environment_term})
@@ -72,12 +72,13 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
             f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
         )
     name = getattr(function, "__name__", None)
-    required = _required_arguments(function, name or repr(function))
+    names = _required_arguments(function, name or repr(function))
     for dataset, dataset_columns in columns.items():
-        missing = sorted(required - dataset_columns - STANDARD_ARGUMENTS)
-        if missing:
+        absent_names = sorted(names - dataset_columns - STANDARD_ARGUMENTS)
+        if absent_names:
             raise ConfigError(
-                f"reward function '{name or function}' requires '{missing[0]}', which {dataset} "
+                f"reward function '{name or function}' requires '{absent_names[0]}', which "
+                f"{dataset} "
                 "does not have; its arguments must be in "
                 f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
             )
@@ -98,12 +99,12 @@ def _required_arguments(function: Any, name: str) -> Set[str]:
             f"reward function '{name}' must have named parameters, but it is a builtin without a "
             "signature; call it in a Python function"
         ) from None
-    required = {p.name for p in parameters if p.kind in keyword_kinds and p.default is p.empty}
-    unavailable = sorted(required & _UNAVAILABLE)
+    names = {p.name for p in parameters if p.kind in keyword_kinds and p.default is p.empty}
+    unavailable = sorted(names & _UNAVAILABLE)
     if unavailable:
         raise ConfigError(
             f"reward function '{name}' requires '{unavailable[0]}', which is not available, "
             "because the model is trained in another process; for a metric, use a function of "
             "weight 0 in reward_weights"
         )
-    return required
+    return names

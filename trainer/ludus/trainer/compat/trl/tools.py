@@ -59,12 +59,13 @@ def environment_class(factory: EnvironmentFactory) -> type:
             "environment_factory must be a class, or a function that returns an instance, but it "
             f"is {factory!r}"
         )
-    made = factory if inspect.isclass(factory) else type(factory())
-    if not callable(getattr(made, "reset", None)):
+    environment_type = factory if inspect.isclass(factory) else type(factory())
+    if not callable(getattr(environment_type, "reset", None)):
         raise ConfigError(
-            f"environment_factory needs instances with a `reset` method; add it to {made!r}"
+            f"environment_factory needs instances with a `reset` method; add it to "
+            f"{environment_type!r}"
         )
-    return made
+    return environment_type
 
 
 def function_spec(tool: ToolFunction) -> ToolSpec:
@@ -192,8 +193,8 @@ class ToolRollout:
             messages = list(prompt)
             tools = {tool.__name__: tool for tool in self._tools}
             if environment is not None:
-                hidden = {"prompt"} if name is None else {"prompt", "environment"}
-                columns = {key: value for key, value in row.items() if key not in hidden}
+                hidden_names = {"prompt"} if name is None else {"prompt", "environment"}
+                columns = {key: value for key, value in row.items() if key not in hidden_names}
                 messages = _append_observation(
                     messages, environment.reset(prompt=prompt, **columns)
                 )
@@ -219,23 +220,23 @@ class ToolRollout:
         """Sample one completion for each episode, and call its tools."""
         max_tokens = int(trainer.max_completion_length)
         rooms = [max_tokens - len(episode.completion_ids) for episode in playing]
-        sent = [[*episode.prompt_ids, *episode.completion_ids] for episode in playing]
+        sent_ids = [[*episode.prompt_ids, *episode.completion_ids] for episode in playing]
         outputs = generate_rollout_completions(
-            trainer, sent, generation_overrides={"max_tokens": max(rooms)}
+            trainer, sent_ids, generation_overrides={"max_tokens": max(rooms)}
         )
         for episode, output, room in zip(playing, outputs, rooms, strict=True):
             ids = output["completion_ids"][:room]
             episode.add(ids, output["logprobs"][:room], sampled=True)
             results = self._call_all(episode, chat.decode(ids))
-            ended = ids[-1] == chat.end_token_id
-            added = chat.next_prompt(results, ended=ended) if results else []
+            has_ended = ids[-1] == chat.end_token_id
+            added_ids = chat.next_prompt(results, ended=has_ended) if results else []
             is_last = self._max_rounds is not None and episode.num_rounds >= self._max_rounds
-            fits = len(episode.completion_ids) + len(added) < max_tokens
+            fits = len(episode.completion_ids) + len(added_ids) < max_tokens
             if not results or is_last or not fits:
                 episode.is_over = True
                 continue
             episode.num_rounds += 1
-            episode.add(added, [0.0] * len(added), sampled=False)
+            episode.add(added_ids, [0.0] * len(added_ids), sampled=False)
 
     def _call_all(self, episode: _ToolEpisode, text: str) -> list[Message]:
         """Return the results of a completion's calls as messages; empty without calls."""

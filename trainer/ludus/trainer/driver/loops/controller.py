@@ -388,16 +388,16 @@ class Controller:
     async def _copy_state(self) -> RunState:
         """Copy the state with all pending groups, because sampling continues during the save."""
         try:
-            pending = await self._sampling.list_pending()
+            pending_groups = await self._sampling.list_pending()
         except BufferLostError:
             outside_buffer = self._sampling.list_outside_buffer()
             state = self.state.model_copy(deep=True)
             state.unfinished_groups += outside_buffer
             return state
         state = self.state.model_copy(deep=True)
-        state.unfinished_groups = pending.unfinished
-        state.buffered_groups = pending.finished
-        state.counts = pending.counts
+        state.unfinished_groups = pending_groups.unfinished
+        state.buffered_groups = pending_groups.finished
+        state.counts = pending_groups.counts
         return state
 
     async def _save_after_failure(self) -> str:

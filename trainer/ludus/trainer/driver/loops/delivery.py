@@ -71,14 +71,14 @@ class Delivery:
         await self.wait()
         try:
             async with asyncio.timeout(self._timeout_s + self.grace_s):
-                published = await self._learners.publish(version, self._canary)
+                published_version = await self._learners.publish(version, self._canary)
         except TimeoutError:
             raise WeightSyncError(
                 f"weights version {version} could not be published within weights.timeout_s = "
                 f"{self._timeout_s:g}; check that the store responds, or raise the limit"
             ) from None
-        self._running = tasks.start(self._deliver(published))
-        return published.manifest.num_bytes
+        self._running = tasks.start(self._deliver(published_version))
+        return published_version.manifest.num_bytes
 
     async def wait(self) -> None:
         """Wait until no delivery is running."""

@@ -159,10 +159,10 @@ class ToolAdapter(EnvironmentAdapter):
 
     def _check_names(self, calls: Sequence[ToolCall]) -> None:
         names = [tool.name for tool in self._offer.tools]
-        unknown = next((call.name for call in calls if call.name not in names), None)
-        if unknown is not None:
+        unknown_name = next((call.name for call in calls if call.name not in names), None)
+        if unknown_name is not None:
             raise ActionParseError(
-                f"expected one of the tools {', '.join(names)}, got {unknown[:100]!r}"
+                f"expected one of the tools {', '.join(names)}, got {unknown_name[:100]!r}"
             )
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> StepOutcome:
@@ -199,8 +199,8 @@ class ToolAdapter(EnvironmentAdapter):
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
             return CallResult(_tool_message({"error": error.message}), failed=True)
         message = _tool_message(_call_content(self.result.observation))
-        failed = bool(self.result.observation.get("error"))
-        return CallResult(message, self.result.reward or 0.0, end_status(self.result), failed)
+        has_failed = bool(self.result.observation.get("error"))
+        return CallResult(message, self.result.reward or 0.0, end_status(self.result), has_failed)
 
 
 def _takes_calls(description: EnvironmentDescription) -> bool:

@@ -62,10 +62,10 @@ def remove_calls(text: str) -> str:
 
 def first_call_end(text: str) -> int | None:
     """Return the end of the first call if another call follows it, and None otherwise."""
-    first = _TAGGED_CALL.search(text)
-    if first is None or _OPEN not in text[first.end() :]:
+    match = _TAGGED_CALL.search(text)
+    if match is None or _OPEN not in text[match.end() :]:
         return None
-    return first.end()
+    return match.end()
 
 
 def tool_spec(tool: Tool) -> ToolSpec:

@@ -192,11 +192,11 @@ class ConversationTree:
         The first sequence that contains a completion trains on it. In the others the completion
         belongs to the prompt.
         """
-        used: set[int] = set()
+        indices: set[int] = set()
         sequences = []
         for leaf in self._leaves():
-            path = [node for node in _path(leaf) if id(node) not in used]
-            used.update(id(node) for node in path)
+            path = [node for node in _path(leaf) if id(node) not in indices]
+            indices.update(id(node) for node in path)
             sequences.append(_make_sequence(leaf, path))
         return tuple(sequences)
 
@@ -212,16 +212,16 @@ class ConversationTree:
     def _encode_in_pieces(self, request: PolicyRequest) -> list[int]:
         """Encode the agent's messages, and insert sampled completions as their tokens."""
         chat = self._chat
-        head, rest = _split_at_completions(request.messages)
+        head, parts = _split_at_completions(request.messages)
         token_ids = chat.first_prompt([message.plain for message in head], request.tools)
-        for message, following in rest:
+        for message, following in parts:
             completion = self._find_completion(message, token_ids)
             if completion is None:
                 token_ids += chat.encode_rendered_completion(message.text)
             else:
                 token_ids += completion.token_ids
-            ended = completion is None or completion.has_end_token
-            token_ids += chat.next_prompt([each.plain for each in following], ended=ended)
+            has_ended = completion is None or completion.has_end_token
+            token_ids += chat.next_prompt([each.plain for each in following], ended=has_ended)
         return token_ids
 
     def _find_completion(
@@ -236,9 +236,9 @@ class ConversationTree:
 
     def _restore_reasoning(self, message: ChatMessage) -> Message:
         """Return the message; a repeated completion gets its reasoning back."""
-        plain = message.plain
+        plain_message = message.plain
         nodes = self._nodes_by_key.get(message.key) if message.role == "assistant" else None
-        return {**plain, "content": nodes[-1].parsed.text} if nodes else plain
+        return {**plain_message, "content": nodes[-1].parsed.text} if nodes else plain_message
 
     def _find_parent(self, prompt_ids: list[int]) -> _Node | None:
         """Return the longest node whose tokens the prompt continues."""
@@ -291,9 +291,9 @@ class ConversationTree:
     def _last_messages(self) -> list[ChatMessage]:
         if not self._nodes:
             return []
-        last = self._nodes[-1]
-        message = replace(last.parsed.response.as_message, content=last.parsed.text, calls=())
-        return [*last.request.messages, message]
+        node = self._nodes[-1]
+        message = replace(node.parsed.response.as_message, content=node.parsed.text, calls=())
+        return [*node.request.messages, message]
 
     def _leaves(self) -> Iterator[_Node]:
         """Yield the completions that no other completion continues, in order."""
@@ -330,15 +330,15 @@ def _split_at_completions(
     the first part, because a template cannot render an empty conversation.
     """
     head: list[ChatMessage] = []
-    rest: list[tuple[ChatMessage, list[ChatMessage]]] = []
+    parts: list[tuple[ChatMessage, list[ChatMessage]]] = []
     for message in messages:
         if message.role == "assistant" and head:
-            rest.append((message, []))
-        elif rest:
-            rest[-1][1].append(message)
+            parts.append((message, []))
+        elif parts:
+            parts[-1][1].append(message)
         else:
             head.append(message)
-    return head, rest
+    return head, parts
 
 
 def _first_completion(messages: Sequence[ChatMessage]) -> int:

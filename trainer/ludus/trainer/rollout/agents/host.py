@@ -109,12 +109,12 @@ class AgentHost:
             Exception: the policy failed, or the agent's service cannot be reached.
         """
         messages = (await adapter.opening()).messages if adapter.has_text else []
-        first = adapter.result
+        first_result = adapter.result
         task = AgentTask(
             text="\n\n".join(message["content"] for message in messages),
             messages=messages,
-            observation=dict(first.observation),
-            info=dict(first.info),
+            observation=dict(first_result.observation),
+            info=dict(first_result.info),
             seed=seed,
         )
         tools = None

@@ -134,21 +134,21 @@ class ProgramLauncher:
             _PLACEHOLDERS.sub(lambda match: values[match[0]], argument)
             for argument in self._config.command[1:]
         ]
-        finished = await self._host.run(
+        result = await self._host.run(
             [self._program, *arguments],
             variables=self._variables(task_json, access),
             folder=self._folder,
             readable=self._readable,
         )
-        if finished.exit.code == NOT_CONFINED and _SANDBOX_ERROR in finished.errors:
-            raise ConfigError(f"environment.agent.sandbox = 'required': {finished.errors.strip()}")
-        if finished.exit.code != 0:
-            errors = " ".join(finished.errors.split())[-MAX_QUOTED_CHARACTERS:]
+        if result.exit.code == NOT_CONFINED and _SANDBOX_ERROR in result.errors:
+            raise ConfigError(f"environment.agent.sandbox = 'required': {result.errors.strip()}")
+        if result.exit.code != 0:
+            errors = " ".join(result.errors.split())[-MAX_QUOTED_CHARACTERS:]
             raise AgentError(
-                f"the agent's program exited with exit code {finished.exit.code}; its last errors: "
+                f"the agent's program exited with exit code {result.exit.code}; its last errors: "
                 f"{errors or 'none'}"
             )
-        return finished.output
+        return result.output
 
     def _variables(self, task_json: str, access: EndpointAccess) -> dict[str, str]:
         variables = filter_variables(os.environ, self._config.pass_env)

@@ -114,8 +114,8 @@ class RandomResponder:
             return self._draw_answer()
         for name in ("enum", "anyOf", "oneOf"):
             if schema.get(name):
-                chosen = self._draw.choice(schema[name])
-                return chosen if name == "enum" else self._draw_value(chosen)
+                chosen_schema = self._draw.choice(schema[name])
+                return chosen_schema if name == "enum" else self._draw_value(chosen_schema)
         if "const" in schema:
             return schema["const"]
         kind = schema.get("type")

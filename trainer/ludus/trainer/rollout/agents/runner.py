@@ -58,8 +58,8 @@ class AgentRunner(SessionRunner[ConversationTree]):
         tree.record_action(outcome.action)
         tree.add_reward(outcome.reward + result.reward)
         default = RolloutStatus.TRUNCATED if tree.refusal else RolloutStatus.TERMINATED
-        last = LastResult(adapter.result)
-        fields = {**result.fields, **last} if result.fields else last
+        last_result = LastResult(adapter.result)
+        fields = {**result.fields, **last_result} if result.fields else last_result
         return EpisodeEnd(outcome.status or default, fields, success=adapter.result.success)
 
     def _read_result(self, attempt: AgentAttempt, tree: ConversationTree) -> AgentResult:

@@ -88,14 +88,14 @@ class AsyncEngine:
         """
         self._refuse_if_failed()
         request_id = next(self._next_id)
-        pending = _PendingRequest(self._loop.create_future(), self._version)
-        self._pending[request_id] = pending
+        pending_request = _PendingRequest(self._loop.create_future(), self._version)
+        self._pending[request_id] = pending_request
         if not self._unsent:
             # All calls of this turn of the event loop are sent together.
             self._loop.call_soon(self._send)
         self._unsent.append(EngineRequest(request_id, prompt_ids, sampling, seed))
         try:
-            return await pending.future
+            return await pending_request.future
         except asyncio.CancelledError:
             self._abort(request_id)
             raise
@@ -200,19 +200,19 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            pending = self._pending.pop(output.request_id, None)
-            if pending is None or pending.future.done():
+            pending_request = self._pending.pop(output.request_id, None)
+            if pending_request is None or pending_request.future.done():
                 continue
-            pending.future.set_result(
+            pending_request.future.set_result(
                 SampledCompletion(
-                    output.token_ids, output.logprobs, pending.version, output.has_end_token
+                    output.token_ids, output.logprobs, pending_request.version, output.has_end_token
                 )
             )
 
     def _refuse(self, request_id: int, error: Exception) -> None:
-        pending = self._pending.pop(request_id, None)
-        if pending is not None and not pending.future.done():
-            pending.future.set_exception(error)
+        pending_request = self._pending.pop(request_id, None)
+        if pending_request is not None and not pending_request.future.done():
+            pending_request.future.set_exception(error)
 
     def _fail(self, error: BaseException) -> None:
         """Fail all calls; runs on the event loop, so that no call can start in between."""

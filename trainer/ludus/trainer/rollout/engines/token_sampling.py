@@ -77,12 +77,12 @@ def _cut_off(logprobs: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Ten
         return torch.tensor(values, device=logprobs.device)[:, None]
 
     ordered, token_ids = logprobs.exp().sort(dim=-1, descending=True)
-    kept = ordered >= column([s.min_p for s in samplings]) * ordered[:, :1]
+    is_kept = ordered >= column([s.min_p for s in samplings]) * ordered[:, :1]
     rank = torch.arange(ordered.shape[1], device=logprobs.device)[None]
-    kept &= rank < column([s.top_k or ordered.shape[1] for s in samplings])
-    shares = torch.where(kept, ordered, 0.0)
+    is_kept &= rank < column([s.top_k or ordered.shape[1] for s in samplings])
+    shares = torch.where(is_kept, ordered, 0.0)
     shares /= shares.sum(dim=-1, keepdim=True)
     # A token is kept if the more likely tokens have less than top_p together.
-    kept &= shares.cumsum(dim=-1) - shares < column([s.top_p for s in samplings])
-    dropped = torch.zeros_like(kept).scatter(1, token_ids, ~kept)
-    return torch.log_softmax(logprobs.masked_fill(dropped, -torch.inf), dim=-1)
+    is_kept &= shares.cumsum(dim=-1) - shares < column([s.top_p for s in samplings])
+    is_dropped = torch.zeros_like(is_kept).scatter(1, token_ids, ~is_kept)
+    return torch.log_softmax(logprobs.masked_fill(is_dropped, -torch.inf), dim=-1)

@@ -52,9 +52,9 @@ class TransformersEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """Remove queued requests; a request in the current batch is completed with its batch."""
         for length, requests in list(self._waiting.items()):
-            kept = [request for request in requests if request.request_id not in request_ids]
-            if kept:
-                self._waiting[length] = kept
+            queue = [request for request in requests if request.request_id not in request_ids]
+            if queue:
+                self._waiting[length] = queue
             else:
                 del self._waiting[length]
 
@@ -67,8 +67,8 @@ class TransformersEngine:
         """
         length = next(iter(self._waiting))  # lengths are ordered by their first request
         requests = self._waiting.pop(length)
-        if rest := requests[self._max_batch_size :]:
-            self._waiting[length] = rest
+        if queue := requests[self._max_batch_size :]:
+            self._waiting[length] = queue
         return list(self._complete([_Sequence(r) for r in requests[: self._max_batch_size]]))
 
     def load_weights(self, state: StateDict) -> None:
@@ -138,9 +138,9 @@ class TransformersEngine:
         return is_full or sequence.token_ids[-1] == self._end_token_id
 
     def _output(self, sequence: _Sequence) -> EngineOutput:
-        stopped = sequence.token_ids[-1] == self._end_token_id
+        has_stopped = sequence.token_ids[-1] == self._end_token_id
         return EngineOutput(
-            sequence.request.request_id, sequence.token_ids, sequence.logprobs, stopped
+            sequence.request.request_id, sequence.token_ids, sequence.logprobs, has_stopped
         )
 
 

@@ -115,8 +115,8 @@ class VllmEngine:
     def step(self) -> list[EngineOutput]:
         """Run one step of the batch and return the finished outputs."""
         if self._finished:
-            finished, self._finished = self._finished, []
-            return finished
+            outputs, self._finished = self._finished, []
+            return outputs
         return [self._make_output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
@@ -131,9 +131,9 @@ class VllmEngine:
                 f"names that differ include {sorted(state.keys() ^ self._names)[:5]}"
             )
         # vLLM reloads a layer only from a tensor with its own name, even if the tensor is shared.
-        shared = [(name, state[source]) for name, source in self._tied_names.items()]
-        stale = self._llm.collective_rpc(_reload, args=([*state.items(), *shared],))
-        self._refuse_stale_layers([name for names in stale for name in names])
+        tied_weights = [(name, state[source]) for name, source in self._tied_names.items()]
+        stale_names = self._llm.collective_rpc(_reload, args=([*state.items(), *tied_weights],))
+        self._refuse_stale_layers([name for names in stale_names for name in names])
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
     def score(self, request: ScoringRequest) -> list[float]:
@@ -186,8 +186,8 @@ class VllmEngine:
             raise RuntimeError(f"vLLM stopped request {output.request_id}: {reason}")
         token_ids = list(completion.token_ids)
         logprobs = _chosen_logprobs(token_ids, completion.logprobs)
-        stopped = token_ids[-1] == self._end_token_id
-        return EngineOutput(int(output.request_id), token_ids, logprobs, stopped)
+        has_stopped = token_ids[-1] == self._end_token_id
+        return EngineOutput(int(output.request_id), token_ids, logprobs, has_stopped)
 
 
 def _device_args(config: VllmGenerator) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _reload(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[st
     model = worker.get_model()
     old = _packed_weights(model)
     worker.reload_weights(weights_iterator=iter(weights))
-    return [name for name, packed in _packed_weights(model).items() if packed is old[name]]
+    return [name for name, weight in _packed_weights(model).items() if weight is old[name]]
 
 
 def _packed_weights(model: torch.nn.Module) -> dict[str, object]:

@@ -48,12 +48,12 @@ def check_columns(functions: Sequence[str], columns: Sequence[str], section: str
     Raises:
         ConfigError: a function requires a column that the data does not have.
     """
-    hidden = sorted(STANDARD_ARGUMENTS.intersection(columns))
-    if hidden and functions:
+    names = sorted(STANDARD_ARGUMENTS.intersection(columns))
+    if names and functions:
         _log.warning(
             "%s: reward functions get the trainer's argument %s; they do not see the data's column "
             "of that name",
-            *(section, ", ".join(hidden)),
+            *(section, ", ".join(names)),
         )
     for path in functions:
         needed = ArgumentNames.read(import_object(path, f"{section}.rewards")).required
@@ -136,10 +136,10 @@ class RewardFunction:
         return await returned if inspect.isawaitable(returned) else returned
 
     def _select_columns(self, columns: Columns) -> Columns:
-        missing = sorted(self._arguments.required - columns.keys())
-        if missing:
+        names = sorted(self._arguments.required - columns.keys())
+        if names:
             raise RewardFunctionError(
-                f"reward function '{self._path}' requires '{missing[0]}', which no episode of the "
+                f"reward function '{self._path}' requires '{names[0]}', which no episode of the "
                 f"group has; its arguments must be in {sorted(columns)}"
             )
         if self._arguments.accepts_all:
@@ -149,10 +149,10 @@ class RewardFunction:
     def _check_values(self, returned: Any, num_episodes: int) -> list[float | None]:
         values = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(values, (list, tuple)) or len(values) != num_episodes:
-            shown = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
+            text = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
             raise RewardFunctionError(
                 f"reward function '{self._path}' must return a list of {num_episodes} numbers or "
-                f"None, one per episode, but it returned {shown}"
+                f"None, one per episode, but it returned {text}"
             )
         return [self._check_number(value, index) for index, value in enumerate(values)]
 

@@ -95,10 +95,11 @@ class RewardModelScorer:
                 f"rollout.group_timeout_s = {timeout_s:g} s; give it a GPU, use a smaller model, "
                 "or raise the limit"
             ) from None
-        invalid = [score for score in scores if not math.isfinite(score)]
-        if invalid:
+        invalid_scores = [score for score in scores if not math.isfinite(score)]
+        if invalid_scores:
             raise RewardFunctionError(
-                f"reward model '{self._path}' (term '{name}') returned the score {invalid[0]}, "
+                f"reward model '{self._path}' (term '{name}') returned the score "
+                f"{invalid_scores[0]}, "
                 "which is not finite; with float16 or bfloat16, set dtype = 'float32'"
             )
         return scores

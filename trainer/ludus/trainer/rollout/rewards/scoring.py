@@ -127,8 +127,8 @@ class Reward:
         All of them fail if a reward function raises, exceeds `timeout_s` or returns no numbers. A
         reward also becomes the return of an episode whose environment reported none.
         """
-        scored = [episode for episode in played if episode.can_be_scored]
-        scores = [await self._evaluate(term, scored, timeout_s) for term in self._terms]
+        scored_episodes = [episode for episode in played if episode.can_be_scored]
+        scores = [await self._evaluate(term, scored_episodes, timeout_s) for term in self._terms]
         rows = itertools.count()
         return [
             self._with_reward(
@@ -161,10 +161,10 @@ class Reward:
         )
         if row is None:
             return replace(rollout, terms=terms)
-        failed = [score for score in scores if score.failure]
-        failure = failed[0].failure if failed else ""
+        failed_scores = [score for score in scores if score.failure]
+        failure = failed_scores[0].failure if failed_scores else ""
         reward, status = _weighted_sum(scores, values), rollout.status
-        if any(score.term.weight for score in failed):
+        if any(score.term.weight for score in failed_scores):
             reward, status = None, RolloutStatus.FAILED
         elif (
             status is RolloutStatus.INVALID_ACTION

@@ -71,8 +71,8 @@ class Series:
 
     def record(self, value: float, *labels: str) -> None:
         """Add the value to a counter, or set a gauge to it."""
-        previous = self.samples.get(labels, 0.0) if self.is_counter else 0.0
-        self.samples[labels] = previous + value
+        previous_value = self.samples.get(labels, 0.0) if self.is_counter else 0.0
+        self.samples[labels] = previous_value + value
 
     def make_family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
         """Return the samples for a scrape, without environments whose opponent is unknown."""
@@ -83,8 +83,8 @@ class Series:
             if not is_per_environment:
                 family.add_metric((run, *labels), value)
             elif labels[0] in opponents:
-                environment, *rest = labels
-                family.add_metric((run, environment, opponents[environment], *rest), value)
+                environment, *other_labels = labels
+                family.add_metric((run, environment, opponents[environment], *other_labels), value)
         return family
 
 

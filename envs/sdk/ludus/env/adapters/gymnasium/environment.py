@@ -328,13 +328,13 @@ def _read_action_names(environment: AnyGymnasium) -> tuple[str, ...]:
 
 def _legal_fields(space: spaces.Discrete, info: JsonObject, is_over: bool) -> JsonObject:
     """Return the legal actions, or only their number if the list would be long."""
-    mask, first, size = info.get("action_mask"), int(space.start), int(space.n)
+    mask, first_action, size = info.get("action_mask"), int(space.start), int(space.n)
     if is_over:
         legal: Sequence[int] = ()
     elif mask is None:
-        legal = range(first, first + size)
+        legal = range(first_action, first_action + size)
     else:
-        legal = [first + int(index) for index in np.flatnonzero(mask)]
+        legal = [first_action + int(index) for index in np.flatnonzero(mask)]
     if size <= MAX_LISTED_ACTIONS:
         return {"legal_actions": list(legal)}
     legal_actions = list(legal) if len(legal) <= MAX_LISTED_ACTIONS else None

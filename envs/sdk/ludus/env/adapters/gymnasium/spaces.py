@@ -100,9 +100,9 @@ def json_safe(value: Any) -> Any:
 
 
 def _discrete_codec(space: spaces.Discrete, path: str) -> SpaceCodec:
-    first, last = int(space.start), int(space.start + space.n - 1)
+    min_value, max_value = int(space.start), int(space.start + space.n - 1)
     return SpaceCodec(
-        Annotated[int, Field(ge=first, le=last)],
+        Annotated[int, Field(ge=min_value, le=max_value)],
         lambda value: space.dtype.type(value),
         lambda element, tensors: int(element),
     )

@@ -169,10 +169,11 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
                 "a step needs a running episode; call reset",
                 ErrorCode.EPISODE_OVER,
             )
-        unknown = [token_id for token_id in token_ids if not 0 <= token_id < self._num_tokens]
-        if unknown:
+        unknown_ids = [token_id for token_id in token_ids if not 0 <= token_id < self._num_tokens]
+        if unknown_ids:
             raise IllegalActionError(
-                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown[0]}; a model with more"
+                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown_ids[0]}; a model with "
+                "more"
                 " embeddings than its tokenizer has tokens can sample tokens that do not exist"
             )
 

@@ -28,9 +28,9 @@ class ForgeActor:
         Raises:
             ConfigError: an option is unknown or out of range, or asks for several processes.
         """
-        unknown = sorted(options.keys() - set(_OPTIONS))
-        if unknown:
-            raise ConfigError(f"options supports {', '.join(_OPTIONS)}, got {', '.join(unknown)}")
+        names = sorted(options.keys() - set(_OPTIONS))
+        if names:
+            raise ConfigError(f"options supports {', '.join(_OPTIONS)}, got {', '.join(names)}")
         for name in _SINGLE:
             if options.get(name) not in (None, 0, 1):
                 raise ConfigError(

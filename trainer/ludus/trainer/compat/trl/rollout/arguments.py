@@ -209,10 +209,10 @@ def override_sampling(sampling: Sampling, overrides: Mapping[str, Any]) -> Sampl
     Raises:
         RolloutFunctionError: an override is unknown or has an invalid value.
     """
-    unknown = sorted(set(overrides) - _OVERRIDES.keys())
-    if unknown:
+    unknown_names = sorted(set(overrides) - _OVERRIDES.keys())
+    if unknown_names:
         raise RolloutFunctionError(
-            f"generation_overrides contains {unknown}, but must be in {sorted(_OVERRIDES)}"
+            f"generation_overrides contains {unknown_names}, but must be in {sorted(_OVERRIDES)}"
         )
     try:
         return replace(

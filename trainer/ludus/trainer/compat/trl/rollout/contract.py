@@ -138,11 +138,11 @@ def read_rows(returned: Any, rules: RowRules) -> list[RolloutRow]:
     """
     if not isinstance(returned, Mapping):
         raise rules.error(f"must return a dictionary, but it returned {returned!r:.100}")
-    missing = [key for key in REQUIRED_KEYS if returned.get(key) is None]
-    if missing:
+    missing_keys = [key for key in REQUIRED_KEYS if returned.get(key) is None]
+    if missing_keys:
         raise rules.error(
             f"must return the keys {list(REQUIRED_KEYS)}, but it returned "
-            f"{sorted(map(str, returned))} without {missing}; return the engine's output"
+            f"{sorted(map(str, returned))} without {missing_keys}; return the engine's output"
         )
     reserved = sorted(STANDARD_ARGUMENTS.intersection(returned) - set(REQUIRED_KEYS))
     if reserved:

@@ -143,16 +143,16 @@ class BatchFunctionRunner:
         """Play the episodes of all groups; all of them fail if the function fails."""
         groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group)]
         prompts = await asyncio.gather(*(self._open_prompt(group[0].seed) for group in groups))
-        opened = [
+        pairs = [
             (prompt, group)
             for prompt, group in zip(prompts, groups, strict=True)
             if isinstance(prompt, RolloutPrompt)
         ]
         rows: Iterator[CheckedRow] = iter(())
         failure: Exception | None = None
-        if opened:
+        if pairs:
             try:
-                rows = iter(await self._play_prompts(opened, sampling, is_evaluation=is_evaluation))
+                rows = iter(await self._play_prompts(pairs, sampling, is_evaluation=is_evaluation))
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - the run's custom code
@@ -171,9 +171,9 @@ class BatchFunctionRunner:
     async def _open_prompt(self, seed: int) -> RolloutPrompt | Exception:
         """Return the prompt of a seed, or the error that the environment raised."""
         try:
-            session, first = await retry_while_full(lambda: self._client.open(seed=seed))
+            session, result = await retry_while_full(lambda: self._client.open(seed=seed))
             try:
-                return self._read_prompt(first)
+                return self._read_prompt(result)
             finally:
                 await close_session(session)
         except UserError:

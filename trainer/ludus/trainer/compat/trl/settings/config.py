@@ -42,8 +42,8 @@ class GRPOConfig:
         raise AttributeError(f"GRPOConfig has no field '{name}' in TRL 1.16")
 
     def __repr__(self) -> str:
-        changed = {k: v for k, v in self.__dict__.items() if k not in DEFAULTS or DEFAULTS[k] != v}
-        return f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+        fields = {k: v for k, v in self.__dict__.items() if k not in DEFAULTS or DEFAULTS[k] != v}
+        return f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
 
 def _refuse(name: str, value: Any) -> None:

@@ -357,11 +357,12 @@ def _check_intervals(args: GRPOConfig) -> None:
 def _metrics(args: GRPOConfig) -> dict[str, Any]:
     names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     reports = {str(name) for name in names} - {"none"}
-    unknown = sorted(reports - {"wandb", "tensorboard"})
-    if unknown:
+    unknown_reports = sorted(reports - {"wandb", "tensorboard"})
+    if unknown_reports:
         raise ConfigError(
             f"GRPOConfig.report_to = {args.report_to!r} must be 'none', 'wandb' or 'tensorboard', "
-            f"but contains {unknown}; every run also has metrics.jsonl, a report and `ludus watch`"
+            f"but contains {unknown_reports}; every run also has metrics.jsonl, a report and "
+            "`ludus watch`"
         )
     settings: dict[str, Any] = {"tensorboard": "tensorboard" in reports}
     if "wandb" in reports:

@@ -54,10 +54,10 @@ def _check_distribution(args: GRPOConfig) -> None:
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
     )
-    changed = rollout.changed_distribution
-    if changed is None or correction(args)["kind"] == "off":
+    changed_fields = rollout.changed_distribution
+    if changed_fields is None or correction(args)["kind"] == "off":
         return
-    name, value, effect = changed
+    name, value, effect = changed_fields
     raise ConfigError(
         f"GRPOConfig.{name} = {value} samples from a {effect} distribution, whose log-probs cannot "
         "be compared with the learner's, but vllm_importance_sampling_correction does; set "

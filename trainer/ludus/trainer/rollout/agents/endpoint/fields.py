@@ -202,10 +202,10 @@ def choose_tools(tools: tuple[ToolSpec, ...], choice: Any) -> tuple[ToolSpec, ..
                 "tool_choice",
                 f"expected 'none', 'auto', 'required' or a function, got {quote(choice)}",
             )
-    chosen = tuple(tool for tool in tools if tool["function"]["name"] == name)
-    if not chosen:
+    chosen_tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    if not chosen_tools:
         raise FieldError("tool_choice", f"expected one of the request's tools, got {quote(name)}")
-    return chosen
+    return chosen_tools
 
 
 def refuse_top_logprobs(body: JsonObject) -> None:

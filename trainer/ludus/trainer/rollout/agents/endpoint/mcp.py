@@ -57,8 +57,8 @@ async def _call(tools: EpisodeTools, request_id: Any, params: JsonObject) -> Jso
             _INVALID_PARAMS,
             f"expected one of {names} with arguments, got {quote(name)} with {quote(arguments)}",
         )
-    text, failed = await tools.call(ToolCall(str(name), arguments))
-    return _result(request_id, {"content": [{"type": "text", "text": text}], "isError": failed})
+    text, has_failed = await tools.call(ToolCall(str(name), arguments))
+    return _result(request_id, {"content": [{"type": "text", "text": text}], "isError": has_failed})
 
 
 def _server_info(params: JsonObject) -> JsonObject:

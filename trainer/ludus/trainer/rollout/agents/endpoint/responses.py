@@ -177,17 +177,17 @@ def response_events(body: JsonObject) -> Iterator[JsonObject]:
         return {"type": kind, "sequence_number": next(numbers), **fields}
 
     empty: JsonObject = {"output": [], "usage": None, "incomplete_details": None}
-    started = {**body, "status": "in_progress", **empty}
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
+    started_response = {**body, "status": "in_progress", **empty}
+    yield event("response.created", response=started_response)
+    yield event("response.in_progress", response=started_response)
     for index, item in enumerate(body["output"]):
-        unfinished = {**item, "status": "in_progress"}
+        unfinished_item = {**item, "status": "in_progress"}
         for name in ("content", "summary"):
             if name in item:
-                unfinished[name] = []
+                unfinished_item[name] = []
         if "arguments" in item:
-            unfinished["arguments"] = ""
-        yield event("response.output_item.added", output_index=index, item=unfinished)
+            unfinished_item["arguments"] = ""
+        yield event("response.output_item.added", output_index=index, item=unfinished_item)
         for kind, fields in _item_events(item):
             yield event(kind, output_index=index, item_id=item["id"], **fields)
         yield event("response.output_item.done", output_index=index, item=item)
@@ -205,18 +205,18 @@ def _without_preferences(body: Any) -> Any:
     if isinstance(fields.get("text"), dict):
         fields["text"] = {k: v for k, v in fields["text"].items() if k != "verbosity" and v}
     if isinstance(fields.get("reasoning"), dict):
-        ignored = ("effort", "summary", "generate_summary")
+        ignored_fields = ("effort", "summary", "generate_summary")
         reasoning = fields["reasoning"]
-        fields["reasoning"] = {k: v for k, v in reasoning.items() if k not in ignored and v}
+        fields["reasoning"] = {k: v for k, v in reasoning.items() if k not in ignored_fields and v}
     return fields
 
 
 def _read_include(fields: JsonObject) -> list[Any]:
     options = read_list(fields, "include")
-    unknown = [option for option in options if option not in _INCLUDE_OPTIONS]
-    if unknown:
+    unknown_options = [option for option in options if option not in _INCLUDE_OPTIONS]
+    if unknown_options:
         raise FieldError(
-            "include", f"expected some of {list(_INCLUDE_OPTIONS)}, got {quote(unknown[0])}"
+            "include", f"expected some of {list(_INCLUDE_OPTIONS)}, got {quote(unknown_options[0])}"
         )
     return options
 

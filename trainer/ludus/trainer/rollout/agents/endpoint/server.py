@@ -230,11 +230,11 @@ async def _run_until_gone(
     Raises:
         ApiError: the result was cancelled.
     """
-    running = asyncio.ensure_future(handling)
-    episode.running.add(running)
-    watching = asyncio.ensure_future(_cancel_on_disconnect(request, running))
+    handling_task = asyncio.ensure_future(handling)
+    episode.running.add(handling_task)
+    watching = asyncio.ensure_future(_cancel_on_disconnect(request, handling_task))
     try:
-        return await running
+        return await handling_task
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
@@ -242,8 +242,8 @@ async def _run_until_gone(
             "the episode is over, or its client has disconnected", status=401, code="episode_over"
         ) from None
     finally:
-        episode.running.discard(running)
-        running.cancel()
+        episode.running.discard(handling_task)
+        handling_task.cancel()
         watching.cancel()
 
 
