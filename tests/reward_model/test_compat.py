@@ -50,7 +50,7 @@ def test_dry_run_checks_the_data_and_writes_nothing(
 @pytest.mark.parametrize(
     ("prompts", "answers", "message"),
     [
-        ("bread", "good", r"prompts and answers must be lists, got a text; write \[text\]"),
+        ("bread", "good", r"prompts and answers must be lists, got a string; pass \[text\]"),
         ([None], ["good"], "expected a text, a list of messages .* got None"),
         (["bread"], [5], "expected a text, a list of messages .* got 5"),
         ([[{"role": "user"}]], ["good"], "expected a text, a list of messages"),

@@ -59,17 +59,17 @@ def check(
         float,
         typer.Option(
             min=0.0,
-            help="Seconds to wait for an address to open a session; it may start a server first.",
+            help="Seconds to wait for an address to open a session; a server may have to start.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Check that an environment or a server keeps its contract. Exit code 1 if it does not.
+    """Check that an environment or a server fulfills its contract. Exit code 1 if it does not.
 
     The check briefly opens up to 16 sessions on a server. Features that OpenEnv's own servers
-    lack are reported as not offered. A rule that exceeds its time limit counts as broken; after
-    three of those, the remaining rules are not tried.
+    lack are reported as not offered. A rule that exceeds its time limit counts as broken. After
+    three such rules, the remaining rules are skipped.
 
     Example: `ludus env check openspiel_env --option game=tic_tac_toe`
 

@@ -103,7 +103,7 @@ class RewardModel(nn.Module):
             ConfigError: the numbers of prompts and answers differ, or a pair is empty.
         """
         if isinstance(prompts, str) or isinstance(answers, str):
-            raise ConfigError("prompts and answers must be lists, got a text; write [text]")
+            raise ConfigError("prompts and answers must be lists, got a string; pass [text]")
         if len(prompts) != len(answers):
             raise ConfigError(
                 f"each answer needs a prompt, got {len(prompts)} prompts and {len(answers)} answers"

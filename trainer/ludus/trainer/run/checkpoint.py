@@ -277,9 +277,8 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
     version = state.streams if "streams" in state.model_fields_set else 0
     if version != STREAMS_VERSION:
         raise CheckpointError(
-            f"checkpoint '{checkpoint}' was written by a version of Ludus that draws other random "
-            f"numbers: expected streams of version {STREAMS_VERSION}, got {version}; continue with "
-            "the version that wrote it, or start again with --overwrite or under another name "
+            f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus uses "
+            f"version {STREAMS_VERSION}; continue with the Ludus that wrote the checkpoint, or start again with --overwrite or under another name "
             "(`ludus eval` can still evaluate its policy)"
         )
 

@@ -85,7 +85,7 @@ class RecordingOptions:
     built_from: TargetFactory | None = None
     """Factory of the environment, for replays that name no target."""
     first_seed: int | None = None
-    """Seed of the first reset without a seed; later resets count up. None draws random seeds."""
+    """Seed of the first reset without a seed; each later reset adds 1. None draws random seeds."""
     max_file_bytes: int = MAX_FILE_BYTES
     max_episode_bytes: int = MAX_EPISODE_BYTES
     max_running_bytes: int = MAX_RUNNING_BYTES

@@ -75,8 +75,8 @@ class ServerOptions(BaseModel):
     grpc_port: int | None = Field(None, ge=0, le=65_535)
     """Port for gRPC. Default: port + 10000, or a free port if the port is 0."""
     admin_port: int | None = Field(None, ge=0, le=65_535)
-    """Port for probes, /drain and /metrics over HTTP, without token and TLS, which only the
-    cluster should reach. 0 uses a free port. Default: no admin port."""
+    """Port for probes, /drain and /metrics over HTTP, without token and TLS. Only the
+    cluster should be able to reach it. 0 uses a free port. Default: no admin port."""
     max_sessions: int = Field(256, ge=1)
     """Maximum number of open sessions."""
     drain_grace_s: float = Field(0.0, ge=0)
@@ -87,7 +87,7 @@ class ServerOptions(BaseModel):
     wait_for_slot_s: float = Field(0.0, ge=0)
     """Seconds that an open waits for a free session."""
     first_seed: int | None = Field(None, ge=0)
-    """Seed of the first reset without a seed; later resets count up. Default: random seeds."""
+    """Seed of the first reset without a seed; each later reset adds 1. Default: random seeds."""
     check_determinism: bool = False
     """Check at the start, for about two seconds, whether equal seeds give equal episodes."""
     deterministic: bool = False
@@ -108,7 +108,7 @@ class ServerOptions(BaseModel):
     tls_key: Path | None = None
     """PEM file with the certificate's private key."""
     tls_client_ca: Path | None = None
-    """PEM file with authorities; clients must then show certificates of these authorities."""
+    """PEM file with the certificate authorities that must sign the clients' certificates."""
     isolation: Isolation = "inline"
     """inline: sessions run in the server, which is fastest, but code that crashes or hangs stops
     the server. pool: sessions share worker processes. process: each session has its own."""
@@ -128,11 +128,11 @@ class ServerOptions(BaseModel):
     disk_limit_mb: int = Field(1024, ge=0)
     """Size limit of a worker's folder in MB; 0 sets no limit."""
     pass_env: tuple[str, ...] = ()
-    """Environment variable that workers also get; by default they get few, and no secrets. May
-    be repeated."""
+    """Environment variable to pass to workers, which by default receive few variables and no
+    secrets. Repeatable."""
     allow_read: tuple[Path, ...] = ()
     """File or folder that workers may read, in addition to the system, the code and the paths in
-    the environment's options. May be repeated."""
+    the environment's options. Repeatable."""
     allow_write: tuple[Path, ...] = ()
     """File or folder that workers may read and write, in addition to each worker's folder. May be
     repeated."""

@@ -21,7 +21,7 @@ class CoreOptions:
     max_waiting: int = 1024
     """Maximum number of opens that wait; more are refused."""
     first_seed: int | None = None
-    """Seed of the first reset without a seed; later resets count up. None sets no seed."""
+    """Seed of the first reset without a seed; each later reset adds 1. None sets no seed."""
     is_deterministic: bool = False
     """True if `check_environment` found the environment deterministic."""
     server_id: str = field(default_factory=new_server_id)

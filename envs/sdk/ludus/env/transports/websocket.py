@@ -309,8 +309,8 @@ class WebSocketSession:
             message["step_index"] = step_index
         if isinstance(action, str) and not self._transport.has_extras:
             raise InvalidCallError(
-                f"expected a JSON action: {self._address} is an upstream OpenEnv server"
-                " and does not accept text"
+                f"{self._address}, an upstream OpenEnv server, does not accept text;"
+                " send a JSON action"
             )
         return {**message, "text": action} if isinstance(action, str) else message
 
