@@ -34,7 +34,9 @@ async def test_resume_with_other_random_numbers_is_refused(
         saved = await checkpoints.commit(folder, RunState(step=5), [])
     previous = sorted(path for path in tmp_path.rglob("*"))
     monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
-    with pytest.raises(CheckpointError, match="streams of version 2, got 1; continue with"):
+    with pytest.raises(
+        CheckpointError, match="streams of version 1, but this Ludus uses version 2; continue with"
+    ):
         async with Trainer(run, resume="always"):
             raise AssertionError("the run resumed")
     assert sorted(path for path in tmp_path.rglob("*")) == previous

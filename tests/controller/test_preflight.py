@@ -73,7 +73,7 @@ async def test_resume_with_other_random_numbers_is_reported(
     with checkpoints.prepare(5) as folder:
         await checkpoints.commit(folder, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)
-    with pytest.raises(UserError, match="streams of version 2, got 1"):
+    with pytest.raises(UserError, match="streams of version 1, but this Ludus uses version 2"):
         await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
 
 

@@ -277,8 +277,9 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
     version = state.streams if "streams" in state.model_fields_set else 0
     if version != STREAMS_VERSION:
         raise CheckpointError(
-            f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus uses "
-            f"version {STREAMS_VERSION}; continue with the Ludus that wrote the checkpoint, or start again with --overwrite or under another name "
+            f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus "
+            f"uses version {STREAMS_VERSION}; continue with the Ludus that wrote it, or "
+            "start again with --overwrite or under another name "
             "(`ludus eval` can still evaluate its policy)"
         )
 
