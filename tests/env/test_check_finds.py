@@ -129,7 +129,7 @@ def with_metadata(num_bytes: int):
 
 
 @pytest.mark.parametrize(
-    ("deeds", "rule", "said"),
+    ("deeds", "rule", "message"),
     [
         ({"answers": lambda good: [1, 2]}, TRAVEL, "legal_answers must be a list of strings"),
         ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers must be a list of strings"),
