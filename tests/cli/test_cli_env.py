@@ -163,7 +163,7 @@ def test_a_port_in_use_is_named(ludus: RunCli) -> None:
             *("--grpc-port", "0"),
         )
     assert result.code == 2
-    assert f"got {port}" in result.err
+    assert f"port {port} is in use" in result.err
     assert "Traceback" not in result.err
 
 

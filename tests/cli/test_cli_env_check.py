@@ -111,7 +111,7 @@ from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 class Catch(OpenSpielEnvironment):
     def __init__(self):
-        super().__init__("catch")
+        super().__init__(game="catch")
 
 
 class NamelessTool(Catch):

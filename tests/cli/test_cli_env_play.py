@@ -78,7 +78,7 @@ def test_without_text_a_bare_value_is_the_only_required_field(
         "from openspiel_env.server.openspiel_environment import OpenSpielEnvironment\n"
         "class Wordless(OpenSpielEnvironment):\n"
         "    def __init__(self):\n"
-        "        super().__init__('catch')\n"
+        "        super().__init__(game='catch')\n"
         "        self.text_renderer = None\n"
     )
     monkeypatch.delitem(sys.modules, "wordless", raising=False)
@@ -96,7 +96,7 @@ from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 class WithTools(OpenSpielEnvironment):
     def __init__(self):
-        super().__init__("catch")
+        super().__init__(game="catch")
 
     @property
     def tools(self):

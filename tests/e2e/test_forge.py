@@ -45,7 +45,7 @@ def test_a_program_trains_in_parts_what_another_trains_at_once(
     assert (seen["versions"], seen["the same by its prompt"]) == ([3, 3, 3], True)
     assert set(seen["texts"]) <= {"HIT", "STAND"}
     assert all(num_tokens == num_logprobs for num_tokens, num_logprobs in seen["tokens"])
-    assert seen["summary"] and "6 are trained; raise trainer.training.steps" in seen["refused"]
+    assert seen["summary"] and "all 6 steps are trained" in seen["refused"]
     # The policy wins 38.35 % of these games and draws 4.96 %. A draw has reward 0.5 and is no win.
     played = seen["stand"]
     assert abs(sum(played["win_rates"]) / len(played["win_rates"]) - 0.3835) < 0.02

@@ -101,12 +101,15 @@ class GRPOTrainer:
         """
         num_remaining = self.run_config.training.num_steps - self._trainer.num_steps_trained
         steps = num_remaining if steps is None else steps
+        if num_remaining == 0:
+            raise ConfigError(
+                f"all {self.run_config.training.num_steps} steps are trained; raise "
+                "trainer.training.steps"
+            )
         if not 1 <= steps <= num_remaining:
             raise ConfigError(
-                f"steps must be between 1 and {num_remaining}, got {steps}: "
-                f"{self._trainer.num_steps_trained} of the run's "
-                f"{self.run_config.training.num_steps} steps are trained; raise "
-                "trainer.training.steps"
+                f"steps must be between 1 and {num_remaining}, the number of remaining steps, got "
+                f"{steps}; raise trainer.training.steps"
             )
         on_step = on_step or _StepPrinter(steps)
         trained_steps: list[Step] = []
