@@ -12,7 +12,7 @@ from ludus.proto.config import ClipLoss, GspoLoss
 from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
 from ludus.trainer.algorithms.policy_loss import clip_loss, gspo_loss, kl
-from ludus.trainer.algorithms.preference import bradley_terry_loss
+from ludus.trainer.algorithms.preference import listwise_loss
 from ludus.trainer.algorithms.ratios import (
     geometric_mask,
     sequence_log_ratio,
@@ -229,7 +229,8 @@ def test_table_gspo_loss(
 )
 def test_table_bradley_terry(differences: list[float], expected: float) -> None:
     rejected = f64([0.3] * len(differences))
-    loss = bradley_terry_loss(rejected + f64(differences), rejected)
+    scores = torch.stack([rejected + f64(differences), rejected], dim=1)
+    loss = listwise_loss(scores, torch.zeros(len(differences), dtype=torch.int64))
     assert loss.item() == pytest.approx(expected, abs=PRINTED_7)
 
 
