@@ -71,7 +71,7 @@ def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, A
     unknown_names = sorted(sampling_params.keys() - SAMPLING_PARAMETERS.keys())
     if unknown_names:
         raise ConfigError(
-            f"sampling_params does not support {', '.join(unknown_names)}; the supported parameters are "
-            f"{', '.join(SAMPLING_PARAMETERS)}"
+            f"sampling_params does not support {', '.join(unknown_names)}; the supported "
+            f"parameters are {', '.join(SAMPLING_PARAMETERS)}"
         )
     return {SAMPLING_PARAMETERS[name]: value for name, value in sampling_params.items()}
