@@ -69,7 +69,7 @@ async def test_run_stops_if_workers_find_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def behave(actor: FakeActor) -> None:
-        actor._ping = for_ever
+        actor.in_ping = for_ever
 
     settings = TWO | {"placement": {"start_timeout_s": 0.1}}
     with pytest.raises(WorkerStartError, match=r"0 of 2 .*; worker 0 waits for room; worker 1"):

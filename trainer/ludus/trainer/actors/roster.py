@@ -126,7 +126,7 @@ class Roster:
         if isinstance(error, CanaryError):
             self.num_breaches += 1
             self.breaches_in_a_row[worker.number] += 1
-            # Its running groups are sampled from unknown weights.
+            # The weights that sample its running groups are unknown.
             worker.actor.abandon.remote()
 
     def notify(self) -> None:

@@ -184,8 +184,8 @@ class Supervisor:
             )
         if len(worker.load_errors) < _MAX_LOADS:
             return
-        others = [other for other in self.roster.started if other is not worker]
-        if any(len(other.load_errors) < _MAX_LOADS for other in others):
+        peers = [peer for peer in self.roster.started if peer is not worker]
+        if any(len(peer.load_errors) < _MAX_LOADS for peer in peers):
             raise _UnfitError(str(error))
         if isinstance(error, CanaryError):
             raise CanaryError(f"{error}, nor does any other worker")

@@ -54,7 +54,7 @@ class LossInputs:
     mask: Tensor
     """bool [N, T], True = sampled by the policy."""
 
-    def masked(self) -> LossInputs:
+    def apply_mask(self) -> LossInputs:
         """Return the inputs with zeros outside the mask, and gradients only where needed."""
 
         def zero_outside(values: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def policy_gradient_loss(
             f"ref_logprobs must be a tensor when kl_coef = {kl_coef}, got None; compute them with "
             "the reference model or set kl_coef = 0"
         )
-    inputs = inputs.masked()
+    inputs = inputs.apply_mask()
     new, old, rollout = inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs
     mask = inputs.mask
     ref = new.detach() if inputs.ref_logprobs is None else inputs.ref_logprobs

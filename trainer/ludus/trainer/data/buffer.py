@@ -89,7 +89,7 @@ class Refusal:
 
     index: int
     is_lost: bool
-    """Whether the task is not to blame: infrastructure failed, or the weights were too old."""
+    """True if infrastructure failed, or the weights were too old; the task is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,13 +76,13 @@ class ProgressMonitor:
         self._logged: set[tuple[str, str]] = set()
         """Pairs of environment and kind of failure."""
 
-    def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, taken: bool) -> None:
+    def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, is_taken: bool) -> None:
         """Check the counts since the last batch.
 
         Args:
             counts: counts by environment.
             now_s: current time.
-            taken: whether the next batch was taken, so that the counts start again.
+            is_taken: whether the next batch was taken, so that the counts start again.
 
         Raises:
             TrainingStalledError: nothing can be learned from the groups, or none finishes.
@@ -97,8 +97,8 @@ class ProgressMonitor:
             previous_counts = self._previous.get(name, RolloutCounts())
             self._check_initial_failures(name, previous_counts, current_counts, now_s)
             self._check_void_groups(name, previous_counts, current_counts, now_s)
-        self._previous = {} if taken else dict(counts)
-        if taken:
+        self._previous = {} if is_taken else dict(counts)
+        if is_taken:
             self._wait = None
             return
         self._check_zero_variance(total(counts.values()))

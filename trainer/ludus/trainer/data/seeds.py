@@ -24,7 +24,7 @@ class GroupSeeds:
     run_seed: int
     group_size: int
     shared: bool
-    """Whether all episodes of a group have the same task."""
+    """True if all episodes of a group have the same task."""
     num_tasks: Mapping[str, int] = field(default_factory=dict)
     """Number of tasks of each environment whose tasks are counted, by name."""
 

@@ -128,7 +128,7 @@ class Learner:
         self._algorithm = make_algorithm(algorithm)
         critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
         self._policy = self._load_policy(value_head=isinstance(critic, HeadCritic))
-        # With adapters, the reference model is the policy with its adapters disabled.
+        # The reference model of adapters is the policy with its adapters disabled.
         self._reference = (
             self._load_policy(offload=config.offload_reference)
             if algorithm.kl_coef > 0 and spec.lora is None
@@ -224,7 +224,7 @@ class Learner:
         logprobs_of_prompts: list[list[float]] = []
         for start in range(0, len(prompts), _PROMPTS_PER_PASS):
             chunk = prompts[start : start + _PROMPTS_PER_PASS]
-            micro_batch = pack_one_micro_batch([_to_sample(prompt) for prompt in chunk])
+            micro_batch = pack_one_micro_batch([_scoring_sample(prompt) for prompt in chunk])
             micro_batch = micro_batch.to(self._device)
             output: PolicyOutput = self._policy(micro_batch.rows, temperature=1.0)
             rows = micro_batch.gather_samples(output.logprobs)
@@ -462,7 +462,7 @@ def _checked_writes(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _to_sample(canary: ScoringRequest) -> TrainingSample:
+def _scoring_sample(canary: ScoringRequest) -> TrainingSample:
     token_ids = canary.prompt_ids + canary.completion_ids
     mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
     return unscored_sample(token_ids, mask)

@@ -51,7 +51,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
-        """Whether a conversation only grows; otherwise every turn is rendered again."""
+        """True if a conversation only grows; otherwise every turn is rendered again."""
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts occur thousands of times.

@@ -245,7 +245,7 @@ class Controller:
         """
         while not self.stop_request.is_set:
             batch = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
-            progress.observe(batch.counts, time.monotonic(), taken=bool(batch.groups))
+            progress.observe(batch.counts, time.monotonic(), is_taken=bool(batch.groups))
             if batch.groups:
                 return batch
         return None
