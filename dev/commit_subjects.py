@@ -42,10 +42,10 @@ def _git(*arguments: str) -> str:
 
 def new_commits() -> str:
     """Return the revision range of the commits to which the rule applies."""
-    known = subprocess.run(
+    result = subprocess.run(
         ["git", "cat-file", "-e", f"{RULE_INTRODUCED}^{{commit}}"], cwd=ROOT, capture_output=True
     )
-    return f"{RULE_INTRODUCED}..HEAD" if known.returncode == 0 else "-1"
+    return f"{RULE_INTRODUCED}..HEAD" if result.returncode == 0 else "-1"
 
 
 def main() -> int:

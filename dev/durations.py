@@ -5,7 +5,7 @@
 
 `make test` leaves its report in .cache/tests.xml. Only tests of 3 s and more are compared. The
 median ratio of all of them stands for the speed of the machine. A test that exceeds its limit is
-run once more, alone, before it fails: the other processes may have delayed it.
+run again, alone, before it fails: the other processes may have delayed it.
 """
 
 from __future__ import annotations

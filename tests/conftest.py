@@ -1,4 +1,4 @@
-"""What every test stands on: kept bytecode, repeatable examples, files in order."""
+"""Settings of all tests: kept bytecode, repeatable examples, and the order of files."""
 
 from __future__ import annotations
 
@@ -12,73 +12,73 @@ import grpc
 import pytest
 from hypothesis import settings
 
-# The tests start hundreds of Python processes. Where nothing compiled may be kept, each of them
-# compiles the whole SDK again, which takes longer than most tests.
+# The tests start hundreds of Python processes. Without cached bytecode, each process would compile
+# the whole SDK, which takes longer than most tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tiny models want one thread: more only wait for each other, and for the other processes'.
+# Tiny models need one thread. More threads only wait for each other and for other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine must not fail a test, and two runs must draw the same examples.
+# A busy machine must not fail a test, and every run must use the same examples.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
 WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
-"""Tests that take long and share no fixture: each may go to another process than its neighbours."""
+"""Long tests without shared fixtures, which may run in different processes."""
 
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files that have slow tests alone: each process would import what they need."""
+    """Skip files with slow tests only, whose imports would delay every process."""
     if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
         return None
     return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_configure() -> None:
-    # With the last of its objects gRPC's engine ends, and waits for ever for calls whose event loop
-    # is closed: a server that one test left running would stop whichever test collects it.
+    # gRPC's engine stops with its last object and waits indefinitely for calls whose event loop is
+    # closed. A server that a test left running would block the test that collects it.
     grpc.aio.init_grpc_aio()
-    # An import makes objects that stay; to look through them again and again finds nothing.
+    # Objects created by imports stay; collecting garbage during imports is useless.
     gc.disable()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Keep how it ended for dev/test_again.py: a part is enough only where all tests ran."""
+    """Record the exit status for dev/test_again.py, which needs a complete run."""
     if not hasattr(session.config, "workerinput") and hasattr(session.config, "cache"):
         session.config.cache.set("ludus/exit_status", int(exitstatus))
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but none of what the imports have made."""
+    """Enable garbage collection again, without the objects of the imports."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put whole runs and slow files first, in turns; fast ones fill what is left at the end.
+    """Put whole runs and slow files first, alternating; fast files fill the end.
 
-    A whole run keeps more than a core busy, and a slow file mostly waits for what it has started:
-    beside each other they take the least time.
+    A whole run uses more than a core, and a slow file mostly waits for the processes it has
+    started. Running them concurrently takes the least time.
     """
-    whole = dict.fromkeys(item.path for item in items if item.nodeid.startswith(WHOLE_RUNS))
+    whole_runs = dict.fromkeys(item.path for item in items if item.nodeid.startswith(WHOLE_RUNS))
     slow = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
-    waiting = [path for path in slow if path not in whole]
-    place = {
-        path: (number + 0.5) / len(files)
-        for files in (whole, waiting)
-        for number, path in enumerate(files)
+    waiting = [path for path in slow if path not in whole_runs]
+    priorities = {
+        path: (index + 0.5) / len(files)
+        for files in (whole_runs, waiting)
+        for index, path in enumerate(files)
     }
-    items.sort(key=lambda item: place.get(item.path, 1.0))
+    items.sort(key=lambda item: priorities.get(item.path, 1.0))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """The scheduler of `-n`: a file stays in one process, with the servers that its tests share."""
+    """Return the scheduler for `-n`: a file runs in one process with its shared servers."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

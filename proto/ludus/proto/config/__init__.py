@@ -28,7 +28,7 @@ from ludus.proto.config.environment import (
     RemoteEnvironment,
     RewardModelTerm,
     RewardTerm,
-    ServerAddress,
+    ServerConnection,
 )
 from ludus.proto.config.language_model import EvalConfig, LanguageModelRun, TrainingConfig
 from ludus.proto.config.load import (
@@ -122,7 +122,7 @@ __all__ = [
     "S3WeightStore",
     "SequenceMask",
     "SequenceTis",
-    "ServerAddress",
+    "ServerConnection",
     "TinyModel",
     "TokenTis",
     "TrainingConfig",

@@ -241,7 +241,7 @@ class ClientTls(Section):
         return self
 
 
-class ServerAddress(Section):
+class ServerConnection(Section):
     """The address of a running server, and its credentials."""
 
     kind: Literal["remote"] = "remote"
@@ -255,7 +255,7 @@ class ServerAddress(Section):
     """Time in seconds that a lost server may be unreachable before the run stops."""
 
 
-class RemoteEnvironment(ServerAddress, _Environment):
+class RemoteEnvironment(ServerConnection, _Environment):
     """A running environment server."""
 
     reconnect_timeout_s: Seconds = 60.0

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ludus.proto.config.environment import EnvironmentName, ServerAddress
+from ludus.proto.config.environment import EnvironmentName, ServerConnection
 from ludus.proto.config.section import (
     ImportPath,
     LearningRate,
@@ -55,7 +55,7 @@ class LocalNetworkEnvironment(_NetworkEnvironment):
         return package
 
 
-class RemoteNetworkEnvironment(_NetworkEnvironment, ServerAddress):
+class RemoteNetworkEnvironment(_NetworkEnvironment, ServerConnection):
     """A running environment server with numeric actions and observations."""
 
 

@@ -367,7 +367,10 @@ def _replace_functions(value: Any, key: str = "") -> Any:
 
 
 def _name_reward_term(value: Any) -> Any:
-    """Name a reward term after its function, because the function's path may contain a number."""
+    """Set the name of a reward term to the name of its function.
+
+    The default name, from the function's path, may contain a number.
+    """
     term = {"function": value} if callable(value) else value
     if not isinstance(term, Mapping) or not callable(term.get("function")):
         return term

@@ -27,7 +27,7 @@ from ludus.proto.config import (
     LanguageModelRun,
     LocalEnvironment,
     RemoteEnvironment,
-    ServerAddress,
+    ServerConnection,
 )
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
@@ -165,9 +165,9 @@ async def connect_environments(
         yield environments
 
 
-def make_connect_options(config: EnvironmentConfig | ServerAddress) -> ConnectOptions:
+def make_connect_options(config: EnvironmentConfig | ServerConnection) -> ConnectOptions:
     """Return the client's options for an environment; the token comes from its variable."""
-    if not isinstance(config, ServerAddress):
+    if not isinstance(config, ServerConnection):
         return ConnectOptions(reconnect_timeout_s=config.reconnect_timeout_s)
     return ConnectOptions(
         token=os.environ.get(config.token_env),
