@@ -45,7 +45,7 @@ def create(
     """Create an object; Kubernetes ignores the namespace of a cluster-wide kind."""
     metadata = {"name": name, "namespace": namespace}
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
-    kubectl("create", "-f", "-", manifest=json.dumps(manifest))
+    kubectl("create", "-f", "-", stdin=json.dumps(manifest))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from datasets import Dataset
 from ludus.trainer.compat.trl.dataset import PromptRows
 
 columns = {"prompt": ["Word to echo:", "2 + 2 ="], "answer": [None, 4], "tags": [["a"], ["b", "c"]]}
-print(json.dumps([dict(row) for row in PromptRows.of(Dataset.from_dict(columns), "rows").rows]))
+print(json.dumps([dict(row) for row in PromptRows.read(Dataset.from_dict(columns), "rows").rows]))
 """
 
 

@@ -14,7 +14,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from tests.conformance.parties import upstream_server
 from tests.e2e.runs import start_run
-from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+from tests.rollout.scripted_policy import LIMITS, make_player
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
@@ -58,14 +58,14 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
             paid = result.reward
             chat = ChatTokenizer(make_tokenizer(shown + answers, 400))
             player, policy = make_player(client, chat, iter(answers), limits)
-            rollout = await player.play(3, SAMPLING)
+            rollout = await player.play_episode(3)
             assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, paid)
             assert len(rollout.turns) == len(answers)
             first = chat.decode_prompt(policy.prompts[0])
             assert "You play" in first and "action_id" in first and "info_state: [" in first
             assert "You play" not in shown[1]
             player, _ = make_player(client, chat, iter(["left"]), limits)
-            assert (await player.play(3, SAMPLING)).status is RolloutStatus.INVALID_ACTION
+            assert (await player.play_episode(3)).status is RolloutStatus.INVALID_ACTION
 
 
 @pytest.mark.parametrize("game", GAMES)
