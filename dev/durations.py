@@ -3,9 +3,10 @@
     python dev/durations.py check     fails if a test takes half as long again as recorded
     python dev/durations.py record    writes tests/durations.json from the last `make test`
 
-`make test` leaves its report in .cache/tests.xml. Only tests of 3 s and more are compared. The
-median ratio of all of them stands for the speed of the machine. A test that exceeds its limit is
-run again, alone, before it fails: the other processes may have delayed it.
+`make test` leaves its report in .cache/tests.xml. Only recorded tests, of 3 s and more, are
+compared; a slow test without a record is named. The median ratio of all of them stands for the
+speed of a slower machine. A test that exceeds its limit is run again, alone, before it fails: the
+other processes may have delayed it.
 """
 
 from __future__ import annotations
@@ -50,17 +51,25 @@ def find_grown(
     """
     limits = {
         test: recorded[test] * machine * MAX_GROWTH + SLACK_S
-        if test in recorded
-        else MAX_UNRECORDED_S * machine
         for test in durations
+        if test in recorded
     }
     return {test: limit for test, limit in limits.items() if durations[test] > limit}
 
 
+def find_unrecorded(durations: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
+    """Return the slow tests without a recorded duration."""
+    return [
+        test
+        for test, seconds in durations.items()
+        if test not in recorded and seconds > MAX_UNRECORDED_S
+    ]
+
+
 def measure_machine(durations: Mapping[str, float], recorded: Mapping[str, float]) -> float:
-    """Return the median ratio of measured to recorded seconds; 1.0 without common tests."""
+    """Return the median ratio of measured to recorded seconds, at least 1.0."""
     ratios = [durations[test] / seconds for test, seconds in recorded.items() if test in durations]
-    return statistics.median(ratios) if ratios else 1.0
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def check() -> int:
@@ -69,6 +78,8 @@ def check() -> int:
     durations = read_report(REPORT)
     machine = measure_machine(durations, recorded)
     grown = find_grown(durations, recorded, machine)
+    for test in find_unrecorded(durations, recorded):
+        print(f"{test} took {durations[test]:.1f} s and has no recorded duration")
     for test in list(grown):
         print(f"{test} took {durations[test]:.1f} s, limit {grown[test]:.1f} s; running it alone")
         alone = REPORT.with_name("alone.xml")

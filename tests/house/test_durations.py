@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from durations import find_grown, measure_machine, read_report
+from durations import find_grown, find_unrecorded, measure_machine, read_report
 
 
 def test_only_passed_tests_are_read_from_a_report(tmp_path: Path) -> None:
@@ -33,5 +33,10 @@ def test_limits_scale_with_the_speed_of_the_machine() -> None:
     assert list(find_grown(durations, recorded, machine)) == ["c"]
 
 
-def test_a_long_test_must_be_recorded() -> None:
-    assert list(find_grown({"new": 31.0, "short": 5.0}, {}, 1.0)) == ["new"]
+def test_a_faster_machine_does_not_tighten_the_limits() -> None:
+    assert measure_machine({"a": 5.0}, {"a": 10.0}) == 1.0
+
+
+def test_a_slow_test_without_a_record_is_named() -> None:
+    durations = {"new": 31.0, "short": 5.0}
+    assert find_unrecorded(durations, {}) == ["new"] and not find_grown(durations, {}, 1.0)
