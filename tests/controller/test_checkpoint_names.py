@@ -46,5 +46,5 @@ async def test_resume_with_other_random_numbers_is_refused(
 def test_checkpoint_without_stream_version_is_refused() -> None:
     path = Path("step-00000005")
     check_streams(path, RunState.model_validate_json(RunState().model_dump_json()))
-    with pytest.raises(CheckpointError, match=r"got 0; .* --overwrite or under another name"):
+    with pytest.raises(CheckpointError, match=r"of version 0, .* --overwrite or under"):
         check_streams(path, RunState.model_validate_json('{"step": 5}'))

@@ -52,7 +52,7 @@ async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, 
 
 async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) -> None:
     session, _ = await client.open(close_when_done=True)
-    with pytest.raises(CapacityError, match="at most 1 session"):
+    with pytest.raises(CapacityError, match="supports only 1 session"):
         await client.open()
     await session.step({"add": 7})
     other, _ = await client.open()
@@ -61,14 +61,14 @@ async def test_a_legacy_server_has_room_for_one_session(client: AsyncEnvClient) 
     with pytest.raises(SessionLostError):
         await other.step({"add": 1})
     assert (await member.step({"add": 1})).observation["total"] == 1
-    with pytest.raises(CapacityError, match="got 3"):
+    with pytest.raises(CapacityError, match="but 3 are needed"):
         await client.open_group(2)
 
 
 async def test_what_a_legacy_server_would_ignore_is_refused(client: AsyncEnvClient, legacy) -> None:
-    with pytest.raises(ConfigError, match=r"got 7: OpenEnv 0\.1 servers ignore seeds"):
+    with pytest.raises(ConfigError, match="would ignore the seed 7, because"):
         await client.open(seed=7)
-    with pytest.raises(ConfigError, match="got game"):
+    with pytest.raises(ConfigError, match="reset options game"):
         await client.open(options={"game": "catch"})
     with pytest.raises(ConfigError, match="linger_s"):
         await client.open(linger_s=5)

@@ -96,7 +96,7 @@ def test_missing_columns_count_zero() -> None:
 def test_missing_column_is_refused(rule: str) -> None:
     columns = ["prompt", "answer", "keyword", "ideal", "recipient"]
     check_columns([f"prompts_env.rules:{rule}"], columns, "environment")
-    with pytest.raises(Exception, match="asks for"):
+    with pytest.raises(Exception, match="requires"):
         check_columns([f"prompts_env.rules:{rule}"], ["prompt"], "environment")
 
 

@@ -53,5 +53,5 @@ def test_odd_answers_follow_the_same_rule(
         assert max(scores) == scores[row["best"]]
         num_words |= {len(answer.split()) for answer in answers}
         num_garbled += any(set(answer.split()) - vocabulary for answer in answers)
-    assert num_words >= set(range(1, example.MOST_WORDS + 1))
+    assert num_words >= set(range(1, example.MAX_WORDS + 1))
     assert 50 < num_garbled < 200, "a reward model must see both"
