@@ -2,8 +2,9 @@
 
 stop      sets a stop request in the run's control file, which its ConfigMap mounts. The driver
           finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
-          reports a failure. KubeRay's own means save nothing: `suspend` deletes the cluster under
-          the driver, and a deletion sends SIGTERM when the learners are already stopping.
+          reports a failure. KubeRay cannot do this: `suspend` deletes the cluster while the driver
+          runs, and a deletion sends SIGTERM when the learners are already stopping. Both lose
+          the steps since the last checkpoint.
 resume    replaces the RayJob by a new one with the same name, and so the same folder and
           checkpoints.
 """
