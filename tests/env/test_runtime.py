@@ -84,3 +84,17 @@ def test_memory_of_a_burst_is_returned() -> None:
 def test_memory_of_a_large_message_is_returned_at_once() -> None:
     full, remaining = measure_glibc(LARGE)
     assert remaining < full / 10
+
+
+def test_collection_is_paused_for_a_block_and_its_objects_are_frozen() -> None:
+    program = (
+        "import gc\n"
+        "from ludus.env.runtime import pause_collection\n"
+        "before = gc.get_freeze_count()\n"
+        "with pause_collection():\n"
+        "    kept = [[] for _ in range(10_000)]\n"
+        "    print(gc.isenabled())\n"
+        "print(gc.isenabled(), gc.get_freeze_count() - before >= 10_000)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.split() == ["False", "True", "True"], run.stderr

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ludus.env.runtime import pause_collection
 from ludus.proto.config import NetworkRun, RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
@@ -44,11 +45,13 @@ def _train(args: argparse.Namespace) -> int:
     run = _load_run(args)
     if isinstance(run, NetworkRun):
         # Networks need neither Ray nor transformers, which are slow to import.
-        from ludus.trainer.classic.run import train as train_network
+        with pause_collection():
+            from ludus.trainer.classic.run import train as train_network
 
         train_network(run, resume=Resume(args.resume), overwrite=args.overwrite)
     else:
-        from ludus.trainer.driver.commands import train
+        with pause_collection():
+            from ludus.trainer.driver.commands import train
 
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     return 0
@@ -57,12 +60,14 @@ def _train(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     run = _load_run(args)
     if isinstance(run, NetworkRun):
-        from ludus.trainer.classic.run import check
+        with pause_collection():
+            from ludus.trainer.classic.run import check
 
         check(run, Resume(args.resume))
         return 0
-    from ludus.trainer.checks.start import check_start
-    from ludus.trainer.setup.resolve import resolve_config
+    with pause_collection():
+        from ludus.trainer.checks.start import check_start
+        from ludus.trainer.setup.resolve import resolve_config
 
     check_start(resolve_config(run), Resume(args.resume))
     return 0
@@ -84,12 +89,14 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _evaluate_run(run: RunConfig, args: argparse.Namespace) -> Evaluation:
     num_games = args.games or run.eval.num_games
     if isinstance(run, NetworkRun):
-        from ludus.trainer.classic import run as classic
+        with pause_collection():
+            from ludus.trainer.classic import run as classic
 
         return classic.evaluate(
             run, args.checkpoint, num_games=num_games, temperature=args.temperature
         )
-    from ludus.trainer.driver.commands import evaluate
+    with pause_collection():
+        from ludus.trainer.driver.commands import evaluate
 
     return asyncio.run(
         evaluate(run, args.checkpoint, num_games=num_games, temperature=args.temperature)
@@ -97,7 +104,8 @@ def _evaluate_run(run: RunConfig, args: argparse.Namespace) -> Evaluation:
 
 
 def _train_reward_model(args: argparse.Namespace) -> int:
-    from ludus.trainer.reward_model.main import train
+    with pause_collection():
+        from ludus.trainer.reward_model.main import train
 
     config = load_reward_model_config(args.config, args.set)
     result = train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)

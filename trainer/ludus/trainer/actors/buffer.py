@@ -17,21 +17,23 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
+from ludus.env.runtime import freeze_heap, pause_collection
 
-from ludus.env.runtime import freeze_heap
-from ludus.proto.config import LanguageModelRun
-from ludus.proto.errors import BufferLostError
-from ludus.trainer.actors.failure_text import describe_failure
-from ludus.trainer.actors.placement import Placement
-from ludus.trainer.core.functions import Function, register_functions, registered_functions
-from ludus.trainer.core.streams import Stream, make_random
-from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
-from ludus.trainer.core.types import Batch, RolloutGroup
-from ludus.trainer.data.batch import make_batch, shuffle_rewards
-from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
-from ludus.trainer.data.counts import RolloutCounts
+with pause_collection():
+    import ray
+    from ray.actor import ActorHandle
+
+    from ludus.proto.config import LanguageModelRun
+    from ludus.proto.errors import BufferLostError
+    from ludus.trainer.actors.failure_text import describe_failure
+    from ludus.trainer.actors.placement import Placement
+    from ludus.trainer.core.functions import Function, register_functions, registered_functions
+    from ludus.trainer.core.streams import Stream, make_random
+    from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
+    from ludus.trainer.core.types import Batch, RolloutGroup
+    from ludus.trainer.data.batch import make_batch, shuffle_rewards
+    from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
+    from ludus.trainer.data.counts import RolloutCounts
 
 
 class BufferActor:

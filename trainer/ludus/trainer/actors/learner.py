@@ -7,21 +7,23 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import ray
-import torch
-import torch.distributed as dist
+from ludus.env.runtime import freeze_heap, pause_collection
 
-from ludus.env.runtime import freeze_heap
-from ludus.proto.config import WeightStoreConfig
-from ludus.proto.errors import LearnerLostError
-from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.core.functions import Function, register_functions
-from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
-from ludus.trainer.learner.device import select_device
-from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
-from ludus.trainer.setup.shared_folder import FolderToken
-from ludus.trainer.weights import cast_floats, make_manifest
+with pause_collection():
+    import ray
+    import torch
+    import torch.distributed as dist
+
+    from ludus.proto.config import WeightStoreConfig
+    from ludus.proto.errors import LearnerLostError
+    from ludus.trainer.actors.weight_store import make_store
+    from ludus.trainer.core.functions import Function, register_functions
+    from ludus.trainer.core.interfaces import PublishedWeights
+    from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
+    from ludus.trainer.learner.device import select_device
+    from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
+    from ludus.trainer.setup.shared_folder import FolderToken
+    from ludus.trainer.weights import cast_floats, make_manifest
 
 
 class LearnerActor:

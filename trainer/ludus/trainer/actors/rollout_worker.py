@@ -14,39 +14,41 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-import torch
+from ludus.env.runtime import freeze_heap, pause_collection
 
-from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import EpisodeOutcome
-from ludus.env.runtime import freeze_heap
-from ludus.proto.config import LanguageModelRun, WeightStoreConfig
-from ludus.proto.errors import WeightSyncError
-from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.core.functions import Function, register_functions, registered_functions
-from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.tasks import Tasks
-from ludus.trainer.core.types import (
-    GroupSpec,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    SampledCompletion,
-    Sampling,
-    make_lost_group,
-)
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.engines.factory import make_engine
-from ludus.trainer.rollout.group import GroupPlayer
-from ludus.trainer.rollout.limits import sampling_settings
-from ludus.trainer.rollout.rewards.reward_models import RewardModels
-from ludus.trainer.rollout.runner import RunnerParts
-from ludus.trainer.rollout.transcript import num_transcripts
-from ludus.trainer.setup.environments import make_connect_options
-from ludus.trainer.setup.shared_folder import FolderToken
-from ludus.trainer.weights import WorkerWeights, check_canary
-from ludus.trainer.weights.adapters import AdapterMerger
+with pause_collection():
+    import ray
+    import torch
+
+    from ludus.env.client import AsyncEnvClient
+    from ludus.env.evaluation import EpisodeOutcome
+    from ludus.proto.config import LanguageModelRun, WeightStoreConfig
+    from ludus.proto.errors import WeightSyncError
+    from ludus.trainer.actors.weight_store import make_store
+    from ludus.trainer.core.functions import Function, register_functions, registered_functions
+    from ludus.trainer.core.interfaces import PublishedWeights
+    from ludus.trainer.core.tasks import Tasks
+    from ludus.trainer.core.types import (
+        GroupSpec,
+        Rollout,
+        RolloutGroup,
+        RolloutStatus,
+        SampledCompletion,
+        Sampling,
+        make_lost_group,
+    )
+    from ludus.trainer.models.chat import ChatTokenizer
+    from ludus.trainer.rollout.engines.async_engine import AsyncEngine
+    from ludus.trainer.rollout.engines.factory import make_engine
+    from ludus.trainer.rollout.group import GroupPlayer
+    from ludus.trainer.rollout.limits import sampling_settings
+    from ludus.trainer.rollout.rewards.reward_models import RewardModels
+    from ludus.trainer.rollout.runner import RunnerParts
+    from ludus.trainer.rollout.transcript import num_transcripts
+    from ludus.trainer.setup.environments import make_connect_options
+    from ludus.trainer.setup.shared_folder import FolderToken
+    from ludus.trainer.weights import WorkerWeights, check_canary
+    from ludus.trainer.weights.adapters import AdapterMerger
 
 
 @dataclass(frozen=True, slots=True)
