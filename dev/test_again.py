@@ -22,8 +22,12 @@ MAX_RETRIED = 5
 def main() -> int:
     """Run the failed tests again; return the exit status."""
     status = CACHE / "ludus" / "exit_status"
-    if not status.is_file() or status.read_text(encoding="utf-8").strip() != "1":
-        print("the tests did not run to their end with some of them failed; run them all")
+    exit_status = status.read_text(encoding="utf-8").strip() if status.is_file() else ""
+    if exit_status == "0":
+        print("no test failed, so none gets a second chance")
+        return 1
+    if exit_status != "1":
+        print("the tests did not run to their end; run them all")
         return 1
     failed = list(json.loads((CACHE / "cache" / "lastfailed").read_text(encoding="utf-8")))
     if len(failed) > MAX_RETRIED:

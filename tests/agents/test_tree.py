@@ -46,6 +46,7 @@ async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> 
     return (await tree.respond(PolicyRequest(messages, **fields)))[0]
 
 
+@pytest.mark.slow
 async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
     chat: ChatTokenizer,
 ) -> None:

@@ -189,7 +189,11 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         ({"save_path": __file__}, r"^save_path = '.*' must be a folder, but '.*\.py' is a file"),
         ({"save_path": Path(__file__) / "x"}, r"^save_path = .*but '.*\.py' is a file"),
         ({"device": 5}, "^device must be None or a string such as 'cpu', got 5"),
-        ({"env_name": "grpc://localhost:1"}, "^env_name = 'grpc://localhost:1'"),
+        pytest.param(
+            {"env_name": "grpc://localhost:1"},
+            "^env_name = 'grpc://localhost:1'",
+            marks=pytest.mark.slow,
+        ),
         ({"metrics": 5}, "metrics must be a mapping of metric sinks, got 5"),
         ({"device": "abacus"}, "device = 'abacus' cannot be used"),
     ],

@@ -101,12 +101,14 @@ async def test_few_failed_episodes_do_not_stop_the_run(
     assert "KeyError: 'tile'" in warnings[0]
 
 
+@pytest.mark.slow
 async def test_run_stops_if_all_episodes_fail(tmp_path: Path, chat: ChatTokenizer) -> None:
     run = make_run(tmp_path, chat, lambda number: True)
     with pytest.raises(EpisodesFailedError, match=r"'coins'.*step failed with KeyError: 'tile'"):
         await run.go()
 
 
+@pytest.mark.slow
 async def test_environment_that_starts_to_fail_stops_the_run(
     tmp_path: Path, chat: ChatTokenizer
 ) -> None:
@@ -116,6 +118,7 @@ async def test_environment_that_starts_to_fail_stops_the_run(
     assert run.learner.steps > 0
 
 
+@pytest.mark.slow
 async def test_broken_reward_function_stops_the_run(tmp_path: Path, chat: ChatTokenizer) -> None:
     reward = Reward([RewardTerm(function="tests.rollout.reward_functions:fails")])
     run = make_run(tmp_path, chat, lambda number: False, reward=reward)

@@ -74,6 +74,7 @@ def put_in_cache(cache: Path, folder: Path) -> None:
     (cached_model / "refs" / "main").write_text("abc")
 
 
+@pytest.mark.slow
 def test_silent_hub_is_tried_once_and_named(hub: SilentHub) -> None:
     message = (
         rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"

@@ -66,6 +66,14 @@ def test_resume_without_checkpoint_is_reported(tmp_path: Path) -> None:
     check(tmp_path, resume=Resume.AUTO)
 
 
+def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / CHECKPOINTS_FOLDER / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])
+    with pytest.raises(UserError, match=r"cannot be read.*--overwrite"):
+        check(tmp_path, resume=Resume.ALWAYS)
+
+
 async def test_resume_with_other_random_numbers_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ async def test_slow_evaluation_ends_at_its_limit() -> None:
         await evaluator.evaluate(8)
 
 
+@pytest.mark.slow
 async def test_run_without_finished_groups_stops_and_names_them(tmp_path: Path) -> None:
     def prepare(workers: SimulatedWorkers, _: Controller) -> None:
         workers.duration_s = lambda spec: 0.001 if spec.index < 8 else 3600.0

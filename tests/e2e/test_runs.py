@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ludus.services.cli.trainer_process import STOP_GRACE_S
-from ludus.trainer.run.checkpoint import RunState
 from tests.e2e.runs import start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -58,11 +57,7 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
     ("settings", "message"),
     [
         (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
-        (["environment.options.game=blackjak"], "blackjak"),
         (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
-        (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
-        (['environment.baselines=["card_counter"]'], "card_counter"),
-        (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
     ],
 )
 def test_bad_input_ends_with_one_message_and_leaves_nothing(
@@ -76,14 +71,3 @@ def test_bad_input_ends_with_one_message_and_leaves_nothing(
     assert message in errors[0]
     assert "Traceback" not in output
     assert not run.folder.exists()
-
-
-def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])
-    with start_run(tmp_path, flags=("--resume",)) as run:
-        assert run.process.wait(300) == 2
-        output = run.output()
-    assert "cannot be read" in output
-    assert "--overwrite" in output

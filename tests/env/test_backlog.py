@@ -210,6 +210,7 @@ async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_pars
             assert await count_results(other, 1) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWELLING)
 def test_fields_are_counted_as_they_are_nested(name: str) -> None:
     message = SWELLING[name]

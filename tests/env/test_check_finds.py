@@ -134,7 +134,12 @@ def with_metadata(num_bytes: int):
         ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers must be a list of strings"),
         ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' must be a NumPy array"),
         ({"step": with_tensors({"a": np.array([object()])})}, TRAVEL, "dtype object"),
-        ({"reset": with_metadata(MAX_RESULT_BYTES)}, TRAVEL, f"more than {MAX_RESULT_BYTES} bytes"),
+        pytest.param(
+            {"reset": with_metadata(MAX_RESULT_BYTES)},
+            TRAVEL,
+            f"more than {MAX_RESULT_BYTES} bytes",
+            marks=pytest.mark.slow,
+        ),
         ({"render": lambda good: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
         ({"step": with_reward(float("nan"))}, FLAGS, "finite number or None, got nan"),
         ({"step": with_reward(float("inf"))}, FLAGS, "finite number or None, got inf"),
@@ -185,6 +190,7 @@ def test_any_raised_error_breaks_the_rule_by_name(part: str, rule: str, error) -
     assert "".join(broken.values()).isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "rule", "method"),
     [

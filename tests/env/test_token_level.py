@@ -31,6 +31,7 @@ def test_nothing_of_a_large_vocabulary_is_listed() -> None:
     assert environment.text_renderer.legal_answers(first.observation) == []
 
 
+@pytest.mark.slow
 def test_a_token_level_environment_keeps_the_contract() -> None:
     check_environment(environment_factory(f"gymnasium:{TOKENS}", {})).raise_if_failed()
     target = f"{TokenLevelEnvironment.__module__}:TokenLevelEnvironment"

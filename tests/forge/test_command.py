@@ -15,7 +15,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tutorial" / "blackjack.yaml"
     ("arguments", "message"),
     [
         (["groupsize=3"], "groupsize: unknown, did you mean 'group_size'?"),
-        (["blackjack_env.server_url=http://localhost:1"], "no environment responds at"),
+        pytest.param(
+            ["blackjack_env.server_url=http://localhost:1"],
+            "no environment responds at",
+            marks=pytest.mark.slow,
+        ),
         (["group_size"], "expected section.field=value, got 'group_size'"),
     ],
 )

@@ -111,6 +111,7 @@ async def test_keys_without_effect_are_printed(capsys: pytest.CaptureFixture[str
     assert "actors.compute_advantages.mesh_name" in printed
 
 
+@pytest.mark.slow
 async def test_a_missing_server_is_reported_with_its_address() -> None:
     with pytest.raises(ConfigError, match=r"no environment responds at 'http://localhost:1'"):
         await add_baselines({"kind": "remote", "address": "http://localhost:1"}, None)

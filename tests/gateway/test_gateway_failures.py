@@ -151,6 +151,7 @@ async def num_lost(gateway) -> float:
     return float(line.rpartition(" ")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True])
 async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_back, caplog):
     first, kept = env_server(), env_server()

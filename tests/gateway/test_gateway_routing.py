@@ -68,6 +68,7 @@ async def test_a_session_opened_through_one_gateway_is_played_through_another():
                 assert await raw.step(session_id, step_index) == 2.0
 
 
+@pytest.mark.slow
 async def test_call_for_an_unreached_server_can_be_retried():
     unreached = ServerEndpoint("one", "grpc://127.0.0.1:1", "")
     source = ListedServers(unreached)

@@ -38,17 +38,19 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
+@pytest.mark.slow
 def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     chat, draw = ChatTokenizer(tokenizer), random.Random(0)
 
     def decode_many() -> None:
-        for _ in range(200):
+        for _ in range(60):
             # New int objects, as an engine returns them.
             chat.decode([int(str(draw.randrange(260, 300))) for _ in range(4096)])
 
     assert kept_by(decode_many) < MEGABYTE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["first_prompt", "next_prompt"])
 def test_long_prompts_are_kept_up_to_a_bound(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str

@@ -212,6 +212,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", CUTS, ids=["top_k", "min_p", "penalty", "all"])
 def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(
     pair: EnginePair, sampling: Sampling
