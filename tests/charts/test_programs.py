@@ -16,7 +16,7 @@ from ludus.env.transports.address import parse_address
 from ludus.proto.config import LanguageModelRun
 from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.kubernetes.cluster import ClusterSource
+from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from tests.charts.rendering import Object, Rendered, ValueSet, render
 from tests.charts.value_sets import ALL, CPU
 from tests.env.polling import eventually
@@ -179,7 +179,7 @@ async def test_a_gateway_runs_with_the_chart_configuration(monkeypatch: pytest.M
             cluster.put({**lease, "metadata": metadata})
         (name, environment), *_ = config.environments.items()
         assert isinstance(environment, KubernetesEnvironment)
-        source = ClusterSource(make_api_client(cluster), environment, dict)
+        source = EndpointSliceSource(make_api_client(cluster), environment, dict)
         async with Gateway(config, {name: source}) as gateway, httpx.AsyncClient() as http:
             ready = await http.get(f"{gateway.admin_address}/readyz")
             assert ready.status_code == 200

@@ -14,10 +14,10 @@ import httpx
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.services.gateway.config import GatewayConfig
-from ludus.services.gateway.fleet.endpoints import ServerEndpoint
+from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from ludus.services.gateway.tenancy.callers import ANONYMOUS, set_current_tenant
+from ludus.services.gateway.tenancy.tenants import ANONYMOUS, set_current_tenant
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.served import server_process
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
-from ludus.services.gateway.tenancy.callers import current_tenant
+from ludus.services.gateway.tenancy.tenants import current_tenant
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.wires.http_app import build_gateway_app
 from tests.gateway.gateways import NAME, num_sessions, run_gateway
@@ -168,7 +168,7 @@ async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int
 
 
 async def test_gateway_without_tokens_serves_every_caller() -> None:
-    app = Authenticate(build_app(), TenantAccess.open())
+    app = Authenticate(build_app(), TenantAccess())
     async with (
         serving(app) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
@@ -179,13 +179,7 @@ async def test_gateway_without_tokens_serves_every_caller() -> None:
 
 async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
     async with run_gateway() as (gateway, servers):
-        bare = build_gateway_app(
-            gateway.environments,
-            gateway.metrics,
-            mcp_key=b"k" * 32,
-            is_ready=lambda: True,
-            drain=gateway.drain,
-        )
+        bare = build_gateway_app(gateway, mcp_key=b"k" * 32)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(bare), base_url="http://test"
         ) as client:

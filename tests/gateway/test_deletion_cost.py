@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ludus.services.gateway.kubernetes.deletion_cost import (
     ANNOTATION,
-    CostOptions,
     DeletionCostWriter,
     choose_bucket,
 )
@@ -57,7 +56,7 @@ async def bench() -> AsyncIterator[Bench]:
             NAMESPACE,
             lambda: bench.loads,
             lambda: bench.is_leader,
-            options=CostOptions(max_patches_per_s=1000.0),
+            max_patches_per_s=1000.0,
             clock=lambda: bench.now_s,
         )
         yield bench
@@ -185,8 +184,14 @@ async def test_pods_with_the_largest_cost_error_are_written_first(bench: Bench) 
 async def test_writes_are_spread_over_time() -> None:
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         loads = {f"pod{number}": (1, 2) for number in range(10)}
-        options = CostOptions(max_patches_per_s=50.0, sweep_interval_s=0.01)
-        costs = DeletionCostWriter(api, NAMESPACE, lambda: loads, lambda: True, options=options)
+        costs = DeletionCostWriter(
+            api,
+            NAMESPACE,
+            lambda: loads,
+            lambda: True,
+            sweep_interval_s=0.01,
+            max_patches_per_s=50.0,
+        )
         began_s = time.monotonic()
         running = asyncio.create_task(costs.run())
         await eventually(lambda: cluster.num_requests("patch") == 10)

@@ -7,8 +7,8 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError
 from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
+from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
     NAMESPACE,
@@ -52,7 +52,7 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
                 }
             )
         loads: dict = {}
-        source = ClusterSource(make_api_client(cluster), FLEET, lambda: loads)
+        source = EndpointSliceSource(make_api_client(cluster), FLEET, lambda: loads)
         async with Gateway(make_config("grpc://unused:1"), {NAME: source}) as gateway:
             sessions = get_sessions(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]

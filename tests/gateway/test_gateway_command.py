@@ -145,7 +145,7 @@ namespace = "arena"
 """
     )
     config = GatewayConfig.read(path, {"port": 9100})
-    assert (config.port, config.bound_grpc_port) == (9100, 19_100)
+    assert (config.port, config.grpc_port) == (9100, None)
     assert config.sessions.linger_s == 5.0
     assert {child.kind for child in config.environments.values()} == {"static", "kubernetes"}
 

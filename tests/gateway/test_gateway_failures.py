@@ -10,7 +10,7 @@ import pytest
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
-from ludus.services.gateway.fleet.endpoints import ServerEndpoint
+from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions import tracked
 from tests.env.polling import eventually, turns_of_the_loop

@@ -169,9 +169,9 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
             assert (await http.get(gateway.admin_address + path)).status_code == 200
         for path in ("/v1/envs", f"/envs/{NAME}/reset", "/openapi.json"):
             assert (await http.get(gateway.admin_address + path)).status_code == 404
-        assert not gateway.is_draining
+        assert not gateway.environments[NAME].admission.is_draining
         assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
-        assert gateway.is_draining
+        assert gateway.environments[NAME].admission.is_draining
         async with http_client(gateway, ca_file) as secure:
             assert (await secure.get("/metrics")).status_code == 401
 

@@ -284,7 +284,7 @@ async def test_unresponsive_server_is_abandoned() -> None:
 
 @pytest.mark.slow
 def test_a_gateway_in_a_pod_does_not_load_the_official_client() -> None:
-    modules = "cluster, source, leadership, deletion_cost"
+    modules = "source, leadership, deletion_cost"
     code = (
         f"import sys\nfrom ludus.services.gateway.kubernetes import {modules}\n"
         "print([m for m in ('kubernetes', 'torch', 'ray') if m in sys.modules])"

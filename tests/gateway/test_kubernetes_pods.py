@@ -9,7 +9,6 @@ import pytest
 
 from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import KubernetesApi, resource_path
-from ludus.services.kubernetes.exec import stream_command_output
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import Ran
@@ -30,7 +29,7 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 
 
 async def run_command(api: KubernetesApi) -> bytes:
-    async with aclosing(stream_command_output(api, NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
+    async with aclosing(api.command_output(NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
         return b"".join([part async for part in parts])
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from ludus.env.security.session_ids import SessionKey, pod_server_id
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.fleet.endpoints import Sequence, ServerEndpoint
-from ludus.services.gateway.kubernetes.follower import FollowOptions
+from ludus.services.gateway.config import KubernetesEnvironment
+from ludus.services.gateway.fleet.sources import Sequence, ServerEndpoint
 from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
     merge_slices,
@@ -31,7 +31,9 @@ from tests.gateway.cluster_objects import (
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
-IMPATIENT = FollowOptions(first_retry_s=0.01, max_retry_s=0.05)
+SERVICE = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack")
+IMPATIENT_S = (0.01, 0.05)
+"""Short pauses before retries."""
 
 
 @dataclass
@@ -51,12 +53,10 @@ class Seen:
 
 
 @asynccontextmanager
-async def following(
-    cluster: FakeKubernetes, options: FollowOptions = IMPATIENT
-) -> AsyncIterator[Seen]:
+async def following(cluster: FakeKubernetes) -> AsyncIterator[Seen]:
     seen = Seen()
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, NAMESPACE, "blackjack", options)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S)
         seen.task = asyncio.create_task(source.watch(seen.lists.append))
         try:
             yield seen
@@ -226,7 +226,7 @@ async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S)
         with pytest.raises(ConfigError, match="got web=80, metrics=90"):
             await asyncio.wait_for(source.watch(lambda _: None), 60)
 
@@ -335,7 +335,7 @@ async def test_outage_and_recovery_of_the_api_server_are_logged_once(
         await asyncio.sleep(0.001)
 
     async with make_api_client(cluster) as api:
-        source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT, sleep)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=IMPATIENT_S, sleep=sleep)
         seen: list[Sequence[ServerEndpoint]] = []
         watching = asyncio.create_task(source.watch(seen.append))
         await eventually(lambda: num_tries > 3)
@@ -410,8 +410,7 @@ async def test_watches_that_end_immediately_are_retried_with_pauses(
         pauses_s.append(pause_s)
 
     async with make_api_client(cluster) as api:
-        options = FollowOptions(first_retry_s=1.0, max_retry_s=4.0)
-        source = EndpointSliceSource(api, NAMESPACE, "blackjack", options, sleep)
+        source = EndpointSliceSource(api, SERVICE, dict, pauses_s=(1.0, 4.0), sleep=sleep)
         watching = asyncio.create_task(source.watch(lambda _: None))
         while len(pauses_s) < 5:
             cluster.end_watches()

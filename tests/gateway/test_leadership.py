@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.kubernetes.leadership import Leadership, LeaseOptions
+from ludus.services.gateway.kubernetes.leadership import Leadership
 from ludus.services.kubernetes.access import ApiAccess
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.env.polling import eventually
@@ -37,9 +37,9 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 
 def contender(api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0) -> Leadership:
     """A contender for the Lease with a wrong clock."""
-    patient = LeaseOptions(renew_s=9.9)  # maximum duration of an attempt
+    patient_s = 9.9  # also the maximum duration of an attempt
     return Leadership(
-        api, NAMESPACE, "gateway", name, options=patient, clock=lambda: clock() + offset_s
+        api, NAMESPACE, "gateway", name, renew_s=patient_s, clock=lambda: clock() + offset_s
     )
 
 
@@ -218,10 +218,10 @@ async def test_existing_lease_keeps_its_labels(cluster: FakeKubernetes, api: Kub
 
 @pytest.mark.slow
 async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: KubernetesApi) -> None:
-    clock, quick = Clock(), LeaseOptions(renew_s=0.2)
+    clock = Clock()
 
     def start(name: str) -> Leadership:
-        return Leadership(api, NAMESPACE, "gateway", name, options=quick, clock=clock)
+        return Leadership(api, NAMESPACE, "gateway", name, renew_s=0.2, clock=clock)
 
     async with start("b") as heir:
         await eventually(lambda: heir.is_leader)
@@ -244,10 +244,10 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
 async def test_a_dead_leader_is_followed_when_its_lease_is_over(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
-    clock, quick = Clock(), LeaseOptions(renew_s=0.1)
+    clock = Clock()
     dead = contender(api, "dead", clock)
     assert await dead.compete()
-    async with Leadership(api, NAMESPACE, "gateway", "heir", options=quick, clock=clock) as heir:
+    async with Leadership(api, NAMESPACE, "gateway", "heir", renew_s=0.1, clock=clock) as heir:
         for passed_s in (14.9, 0.2):
             num_looks = cluster.num_requests("get")
             await eventually(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
@@ -261,8 +261,7 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
 async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
-    quick = LeaseOptions(lease_duration_s=1, renew_s=0.1)
-    async with Leadership(api, NAMESPACE, "gateway", "a", options=quick) as leader:
+    async with Leadership(api, NAMESPACE, "gateway", "a", renew_s=0.1) as leader:
         await eventually(lambda: leader.is_leader)
         cluster.delay_s = 60.0
         leaving_s = time.monotonic()
@@ -286,14 +285,8 @@ async def test_gateway_without_credentials_keeps_retrying() -> None:
         num_requests.append(1)
         raise ConfigError("expected a service account, got none; mount one")
 
-    quick = LeaseOptions(lease_duration_s=1, renew_s=0.02)
-    async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", options=quick):
+    async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", renew_s=0.02):
         await eventually(lambda: len(num_requests) >= 3)
-
-
-def test_a_lease_that_cannot_be_renewed_in_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="renew more often"):
-        LeaseOptions(lease_duration_s=15, renew_s=10.0)
 
 
 Moves = st.lists(

@@ -8,8 +8,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import CapacityError, EnvError, InvalidCallError, RateLimitError
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.tenancy.callers import set_current_tenant
-from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
+from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits, set_current_tenant
 from tests.env.polling import eventually
 from tests.gateway.gateways import NAME, get_sessions, num_sessions, run_gateway
 

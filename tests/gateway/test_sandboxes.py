@@ -13,7 +13,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError, UnavailableError
 from ludus.services.gateway.config import SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.kubernetes.sandboxes import SandboxOptions, SandboxSource
+from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
@@ -23,13 +23,13 @@ from tests.gateway.gateways import FAST, NAME, get_sessions, make_config
 pytestmark = pytest.mark.slow
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
-EAGER = SandboxOptions(unused_after_s=0.5, check_interval_s=0.05)
-PATIENT = SandboxOptions(unused_after_s=60.0, check_interval_s=0.05)
+EAGER_S = 0.5
+"""Short time after which an unused claim is deleted."""
 
 
 @asynccontextmanager
 async def serving(
-    cluster: FakeSandboxes, options: SandboxOptions = PATIENT, **limits: object
+    cluster: FakeSandboxes, unused_after_s: float = 60.0, **limits: object
 ) -> AsyncIterator[GatewaySessions]:
     """Run a gateway with the cluster's sandboxes; yield its sessions."""
     environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=cluster.port)
@@ -40,7 +40,8 @@ async def serving(
         lambda key: running[0].fleet.find_link_by_key(key) if running else None,
         lambda: running[0].admission.num_requested if running else 0,
         3600.0,
-        options,
+        unused_after_s=unused_after_s,
+        check_interval_s=0.05,
     )
     config = make_config("grpc://unused:1", sessions=limits, servers=FAST)
     async with Gateway(config, {NAME: source}) as gateway:
@@ -114,7 +115,7 @@ async def test_claims_of_a_dead_gateway_are_served_and_then_deleted() -> None:
             remaining = await sessions.open(SEEDED)
         assert len(cluster.claims) == 2
         server = next(claim for claim in cluster.servers.values() if claim.core.load.num_sessions)
-        async with serving(cluster, EAGER) as sessions:
+        async with serving(cluster, EAGER_S) as sessions:
             await sessions.step(played.session_id, b'{"add": 1}', 1)
             for server in cluster.servers.values():
                 await server.core.close(remaining.session_id)
@@ -134,7 +135,7 @@ async def test_dying_sandbox_loses_only_its_session() -> None:
 
 
 async def test_empty_pool_is_reported_in_time_and_leaves_no_claim() -> None:
-    async with sandboxes() as cluster, serving(cluster, EAGER, queue_timeout_s=0.3) as sessions:
+    async with sandboxes() as cluster, serving(cluster, EAGER_S, queue_timeout_s=0.3) as sessions:
         cluster.is_empty = True
         while not cluster.claims:  # wait until an open has timed out
             with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
@@ -187,7 +188,7 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
             opening = asyncio.create_task(sessions.open(SEEDED))
             await eventually(lambda: cluster.claims)
             opening.cancel()
-            await eventually(lambda: not sessions.admission.supply.num_creating)
+            await eventually(lambda: not sessions.admission.supply.creating)
         assert not cluster.claims
 
 

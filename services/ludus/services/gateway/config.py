@@ -27,11 +27,10 @@ from ludus.env.options.validation import explain
 from ludus.env.security.session_ids import MIN_KEY_BYTES
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
-from ludus.env.serving.options import Isolation, bound_grpc_port
+from ludus.env.serving.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 
-TOKEN_VARIABLE = "LUDUS_GATEWAY_TOKEN"
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Port = Annotated[int, Field(ge=0, le=65_535)]
 _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
@@ -77,8 +76,6 @@ class SubprocessEnvironment(_Section):
     """Isolation of a server's sessions; None selects it by environment."""
     arguments: tuple[str, ...] = ()
     """Further arguments for each server, for example ["--idle-timeout-s", "60"]."""
-    drain_grace_s: _Seconds = 600.0
-    """Maximum time that a server removed by scaling may keep its sessions, in seconds."""
 
 
 class KubernetesEnvironment(_Section):
@@ -172,15 +169,6 @@ class ServersSection(_Section):
         return client_channel_credentials(self.ca_file) if self.ca_file else None
 
 
-class TlsSection(_Section):
-    """PEM files for TLS; they may be replaced while the gateway runs."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-    """Certificate authority of clients; set it to require client certificates."""
-
-
 class GatewayConfig(_Section):
     """Complete configuration of a gateway."""
 
@@ -195,7 +183,7 @@ class GatewayConfig(_Section):
     be able to reach it. 0 selects a free port; None disables it."""
     insecure: bool = False
     """Allow other machines to connect without a token."""
-    token_env: str = TOKEN_VARIABLE
+    token_env: str = "LUDUS_GATEWAY_TOKEN"
     """Environment variable with the token shared by all clients; it may be unset."""
     tenants_file: Path | None = None
     """File with the tokens, scopes and quotas of several tenants."""
@@ -206,21 +194,14 @@ class GatewayConfig(_Section):
     also reach new gateways; their sessions continue. 0 means no limit."""
     drain_grace_s: _Seconds = 600.0
     """Maximum time that a stopping gateway waits for its sessions, in seconds."""
-    tls: TlsSection | None = None
+    tls: TlsFiles | None = None
+    """PEM files for TLS; they may be replaced while the gateway runs."""
     sessions: SessionsSection = SessionsSection()
     servers: ServersSection = ServersSection()
 
-    @property
-    def bound_grpc_port(self) -> int:
-        """The gRPC port to bind; 0 selects a free port."""
-        return bound_grpc_port(self.port, self.grpc_port)
-
     @classmethod
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
-        """Read the configuration from a TOML file.
-
-        Args:
-            overrides: top-level fields that replace those of the file.
+        """Read the configuration from a TOML file; `overrides` replace its top-level fields.
 
         Raises:
             NotFoundError: the file does not exist.
@@ -236,10 +217,7 @@ class GatewayConfig(_Section):
 
     @classmethod
     def parse(cls, raw: JsonObject, source: str = "gateway") -> GatewayConfig:
-        """Validate raw values and return the configuration.
-
-        Args:
-            source: the origin of the values, for error messages.
+        """Validate raw values and return the configuration; `source` is their origin in messages.
 
         Raises:
             ConfigError: a value is not valid.
@@ -248,11 +226,6 @@ class GatewayConfig(_Section):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise ConfigError(f"{source}: {explain(error)}") from None
-
-    @property
-    def secret_variables(self) -> frozenset[str]:
-        """Names of the environment variables with secrets, except those of tenants."""
-        return frozenset({self.token_env, self.servers.token_env, self.session_key_env} - {""})
 
     def session_key(self) -> str:
         """Return the session key from the environment.

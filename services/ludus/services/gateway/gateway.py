@@ -17,12 +17,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.session_ids import SessionKey
-from ludus.env.security.tls import TlsFiles
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.listeners import (
     HttpListener,
@@ -31,11 +29,11 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
+from ludus.env.serving.options import bound_grpc_port
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
-    EnvironmentSection,
     GatewayConfig,
     KubernetesEnvironment,
     SandboxEnvironment,
@@ -43,18 +41,15 @@ from ludus.services.gateway.config import (
     SubprocessEnvironment,
     read_variable,
 )
-from ludus.services.gateway.fleet.admission import FleetAdmission
-from ludus.services.gateway.fleet.endpoints import EndpointSource
-from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
-from ludus.services.gateway.sessions.routes import RouteCache
+from ludus.services.gateway.fleet.sources import EndpointSource, StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions
 from ludus.services.gateway.tenancy.access import TenantAccess
-from ludus.services.gateway.tenancy.metrics import GatewayMetrics
+from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.wires.grpc_service import GatewayServicer
 from ludus.services.gateway.wires.http_app import build_admin_app, build_gateway_app
-from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies
-from ludus.services.gateway.wires.servicer import GatewayServicer
+from ludus.services.gateway.wires.requests import AddRequestIds
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +57,6 @@ SETTLE_TIMEOUT_S = 10.0
 _SOURCE_BACKOFF_S = 5.0
 REVOCATION_INTERVAL_S = 1.0
 """Interval between checks of the tenants of open connections, in seconds."""
-
-OnReady = Callable[["Gateway"], None]
 
 
 class Gateway:
@@ -84,6 +77,8 @@ class Gateway:
         self.config = config
         self.access = _make_access(config, clock)
         self.access.check_host(config.host, insecure=config.insecure)
+        self.metrics = GatewayMetrics(config.environments, self._read_loads)
+        self.access.on_failure = self.metrics.count_auth_failure
         self.quotas = Quotas(clock, renew=self.access.renew)
         self.environments: dict[str, GatewaySessions] = {}
         self.sources: dict[str, EndpointSource] = dict(sources or {})
@@ -93,8 +88,7 @@ class Gateway:
         """gRPC address, for example grpc://127.0.0.1:18000."""
         self.admin_address = ""
         """Address of the admin port; empty if there is none."""
-        self.is_draining = False
-        self._watch_tasks: dict[str, asyncio.Task[None]] = {}
+        self._watch_tasks: list[asyncio.Task[None]] = []
         self._revocation_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -105,24 +99,24 @@ class Gateway:
             UserError: an environment's servers cannot be started.
         """
         config = self.config
-        tls = TlsFiles(**dict(config.tls)) if config.tls else None
-        key = config.session_key()
+        self._key = config.session_key()
         sockets = [bind(config.host, config.port, "port")]
         try:
             if config.admin_port is not None:
                 sockets.append(bind(config.host, config.admin_port, "admin_port"))
-            self._build_environments(key)
-            self._listeners = [HttpListener(self._build_app(key), sockets[0], tls)]
+            self._build_environments()
+            self._listeners = [HttpListener(self._build_app(), sockets[0], config.tls)]
             if config.admin_port is not None:
-                self._listeners.append(HttpListener(self._build_admin_app(), sockets[1]))
+                self._listeners.append(HttpListener(build_admin_app(self), sockets[1]))
             self.grpc_server, grpc_port = build_grpc_server(
                 config.host,
-                config.bound_grpc_port,
-                tls,
+                bound_grpc_port(config.port, config.grpc_port),
+                config.tls,
                 [AuthenticateCalls(self.access)],
                 config.max_connection_age_s,
             )
-            env_pb2_grpc.add_EnvServiceServicer_to_server(self._servicer, self.grpc_server)
+            servicer = GatewayServicer(self.environments)
+            env_pb2_grpc.add_EnvServiceServicer_to_server(servicer, self.grpc_server)
         except BaseException:
             for socket in sockets:
                 socket.close()
@@ -133,7 +127,7 @@ class Gateway:
         await asyncio.gather(*(listener.start() for listener in self._listeners))
         self._set_addresses(grpc_port)
         try:
-            await self._start_watching(key)
+            await self._start_watching()
         except BaseException:
             await self.stop()
             raise
@@ -141,7 +135,6 @@ class Gateway:
     async def stop(self) -> None:
         """Close everything; sessions stay on their servers for their linger time."""
         for sessions in self.environments.values():
-            sessions.drain()
             sessions.leave()
         await asyncio.gather(
             stop_grpc_server(self.grpc_server), *(listener.stop() for listener in self._listeners)
@@ -156,11 +149,10 @@ class Gateway:
     @property
     def num_sessions(self) -> int:
         """The number of open sessions that were opened through this gateway."""
-        return sum(sessions.num_tracked for sessions in self.environments.values())
+        return sum(len(sessions.tracked) for sessions in self.environments.values())
 
     def drain(self) -> None:
         """Refuse new sessions from now on; existing sessions continue."""
-        self.is_draining = True
         for sessions in self.environments.values():
             sessions.drain()
 
@@ -173,17 +165,12 @@ class Gateway:
 
     # -- parts -------------------------------------------------------------------------
 
-    def _build_environments(self, key: str) -> None:
+    def _build_environments(self) -> None:
         config = self.config
-        self.metrics = GatewayMetrics(config.environments, self._read_loads)
-        self.access.on_failure = self.metrics.count_auth_failure
-        session_key = SessionKey(key.encode())
         if config.servers.credentials is not None:  # raises ConfigError before anything starts
             _log.info("connecting to environment servers with TLS")
-        routes = RouteCache(session_key)
         context = GatewayContext(
-            session_key,
-            routes,
+            SessionKey(self._key.encode()),
             self.access,
             self.quotas,
             self.metrics,
@@ -192,27 +179,11 @@ class Gateway:
         )
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
-        self._servicer = GatewayServicer(self.environments, self.quotas, self.metrics)
 
-    def _build_app(self, key: str) -> Any:
+    def _build_app(self) -> AddRequestIds:
         # Derived from the session key, but useless as a session key if it leaks.
-        mcp_key = hmac.digest(key.encode(), b"ludus mcp sessions", "sha256")
-        app = build_gateway_app(
-            self.environments,
-            self.metrics,
-            mcp_key=mcp_key,
-            is_ready=lambda: self.is_ready,
-            drain=self.drain,
-        )
-        return AddRequestIds(Authenticate(LimitBodies(app), self.access))
-
-    def _build_admin_app(self) -> Any:
-        return build_admin_app(
-            self.environments,
-            self.metrics,
-            is_ready=lambda: self.is_ready,
-            drain=self.drain,
-        )
+        mcp_key = hmac.digest(self._key.encode(), b"ludus mcp sessions", "sha256")
+        return AddRequestIds(Authenticate(build_gateway_app(self, mcp_key), self.access))
 
     def _set_addresses(self, grpc_port: int) -> None:
         host, secure = self.config.host, "s" if self.config.tls else ""
@@ -221,51 +192,75 @@ class Gateway:
         self.grpc_address = f"grpc{secure}://{authority(host, grpc_port)}"
         self.admin_address = f"http://{admin[0]}" if admin else ""
 
-    def _read_loads(self) -> list[Any]:
+    def _read_loads(self) -> list[EnvironmentLoad]:
         return [sessions.environment_load for sessions in self.environments.values()]
 
-    async def _start_watching(self, key: str) -> None:
+    async def _start_watching(self) -> None:
         """Watch the sources, and wait a limited time for the first servers.
 
         Raises:
             UserError: a source cannot work.
         """
-        for name, environment in self.config.environments.items():
+        for name in self.config.environments:
             if name not in self.sources:
-                admission = self.environments[name].admission
-                lifetime_s = self.config.sessions.id_lifetime_s
-                make_server = partial(self._make_local_server, environment, key)
-                self.sources[name] = _make_source(environment, make_server, admission, lifetime_s)
-            source = self.sources[name]
-            self._watch_tasks[name] = asyncio.create_task(self._watch(name, source))
+                self.sources[name] = self._make_source(name)
+            self._watch_tasks.append(asyncio.create_task(self._watch(name, self.sources[name])))
         settling = asyncio.create_task(self._settle())
-        watch_tasks = self._watch_tasks.values()
         try:
             # A source watches until it is cancelled, or fails if it cannot work.
-            await asyncio.wait([settling, *watch_tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([settling, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
             settling.cancel()
-        for task in watch_tasks:
+        for task in self._watch_tasks:
             if task.done():
                 await task
 
-    def _make_local_server(self, environment: EnvironmentSection, key: str) -> LocalServer:
-        assert isinstance(environment, SubprocessEnvironment)
+    def _make_source(self, name: str) -> EndpointSource:
+        environment = self.config.environments[name]
+        admission = self.environments[name].admission
+        fleet = admission.fleet
+        match environment:
+            case StaticEnvironment():
+                return StaticSource(environment.addresses)
+            case SubprocessEnvironment():
+                make_server = partial(self._make_local_server, environment)
+                return SubprocessSource(make_server, environment.num_servers)
+            case KubernetesEnvironment():
+                # Imported here so that other gateways do not load the Kubernetes client.
+                from ludus.services.gateway.kubernetes.source import EndpointSliceSource
+                from ludus.services.kubernetes.api import KubernetesApi
+
+                return EndpointSliceSource(KubernetesApi(), environment, fleet.pod_loads)
+            case SandboxEnvironment():
+                from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
+                from ludus.services.kubernetes.api import KubernetesApi
+
+                admission.supply = sandboxes = SandboxSource(
+                    KubernetesApi(),
+                    environment,
+                    fleet.find_link_by_key,
+                    lambda: admission.num_requested,
+                    self.config.sessions.id_lifetime_s,
+                )
+                return sandboxes
+
+    def _make_local_server(self, environment: SubprocessEnvironment) -> LocalServer:
         return LocalServer(
             environment.target,
             environment.options,
             max_sessions=environment.max_sessions,
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
-            environment={SESSION_KEY_VARIABLE: key},
+            environment={SESSION_KEY_VARIABLE: self._key},
             hidden_variables=self._withheld_variables(),
         )
 
     def _withheld_variables(self) -> frozenset[str]:
         """Return the names of secret variables and of variables with a token as value."""
-        secrets = {*self.config.secret_variables, SESSION_KEY_VARIABLE}
+        config = self.config
+        secrets = {config.token_env, config.servers.token_env, config.session_key_env}
         tokens = {name for name, text in os.environ.items() if self.access.has_token(text.strip())}
-        return frozenset(secrets | tokens)
+        return frozenset(secrets | tokens | {SESSION_KEY_VARIABLE})
 
     async def _settle(self) -> None:
         fleets = [sessions.fleet for sessions in self.environments.values()]
@@ -281,11 +276,9 @@ class Gateway:
         while True:
             try:
                 await source.watch(fleet.publish)
-            except UserError as error:
-                if not fleet.is_published:
-                    raise
-                _log.error("environment %s: cannot list its servers: %s", name, error)
             except LudusError as error:
+                if isinstance(error, UserError) and not fleet.is_published:
+                    raise
                 _log.error("environment %s: cannot list its servers: %s", name, error)
             await asyncio.sleep(_SOURCE_BACKOFF_S)
 
@@ -298,14 +291,14 @@ class Gateway:
     async def _shut_down(self) -> None:
         if self._revocation_task is not None:
             self._revocation_task.cancel()
-        for task in self._watch_tasks.values():
+        for task in self._watch_tasks:
             task.cancel()
-        await asyncio.gather(*self._watch_tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._watch_tasks, return_exceptions=True)
         await asyncio.gather(*(sessions.shut_down() for sessions in self.environments.values()))
         await asyncio.gather(*(source.close() for source in self.sources.values()))
 
 
-def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> None:
+def serve_gateway(config: GatewayConfig, on_ready: Callable[[Gateway], None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain and stop.
 
     A second signal ends the wait for sessions.
@@ -319,7 +312,7 @@ def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> Non
     run_until_signal(
         gateway,
         drain_grace_s=config.drain_grace_s,
-        on_ready=None if on_ready is None else partial(on_ready, gateway),
+        on_ready=partial(on_ready, gateway),
         sigint_drains=True,
     )
 
@@ -328,42 +321,4 @@ def _make_access(config: GatewayConfig, clock: Callable[[], float]) -> TenantAcc
     if config.tenants_file is not None:
         return TenantAccess.from_file(config.tenants_file, clock=clock)
     token = read_variable(config.token_env)
-    return TenantAccess.from_token(token) if token else TenantAccess.open()
-
-
-def _make_source(
-    environment: EnvironmentSection,
-    make_server: Callable[[], LocalServer],
-    admission: FleetAdmission,
-    lifetime_s: float,
-) -> EndpointSource:
-    fleet = admission.fleet
-    match environment:
-        case StaticEnvironment():
-            return StaticSource(environment.addresses)
-        case SubprocessEnvironment():
-            return SubprocessSource(
-                make_server,
-                environment.num_servers,
-                environment.drain_grace_s,
-                fleet.count_sessions,
-            )
-        case KubernetesEnvironment():
-            # Imported here so that other gateways do not load the Kubernetes client.
-            from ludus.services.gateway.kubernetes.cluster import ClusterSource
-            from ludus.services.kubernetes.api import KubernetesApi
-
-            return ClusterSource(KubernetesApi(), environment, fleet.pod_loads)
-        case SandboxEnvironment():
-            from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
-            from ludus.services.kubernetes.api import KubernetesApi
-
-            sandboxes = SandboxSource(
-                KubernetesApi(),
-                environment,
-                fleet.find_link_by_key,
-                lambda: admission.num_requested,
-                lifetime_s,
-            )
-            admission.supply = sandboxes
-            return sandboxes
+    return TenantAccess.from_token(token) if token else TenantAccess()

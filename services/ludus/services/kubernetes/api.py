@@ -44,14 +44,17 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 from aiohttp.http_exceptions import LineTooLong
-from pydantic import BaseModel, ConfigDict
-from pydantic.alias_generators import to_camel
 
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.kubernetes.access import ApiAccess, load_access
 
 JsonObject = dict[str, Any]
 
+_EXEC_PROTOCOL = "v4.channel.k8s.io"
+"""Subprotocol of pods/exec. The first byte of each message is its stream."""
+_STDOUT, _STDERR, _STATUS = b"\x01", b"\x02", b"\x03"
+"""The streams of pods/exec; the Status follows the command's exit."""
+_MAX_STDERR_BYTES = 2000
 _MERGE_PATCH = "application/merge-patch+json"
 MAX_RESPONSE_BYTES = 64 * 2**20
 MAX_EVENT_BYTES = 16 * 2**20
@@ -71,12 +74,6 @@ GATEWAY_REMEDIES: Mapping[int, str] = {
 """Remedy for each response status; status 0 means no response."""
 
 
-class ObjectPart(BaseModel):
-    """The fields that are read from a part of a Kubernetes object."""
-
-    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
-
-
 class EventType(StrEnum):
     """The kind of change in a watch event."""
 
@@ -84,9 +81,6 @@ class EventType(StrEnum):
     MODIFIED = "MODIFIED"
     DELETED = "DELETED"
     BOOKMARK = "BOOKMARK"
-
-
-_EVENT_TYPES = frozenset(map(str, EventType))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,27 +171,49 @@ class KubernetesApi:
                 while line := await content.readline(max_line_length=limit):
                     yield line.decode(errors="replace").rstrip("\r\n")
 
-    async def messages(
-        self, path: str, query: Sequence[tuple[str, str]], protocol: str
+    async def command_output(
+        self, namespace: str, pod: str, container: str, command: Sequence[str]
     ) -> AsyncGenerator[bytes]:
-        """Yield the binary messages of a WebSocket until the server closes it.
+        """Run a command in a container of a pod and yield its stdout in pieces.
 
         A caller that stops early must close the generator (`contextlib.aclosing`).
+
+        Raises:
+            ClusterError: the command could not be run, or it failed. The message contains its
+                stderr.
         """
+        path = f"{resource_path('v1', namespace, 'pods', pod)}/exec"
+        query = [("container", container), ("stdout", "true"), ("stderr", "true")]
+        query += [("command", part) for part in command]
+        stderr, status = b"", None
         with self._raise_cluster_errors("GET", path):
             access, headers = await self._credentials()
             async with self._open_session().ws_connect(
                 access.url + path,
                 params=query,
-                protocols=(protocol,),
+                protocols=(_EXEC_PROTOCOL,),
                 headers=headers,
                 max_msg_size=MAX_EVENT_BYTES,
                 heartbeat=_HEARTBEAT_S,
                 **_connection_options(access),
             ) as socket:
                 async for message in socket:
-                    if message.type is aiohttp.WSMsgType.BINARY:
-                        yield message.data
+                    stream, content = message.data[:1], message.data[1:]
+                    if stream == _STDOUT and content:
+                        yield content
+                    elif stream == _STDERR:
+                        stderr = (stderr + content)[-_MAX_STDERR_BYTES:]
+                    elif stream == _STATUS:
+                        status = orjson.loads(content)
+        if status is None:
+            raise ClusterError(
+                f"the connection to pod {namespace}/{pod} closed before the command finished"
+            )
+        if status.get("status") != "Success":
+            reason = stderr.decode(errors="replace").strip() or status.get("message")
+            raise ClusterError(
+                f"a command in pod {namespace}/{pod} failed: {reason or 'no reason given'}"
+            )
 
     async def watch(
         self, path: str, *, version: str, timeout_s: int, query: Mapping[str, str] | None = None
@@ -421,6 +437,6 @@ def _parse_event(line: bytes, path: str) -> WatchEvent:
             f" {str(body.get('message', ''))[:_MAX_REASON_CHARS]}",
             status if isinstance(status, int) else 0,
         )
-    if kind not in _EVENT_TYPES or not isinstance(body, dict):
+    if kind not in set(EventType) or not isinstance(body, dict):
         raise ClusterError(f"expected a watch event from {path}, got type {str(kind)[:40]!r}")
     return WatchEvent(EventType(str(kind)), body)

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ludus.proto.errors import ClusterError, ConfigError, NotFoundError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE
-from ludus.services.kubernetes.exec import stream_command_output
 from ludus.services.runs.cluster import RunsCluster
 from ludus.services.runs.platform import Release
 from ludus.services.runs.reader import VolumeReader, open_reader
@@ -85,12 +84,8 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
     """
     async with open_reader(cluster, release, run) as reader:
         path = f"{reader.output_dir}/{run}/{LOG_FILE}"
-        output = stream_command_output(
-            cluster.api,
-            cluster.namespace,
-            reader.pod,
-            reader.container,
-            ("python", "-c", _SHOW, path),
+        output = cluster.api.command_output(
+            cluster.namespace, reader.pod, reader.container, ("python", "-c", _SHOW, path)
         )
         try:
             async with aclosing(output) as chunks:
@@ -110,9 +105,7 @@ async def _receive(
 ) -> None:
     path = f"{reader.output_dir}/{run}"
     command = ("python", "-c", _PACK, path, *excluded)
-    output = stream_command_output(
-        cluster.api, cluster.namespace, reader.pod, reader.container, command
-    )
+    output = cluster.api.command_output(cluster.namespace, reader.pod, reader.container, command)
     try:
         async with aclosing(output) as chunks:
             async for chunk in chunks:

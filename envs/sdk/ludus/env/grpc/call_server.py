@@ -163,7 +163,7 @@ class CallServer:
                 for call in batch.calls:
                     await backlog.wait_for_room()
                     await replies.wait_for_room()
-                    answering = self._answer_into(call, replies, backlog, connection)
+                    answering = self.answer_into(call, replies, backlog, connection)
                     task = asyncio.create_task(answering)
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
@@ -175,9 +175,10 @@ class CallServer:
             for task in tasks:
                 task.cancel()
 
-    async def _answer_into(
+    async def answer_into(
         self, call: pb.Call, replies: ReplyWriter, backlog: Backlog, connection: Connection
     ) -> None:
+        """Answer a call, and put the reply."""
         num_bytes, reply = call.ByteSize(), pb.Reply(call_id=call.call_id)
         backlog.add(num_bytes)
         try:

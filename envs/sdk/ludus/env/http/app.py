@@ -60,6 +60,9 @@ OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Paths of health checks, which need no token."""
 LEGACY_HTTP_VARIABLE = "OPENENV_LEGACY_HTTP"
 _FALSE_WORDS = frozenset({"", "0", "false", "no", "off"})
+_MAX_READ_BYTES = 4 * MAX_MESSAGE_BYTES
+"""Bytes of a body that is too large that are read before its refusal, because a client whose
+connection closes while it sends would not see the refusal."""
 
 
 def build_app(
@@ -231,22 +234,27 @@ class _BoundedRequest(Request):
                 raise _body_error(
                     408,
                     ErrorCode.TIMEOUT,
-                    f"the body was not complete within {BODY_TIMEOUT_S:g} s",
+                    f"the body was not complete within {BODY_TIMEOUT_S:g} s; send it faster, or in"
+                    " smaller requests",
                 ) from None
         return self._body
 
     async def _read(self) -> bytes:
-        chunks, num_bytes = [], 0
+        body, num_bytes = bytearray(), 0
         async for chunk in self.stream():
             num_bytes += len(chunk)
-            if num_bytes > MAX_MESSAGE_BYTES:
-                raise _body_error(
-                    413,
-                    ErrorCode.VALIDATION_ERROR,
-                    f"a body must have at most {MAX_MESSAGE_BYTES} bytes",
-                )
-            chunks.append(chunk)
-        return b"".join(chunks)
+            if num_bytes <= MAX_MESSAGE_BYTES:
+                body += chunk
+            elif num_bytes > _MAX_READ_BYTES:
+                break
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise _body_error(
+                413,
+                ErrorCode.VALIDATION_ERROR,
+                f"a body must have at most {MAX_MESSAGE_BYTES} bytes; send smaller requests, or use"
+                " gRPC or a WebSocket",
+            )
+        return bytes(body)
 
     async def json(self) -> Any:
         return orjson.loads(await self.body())

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from ludus.env.types import EnvironmentDescription
 from ludus.services.gateway.config import ServersSection
-from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 from ludus.services.gateway.fleet.server_link import ServerLink
+from ludus.services.gateway.fleet.sources import ServerEndpoint
 
 _MAX_REMOVED = 4096
 _MAX_PAIRS = 4
@@ -118,11 +118,6 @@ class Fleet:
     def find_link_by_key(self, key: str) -> ServerLink | None:
         """Return the link to the server with this key in the source."""
         return self._links.get(key)
-
-    def count_sessions(self, key: str) -> int:
-        """Return the number of sessions on the server with this key in the source."""
-        link = self._links.get(key)
-        return link.num_sessions if link is not None else 0
 
     def pod_loads(self) -> dict[str, tuple[int, int]]:
         """Return the number of sessions and the capacity of each reached server, by pod name."""

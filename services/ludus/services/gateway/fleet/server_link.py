@@ -29,7 +29,7 @@ from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.config import ServersSection
-from ludus.services.gateway.fleet.endpoints import ServerEndpoint
+from ludus.services.gateway.fleet.sources import ServerEndpoint
 
 _log = logging.getLogger(__name__)
 

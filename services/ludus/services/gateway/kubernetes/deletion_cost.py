@@ -28,6 +28,8 @@ ReadLoads = Callable[[], Mapping[str, tuple[int, int]]]
 
 _NOT_FOUND = 404
 _OVERLOADED = 429
+_MIN_INTERVAL_S = 30.0
+"""Minimum time between two writes to one pod, in seconds."""
 
 
 def choose_bucket(num_sessions: int, capacity: int) -> int:
@@ -43,17 +45,6 @@ def choose_bucket(num_sessions: int, capacity: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CostOptions:
-    """Intervals and rate of the writes."""
-
-    sweep_interval_s: float = 5.0
-    """Interval between two sweeps, in seconds."""
-    min_interval_s: float = 30.0
-    """Minimum time between two writes to one pod, in seconds."""
-    max_patches_per_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
 class _Written:
     """The last write to a pod; `bucket` is None if it failed."""
 
@@ -62,7 +53,11 @@ class _Written:
 
 
 class DeletionCostWriter:
-    """A writer of the annotations of an environment's pods, active while this gateway leads."""
+    """A writer of the annotations of an environment's pods, active while this gateway leads.
+
+    Args:
+        sweep_interval_s: interval between two sweeps.
+    """
 
     def __init__(
         self,
@@ -71,14 +66,16 @@ class DeletionCostWriter:
         read_loads: ReadLoads,
         is_leader: Callable[[], bool],
         *,
-        options: CostOptions | None = None,
+        sweep_interval_s: float = 5.0,
+        max_patches_per_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api = api
         self._namespace = namespace
         self._read_loads = read_loads
         self._is_leader = is_leader
-        self._options = options or CostOptions()
+        self._sweep_interval_s = sweep_interval_s
+        self._max_patches_per_s = max_patches_per_s
         self._clock = clock
         self._written: dict[str, _Written] = {}
 
@@ -86,7 +83,7 @@ class DeletionCostWriter:
         """Sweep at intervals, until cancelled."""
         while True:
             await self.sweep()
-            await asyncio.sleep(self._options.sweep_interval_s)
+            await asyncio.sleep(self._sweep_interval_s)
 
     async def sweep(self) -> int:
         """Read the loads once, write the costs that changed, and return the number of writes."""
@@ -108,12 +105,12 @@ class DeletionCostWriter:
                 _log.warning("cannot write the deletion cost of pod %s: %s", pod, error)
                 if error.status in (0, _OVERLOADED) or error.status >= 500:
                     break  # not specific to this pod: other writes would fail, too
-            await asyncio.sleep(1.0 / self._options.max_patches_per_s)
+            await asyncio.sleep(1.0 / self._max_patches_per_s)
         return num_written
 
     def _list_due_pods(self, buckets: Mapping[str, int]) -> list[str]:
         """Return the pods to write now, largest error of the cost first."""
-        earliest_s = self._clock() - self._options.min_interval_s
+        earliest_s = self._clock() - _MIN_INTERVAL_S
         errors: dict[str, int] = {}
         for pod, bucket in buckets.items():
             last_write = self._written.get(pod)

@@ -15,14 +15,19 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from ludus.env.backoff import doubling
+from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError
-from ludus.services.kubernetes.api import EventType, JsonObject, KubernetesApi, WatchEvent
+from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent
 
 _log = logging.getLogger(__name__)
 
+RETRY_PAUSES_S = (0.5, 30.0)
+"""The first and the longest pause before a retry, in seconds."""
+_WATCH_TIMEOUT_S = 300
+"""Maximum duration of a watch, in seconds. Each watch requests a random 80 to 100 % of it, so that
+gateways that started together do not reconnect together."""
 _STABLE_AFTER_S = 10.0
 """Minimum duration of a successful watch without events, in seconds."""
 _GONE = 410
@@ -30,17 +35,6 @@ _BAD_VERSION_STATUSES = frozenset({400, 504})
 """Statuses for a version unknown to the API server, for example after a restore."""
 _MAX_FAILURES = 3
 """Consecutive failed watches after which the list is read again, whatever the failures."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowOptions:
-    """Timeouts and retry delays."""
-
-    watch_timeout_s: int = 300
-    """Maximum duration of a watch, in seconds. Each watch requests a random 80 to 100 % of it, so
-    that gateways that started together do not reconnect together."""
-    first_retry_s: float = 0.5
-    max_retry_s: float = 30.0
 
 
 class ListFollower:
@@ -51,6 +45,7 @@ class ListFollower:
         on_list: called with all objects after each LIST.
         on_event: called with each change, except bookmarks.
         on_failure: called with the error of each failed request.
+        pauses_s: the first and the longest pause before a retry, in seconds.
         sleep: waits between two attempts.
     """
 
@@ -64,14 +59,14 @@ class ListFollower:
         on_event: Callable[[WatchEvent], None],
         *,
         on_failure: Callable[[ClusterError], None] | None = None,
-        options: FollowOptions | None = None,
+        pauses_s: tuple[float, float] = RETRY_PAUSES_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._api = api
         self._path, self._query = path, {"labelSelector": selector}
         self._name = name
         self._on_list, self._on_event, self._on_failure = on_list, on_event, on_failure
-        self._options = options or FollowOptions()
+        self._pauses_s = pauses_s
         self._sleep = sleep
         self._version = ""
         """Version at which a watch continues; empty if the list must be read again."""
@@ -82,8 +77,7 @@ class ListFollower:
 
     async def run(self) -> None:
         """Follow until cancelled, or until `on_list` or `on_event` raises."""
-        options = self._options
-        pauses = doubling(options.first_retry_s, options.max_retry_s)
+        pauses = doubling(*self._pauses_s)
         while True:
             started_s, first_version = time.monotonic(), self._version
             failure: ClusterError | None = None
@@ -97,11 +91,11 @@ class ListFollower:
                 if self._on_failure is not None:
                     self._on_failure(error)
             if self._version != first_version or time.monotonic() - started_s >= _STABLE_AFTER_S:
-                pauses = doubling(options.first_retry_s, options.max_retry_s)
+                pauses = doubling(*self._pauses_s)
                 if failure is None:
                     continue
             retry_after_s = failure.retry_after_s if failure is not None else 0.0
-            pause_s = min(max(next(pauses), retry_after_s), options.max_retry_s)
+            pause_s = min(max(next(pauses), retry_after_s), self._pauses_s[1])
             await self._sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> None:
@@ -114,7 +108,7 @@ class ListFollower:
         watch = self._api.watch(
             self._path,
             version=self._version,
-            timeout_s=max(1, round(self._options.watch_timeout_s * random.uniform(0.8, 1.0))),
+            timeout_s=round(_WATCH_TIMEOUT_S * random.uniform(0.8, 1.0)),
             query=self._query,
         )
         async with aclosing(watch) as events:

@@ -26,18 +26,11 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from pydantic import ValidationError
-
+from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.kubernetes.api import (
-    JsonObject,
-    KubernetesApi,
-    ObjectPart,
-    resource_path,
-)
+from ludus.services.kubernetes.api import KubernetesApi, resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -45,41 +38,8 @@ _API_VERSION = "coordination.k8s.io/v1"
 _NOT_FOUND, _CONFLICT = 404, 409
 _LEADING_FRACTION = 2 / 3
 _RELEASE_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseOptions:
-    """Times of a Lease; all contenders should use the same values."""
-
-    lease_duration_s: int = 15
-    """Seconds without renewal after which another contender may take the Lease."""
-    renew_s: float = 5.0
-    """Interval between two renewals, or between two checks of another holder's Lease."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.renew_s < self.lease_duration_s * _LEADING_FRACTION:
-            raise ConfigError(
-                f"renew_s must be between 0 and {_LEADING_FRACTION:.2f} of lease_duration_s"
-                f" ({self.lease_duration_s}), got {self.renew_s}; renew more often"
-            )
-
-
-class _LeaseMetadata(ObjectPart):
-    resource_version: str
-    labels: dict[str, str] | None = None
-    annotations: dict[str, str] | None = None
-
-
-class _LeaseSpec(ObjectPart):
-    holder_identity: str | None = None
-    lease_duration_seconds: int | None = None
-    acquire_time: str | None = None
-    lease_transitions: int | None = None
-
-
-class _Lease(ObjectPart):
-    metadata: _LeaseMetadata
-    spec: _LeaseSpec = _LeaseSpec()
+LEASE_DURATION_S = 15
+"""Seconds without renewal after which another contender may take the Lease."""
 
 
 class Leadership:
@@ -89,6 +49,8 @@ class Leadership:
         name: name of the Lease; the same for all contenders.
         contender: readable name of this contender, such as the pod's name. A random suffix is
             added, because two contenders with the same name would both lead.
+        renew_s: interval between two renewals, or between two checks of another holder's Lease;
+            less than 2/3 of `LEASE_DURATION_S`.
     """
 
     def __init__(
@@ -98,13 +60,13 @@ class Leadership:
         name: str,
         contender: str,
         *,
-        options: LeaseOptions | None = None,
+        renew_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = f"{contender}_{secrets.token_hex(4)}"
         self._api = api
         self._namespace, self._name = namespace, name
-        self._options = options or LeaseOptions()
+        self._renew_s = renew_s
         self._clock = clock
         self._leading_until_s = -math.inf
         self._seen_version = ""
@@ -130,7 +92,7 @@ class Leadership:
 
     async def compete(self) -> bool:
         """Try once to take or keep the Lease, and return whether this contender leads."""
-        timeout_s = self._options.renew_s
+        timeout_s = self._renew_s
         if self.is_leader:
             timeout_s = min(timeout_s, max(0.0, self._leading_until_s - self._clock()))
         try:
@@ -152,7 +114,7 @@ class Leadership:
         with contextlib.suppress(ClusterError, ConfigError, TimeoutError):  # then the Lease expires
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 lease = await self._read()
-                if lease is not None and lease.spec.holder_identity == self.identity:
+                if lease is not None and lease["spec"].get("holderIdentity") == self.identity:
                     body = self._make_body(lease, release=True)
                     await self._api.replace(self._path(self._name), body)
 
@@ -162,7 +124,7 @@ class Leadership:
             await asyncio.sleep(self._choose_pause_s())
 
     def _choose_pause_s(self) -> float:
-        renew_s = self._options.renew_s
+        renew_s = self._renew_s
         if not self.is_leader:
             return renew_s * random.uniform(0.9, 1.1)
         if not self._is_healthy:
@@ -170,7 +132,6 @@ class Leadership:
         return min(renew_s, max(0.0, self._leading_until_s - self._clock()))
 
     async def _try_to_lead(self) -> None:
-        sent_s = self._clock()
         lease = await self._read()
         if lease is not None and not self._may_take(lease):
             self._leading_until_s = -math.inf
@@ -186,58 +147,50 @@ class Leadership:
             if error.status != _CONFLICT:
                 raise
             return  # another contender was faster; the next attempt reads its Lease
-        self._observe(_parse_lease(stored_lease))
-        self._leading_until_s = sent_s + self._options.lease_duration_s * _LEADING_FRACTION
+        self._observe(stored_lease)
+        self._leading_until_s = sent_s + LEASE_DURATION_S * _LEADING_FRACTION
 
-    async def _read(self) -> _Lease | None:
+    async def _read(self) -> JsonObject | None:
         try:
-            lease = _parse_lease(await self._api.read(self._path(self._name)))
+            lease = await self._api.read(self._path(self._name))
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
+        lease.setdefault("spec", {})
         self._observe(lease)
         return lease
 
-    def _observe(self, lease: _Lease) -> None:
+    def _observe(self, lease: JsonObject) -> None:
         # The time is taken after the response, because a late time is safe and an early one is not.
-        if lease.metadata.resource_version != self._seen_version:
-            self._seen_version = lease.metadata.resource_version
+        if lease["metadata"]["resourceVersion"] != self._seen_version:
+            self._seen_version = lease["metadata"]["resourceVersion"]
             self._seen_change_s = self._clock()
 
-    def _may_take(self, lease: _Lease) -> bool:
-        holder = lease.spec.holder_identity
+    def _may_take(self, lease: JsonObject) -> bool:
+        holder = lease["spec"].get("holderIdentity")
         if not holder or holder == self.identity:
             return True
-        duration_s = lease.spec.lease_duration_seconds or self._options.lease_duration_s
-        return self._clock() >= self._seen_change_s + duration_s
+        duration_s = lease["spec"].get("leaseDurationSeconds") or LEASE_DURATION_S
+        return bool(self._clock() >= self._seen_change_s + duration_s)
 
-    def _make_body(self, lease: _Lease | None, *, release: bool = False) -> JsonObject:
+    def _make_body(self, lease: JsonObject | None, *, release: bool = False) -> JsonObject:
         """Build the Lease to store: held by this contender, or released."""
-        old_spec = lease.spec if lease is not None else _LeaseSpec()
+        old_spec = lease["spec"] if lease is not None else {}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        is_new = old_spec.holder_identity != self.identity
-        transitions = old_spec.lease_transitions or 0
+        is_new = old_spec.get("holderIdentity") != self.identity
         spec: JsonObject = {
-            "leaseDurationSeconds": 1 if release else self._options.lease_duration_s,
+            "leaseDurationSeconds": 1 if release else LEASE_DURATION_S,
             "renewTime": now,
-            "acquireTime": now if is_new else old_spec.acquire_time or now,
-            "leaseTransitions": transitions + (lease is not None and is_new),
+            "acquireTime": now if is_new else old_spec.get("acquireTime") or now,
+            "leaseTransitions": (old_spec.get("leaseTransitions") or 0)
+            + (lease is not None and is_new),
         }
         if not release:
             spec["holderIdentity"] = self.identity
-        metadata: JsonObject = {"name": self._name, "namespace": self._namespace}
-        if lease is not None:
-            # A PUT replaces the whole object, so keep the labels of the chart that created it.
-            metadata["labels"] = lease.metadata.labels or {}
-            metadata["annotations"] = lease.metadata.annotations or {}
-            metadata["resourceVersion"] = lease.metadata.resource_version
-        return {
-            "apiVersion": _API_VERSION,
-            "kind": "Lease",
-            "metadata": metadata,
-            "spec": spec,
-        }
+        # A PUT replaces the whole object, so keep the labels of the chart that created it.
+        metadata = lease["metadata"] if lease is not None else {"name": self._name}
+        return {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
 
     def _path(self, name: str = "") -> str:
         return resource_path(_API_VERSION, self._namespace, "leases", name)
@@ -246,12 +199,3 @@ class Leadership:
         if self.is_leader != self._was_leader:
             self._was_leader = not self._was_leader
             _log.info("%s %s", self.identity, "leads" if self._was_leader else "no longer leads")
-
-
-def _parse_lease(raw: JsonObject) -> _Lease:
-    try:
-        return _Lease.model_validate(raw)
-    except ValidationError as error:
-        raise ClusterError(
-            f"{error.error_count()} fields are not valid in a Lease of {_API_VERSION}"
-        ) from error

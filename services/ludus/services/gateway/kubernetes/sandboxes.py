@@ -28,21 +28,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pydantic import Field, ValidationError
-
+from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError
 from ludus.services.gateway.config import SandboxEnvironment
-from ludus.services.gateway.fleet.endpoints import Publish, ServerEndpoint
 from ludus.services.gateway.fleet.server_link import ServerLink
+from ludus.services.gateway.fleet.sources import Publish, ServerEndpoint
 from ludus.services.gateway.kubernetes.follower import ListFollower
-from ludus.services.kubernetes.api import (
-    EventType,
-    JsonObject,
-    KubernetesApi,
-    ObjectPart,
-    WatchEvent,
-    resource_path,
-)
+from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -53,43 +45,7 @@ _POOLS = "sandboxwarmpools"
 _RETRY_S = 1.0
 """Delay after a failed request, in seconds."""
 STOP_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxOptions:
-    """Timeouts and limits of the source."""
-
-    unused_after_s: float = 30.0
-    """Seconds without a session after which a claim is deleted."""
-    check_interval_s: float = 1.0
-    """Interval between two checks for such claims, in seconds."""
-    max_parallel_requests: int = 16
-
-
-class _ClaimMetadata(ObjectPart):
-    name: str
-    labels: dict[str, str] | None = None
-    deletion_timestamp: str | None = None
-
-
-class _ClaimCondition(ObjectPart):
-    type: str
-    status: str
-    message: str = ""
-
-
-class _Sandbox(ObjectPart):
-    pod_ips: list[str] | None = Field(None, alias="podIPs")
-
-
-class _ClaimStatus(ObjectPart):
-    conditions: list[_ClaimCondition] | None = None
-    sandbox: _Sandbox | None = None
-
-
-class _ClaimObject(ObjectPart):
-    metadata: _ClaimMetadata
-    status: _ClaimStatus = _ClaimStatus()
+_MAX_PARALLEL_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +76,18 @@ class SandboxClaim:
 
 
 def parse_claim(raw: JsonObject, identity: str) -> SandboxClaim:
-    """Parse a SandboxClaim object.
-
-    Raises:
-        ValidationError: the object is not a valid claim.
-    """
-    claim_object = _ClaimObject.model_validate(raw)
-    conditions = claim_object.status.conditions or ()
-    ready = next((condition for condition in conditions if condition.type == "Ready"), None)
-    addresses = (claim_object.status.sandbox and claim_object.status.sandbox.pod_ips) or [""]
+    """Return the claim in a SandboxClaim object, from the view of the gateway `identity`."""
+    metadata, status = raw["metadata"], raw.get("status") or {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    ready = conditions.get("Ready", {})
+    addresses = (status.get("sandbox") or {}).get("podIPs") or [""]
     return SandboxClaim(
-        claim_object.metadata.name,
-        is_own=(claim_object.metadata.labels or {}).get(GATEWAY_LABEL) == identity,
+        metadata["name"],
+        is_own=(metadata.get("labels") or {}).get(GATEWAY_LABEL) == identity,
         host=addresses[0],
-        is_ready=ready is not None and ready.status == "True",
-        is_ending=claim_object.metadata.deletion_timestamp is not None,
-        reason=ready.message if ready is not None else "",
+        is_ready=ready.get("status") == "True",
+        is_ending=metadata.get("deletionTimestamp") is not None,
+        reason=ready.get("message", ""),
     )
 
 
@@ -147,6 +99,8 @@ class SandboxSource:
         find_link: returns the link to the server of a claim.
         num_requested: returns the number of sessions that waiting opens requested.
         lifetime_s: maximum lifetime of a claim, in seconds.
+        unused_after_s: seconds without a session after which a claim is deleted.
+        check_interval_s: interval between two checks for such claims, in seconds.
     """
 
     def __init__(
@@ -156,13 +110,15 @@ class SandboxSource:
         find_link: Callable[[str], ServerLink | None],
         num_requested: Callable[[], int],
         lifetime_s: float,
-        options: SandboxOptions | None = None,
+        *,
+        unused_after_s: float = 30.0,
+        check_interval_s: float = 1.0,
     ) -> None:
         self._api = api
         self._environment, self._pool = environment, environment.warm_pool
         self._find_link, self._num_requested = find_link, num_requested
         self._lifetime = timedelta(seconds=lifetime_s)
-        self._options = options or SandboxOptions()
+        self._unused_after_s, self._check_interval_s = unused_after_s, check_interval_s
         self._identity = f"{socket.gethostname()[-50:].strip('-.')}-{secrets.token_hex(4)}"
         self._path = resource_path(API_VERSION, environment.namespace, "sandboxclaims")
         self._follower = ListFollower(
@@ -175,20 +131,16 @@ class SandboxSource:
             on_failure=self._record_follow_failure,
         )
         self._claims: dict[str, SandboxClaim] = {}
-        self._creating: set[str] = set()
+        self.creating: set[str] = set()
+        """Names of the claims that are being created."""
         self._is_listed = False
         self._published: list[ServerEndpoint] | None = None
         self._publish: Publish | None = None
         self._problem = ""
         self._retry_at_s = 0.0
         self._wake_event = asyncio.Event()
-        self._requests = asyncio.Semaphore(self._options.max_parallel_requests)
+        self._requests = asyncio.Semaphore(_MAX_PARALLEL_REQUESTS)
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def num_creating(self) -> int:
-        """Number of claims that are being created."""
-        return len(self._creating)
 
     def wake(self) -> None:
         """Check the demand now: an open started to wait, or a session ended."""
@@ -216,7 +168,7 @@ class SandboxSource:
             await asyncio.gather(claim_task, return_exceptions=True)
             # No other gateway places sessions on these claims.
             claims = self._list_unused()
-            self._start_deletes([claim for claim in claims if claim.name not in self._creating])
+            self._start_deletes([claim for claim in claims if claim.name not in self.creating])
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
 
@@ -229,16 +181,14 @@ class SandboxSource:
     # -- known claims ------------------------------------------------------------------
 
     def _handle_list(self, items: Sequence[JsonObject]) -> None:
-        claims = [claim for claim in map(self._parse, items) if claim is not None]
-        creating = {name: claim for name, claim in self._claims.items() if name in self._creating}
+        claims = [parse_claim(item, self._identity) for item in items]
+        creating = {name: claim for name, claim in self._claims.items() if name in self.creating}
         self._claims = creating | {claim.name: claim for claim in claims}
         self._is_listed, self._problem = True, ""
         self._publish_changes()
 
     def _handle_event(self, event: WatchEvent) -> None:
-        claim = self._parse(event.object)
-        if claim is None:
-            return
+        claim = parse_claim(event.object, self._identity)
         if event.type == EventType.DELETED:
             self._claims.pop(claim.name, None)
         else:
@@ -246,13 +196,6 @@ class SandboxSource:
             is_ending = claim.is_ending or (old_claim is not None and old_claim.is_ending)
             self._claims[claim.name] = replace(claim, is_ending=is_ending)
         self._publish_changes()
-
-    def _parse(self, raw: JsonObject) -> SandboxClaim | None:
-        try:
-            return parse_claim(raw, self._identity)
-        except ValidationError as error:
-            _log.error("an object is not a valid SandboxClaim of %s: %s", API_VERSION, error)
-            return None
 
     def _publish_changes(self) -> None:
         assert self._publish is not None, "`watch` has started"
@@ -286,7 +229,7 @@ class SandboxSource:
                 )
                 self._start_claims(self._num_requested() - len(self._list_unused()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_event.wait(), self._options.check_interval_s)
+                await asyncio.wait_for(self._wake_event.wait(), self._check_interval_s)
 
     def _list_unused(self) -> list[SandboxClaim]:
         """Return this gateway's claims that never had a session."""
@@ -303,18 +246,18 @@ class SandboxSource:
         if link.is_used_up:
             return True
         if link.is_connected:
-            return link.unused_s > self._options.unused_after_s
+            return link.unused_s > self._unused_after_s
         # A gateway that cannot reach pods must not delete claims that other gateways use.
         may_delete = claim.is_own or not claim.is_ready
         unused_s = asyncio.get_running_loop().time() - link.last_used_s
-        return may_delete and unused_s > self._options.unused_after_s
+        return may_delete and unused_s > self._unused_after_s
 
     def _start_claims(self, num_claims: int) -> None:
         if num_claims <= 0:
             return
         names = [f"{self._pool[:52]}-{secrets.token_hex(5)}" for _ in range(num_claims)]
         self._claims |= {name: SandboxClaim(name, is_own=True) for name in names}
-        self._creating.update(names)
+        self.creating.update(names)
         self._start_task(self._create_claims(names))
 
     async def _create_claims(self, names: list[str]) -> None:
@@ -326,7 +269,7 @@ class SandboxSource:
             self._record_failure(error, names)
         else:
             await asyncio.gather(*(self._create_claim(name, pool) for name in names))
-        self._creating.difference_update(names)
+        self.creating.difference_update(names)
 
     async def _create_claim(self, name: str, pool: JsonObject) -> None:
         try:

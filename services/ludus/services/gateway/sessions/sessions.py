@@ -16,13 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
-from ludus.env.security.session_ids import SessionKey, hide_driving_id, tools_only_error
+from ludus.env.security.session_ids import (
+    SessionKey,
+    SignedId,
+    hide_driving_id,
+    tools_only_error,
+)
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -32,6 +39,7 @@ from ludus.proto.errors import (
     EnvError,
     InfrastructureError,
     InvalidCallError,
+    PermissionDeniedError,
     SessionLostError,
     UnavailableError,
 )
@@ -39,23 +47,24 @@ from ludus.services.gateway.config import ServersSection, SessionsSection
 from ludus.services.gateway.fleet.admission import FleetAdmission
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
-from ludus.services.gateway.sessions.routes import Route, RouteCache
 from ludus.services.gateway.sessions.tracked import TrackedSession, TrackedSessions
 from ludus.services.gateway.tenancy.access import TenantAccess
-from ludus.services.gateway.tenancy.callers import (
+from ludus.services.gateway.tenancy.metrics import OK, EnvironmentLoad, GatewayMetrics
+from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.tenancy.tenants import (
     GATEWAY_TENANT,
-    EnvironmentLoad,
+    Scope,
+    Tenant,
     current_tenant,
     set_current_tenant,
 )
-from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
-from ludus.services.gateway.tenancy.quotas import Quotas
-from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
 _MAX_LINGER_S = 600.0
 """Maximum linger time that a client may request, in seconds."""
 FIND_TIMEOUT_S = 5.0
 """Maximum time that a call waits for a server that only other gateways have reached."""
+_MAX_CACHED_IDS = 16_384
+"""Maximum number of session ids of an environment that are verified only once."""
 _CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
 _CONNECTION_ENDED = SessionTombstone(
     SessionEnd.CONNECTION_ENDED, "the connection that opened it ended"
@@ -68,7 +77,6 @@ class GatewayContext:
     """Objects shared by all environments of a gateway."""
 
     key: SessionKey
-    routes: RouteCache
     access: TenantAccess
     quotas: Quotas
     metrics: GatewayMetrics
@@ -100,7 +108,7 @@ class GatewaySessions:
         self.opener = SessionOpener(
             environment, context.key, self.admission, self._make_room, limits.id_lifetime_s
         )
-        self._routes = context.routes
+        self._read_id = lru_cache(_MAX_CACHED_IDS)(context.key.read)
         self._access = context.access
         self._quotas = context.quotas
         self._metrics = context.metrics
@@ -111,8 +119,6 @@ class GatewaySessions:
             limits.idle_timeout_s,
             lambda num: context.metrics.count_lost(environment, num),
         )
-        self.begin_call, self.end_call = self.tracked.begin_call, self.tracked.end_call
-        """Called around each call that a wire relays directly: a session with calls is in use."""
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
 
@@ -169,11 +175,6 @@ class GatewaySessions:
             num_unreachable_servers=num_unreachable,
         )
 
-    @property
-    def num_tracked(self) -> int:
-        """Number of tracked sessions; see `TrackedSessions`."""
-        return len(self.tracked)
-
     # -- opening -----------------------------------------------------------------------
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
@@ -210,9 +211,9 @@ class GatewaySessions:
             self._quotas.release(tenant, size)
             if isinstance(error, EnvError):
                 duration_s = self._loop.time() - started_s
-                self._metrics.count_refused(self.environment, error.code, size, duration_s)
+                self._metrics.count_open(self.environment, error.code, size, duration_s)
             raise
-        self._metrics.count_opened(self.environment, size, self._loop.time() - started_s)
+        self._metrics.count_open(self.environment, OK, size, self._loop.time() - started_s)
         for session in placed:
             self._track(session, args, connection, tenant)
         if connection is not None and connection.ended.is_set():
@@ -225,7 +226,7 @@ class GatewaySessions:
             self.opener.check(args, size)
             self._quotas.reserve(tenant, size)
         except EnvError as error:
-            self._metrics.count_refused(self.environment, error.code, size)
+            self._metrics.count_open(self.environment, error.code, size)
             raise
 
     def _track(
@@ -244,8 +245,8 @@ class GatewaySessions:
     # -- calls -------------------------------------------------------------------------
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """Start a new episode; see `Sessions`."""
-        self._count("reset")
+        """Start a new episode."""
+        self.count_call("reset")
         request = pb.Call()
         fill_reset_args(request.reset.args, args)
         # If the connection breaks, no client has seen the first result, so a reset may be repeated.
@@ -256,7 +257,7 @@ class GatewaySessions:
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
         """Take a step; see `Sessions`."""
-        self._count("step")
+        self.count_call("step")
         step = pb.StepRequest(step_index=step_index, timeout_s=timeout_s)
         if isinstance(action, bytes):
             step.action_json = action
@@ -265,18 +266,17 @@ class GatewaySessions:
         reply = await self.call(
             "step", session_id, pb.Call(step=step), is_repeatable=step_index > 0
         )
-        self.record_result(session_id, reply.result)
         return read_encoded(reply.result)
 
     async def state(self, session_id: str) -> bytes:
         """Return the environment's state as JSON."""
-        self._count("state")
+        self.count_call("state")
         reply = await self.call("state", session_id, is_repeatable=True)
         return reply.state.state_json
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """Call a tool of the environment and return its result as JSON."""
-        self._count("call_tool")
+        self.count_call("call_tool")
         tool_call = pb.CallToolRequest(name=name, arguments_json=plain_json(arguments, "arguments"))
         reply = await self.call("call_tool", session_id, pb.Call(call_tool=tool_call))
         return reply.call_tool.result_json
@@ -332,8 +332,8 @@ class GatewaySessions:
 
     # -- for the gateway's own wires ---------------------------------------------------
 
-    def route(self, session_id: str, *, for_tools: bool = False) -> Route:
-        """Verify a session id and return its route, for the tenant of the current request.
+    def route(self, session_id: str, *, for_tools: bool = False) -> SignedId:
+        """Verify a session id and return its content, for the tenant of the current request.
 
         Args:
             for_tools: also accept the id of the session's tools.
@@ -342,7 +342,13 @@ class GatewaySessions:
             EnvError: the id is forged, expired, or belongs to another tenant or environment.
         """
         tenant = self._authorize()
-        route = self._routes.find(session_id, None if tenant is GATEWAY_TENANT else tenant.name)
+        route = self._read_id(session_id)
+        if route.expires_s < time.time():  # it expired after it was verified
+            raise SessionLostError("the session id has expired; open a new session")
+        if tenant is not GATEWAY_TENANT and route.tenant != tenant.name:
+            raise PermissionDeniedError(
+                "the session belongs to another tenant; use the token that opened it"
+            )
         if route.environment != self.environment:
             raise InvalidCallError(
                 f"the session belongs to environment '{route.environment}', not to"
@@ -352,7 +358,19 @@ class GatewaySessions:
             raise tools_only_error()
         return route
 
-    async def find_link(self, route: Route) -> ServerLink:
+    def count_call(self, kind: str) -> None:
+        """Count a call against the tenant's rate of steps.
+
+        Raises:
+            RateLimitError: the rate is too high.
+        """
+        try:
+            self._quotas.count_step(current_tenant())
+        except EnvError as error:
+            self._metrics.count_call(self.environment, kind, error.code, None)
+            raise
+
+    async def find_link(self, route: SignedId) -> ServerLink:
         """Return the link to the session's server.
 
         Raises:
@@ -395,40 +413,41 @@ class GatewaySessions:
             getattr(call, kind).session_id = server_session_id
 
         self.tracked.begin_call(server_session_id)
-        code: str = OK
         started_s = self._loop.time()
         try:
             with hide_driving_id(server_session_id, session_id):
                 link = await self.find_link(route)
                 reply = await link.call(route.server_id, write, is_repeatable=is_repeatable)
-            if route.is_tools_only:
-                reply.call_tool.session_id = session_id
-            return reply
         except EnvError as error:
-            code = error.code
-            self.record_failure(server_session_id, error)
+            self.record_failure(kind, server_session_id, error, self._loop.time() - started_s)
             raise
         finally:
             self.tracked.end_call(server_session_id)
-            duration_s = self._loop.time() - started_s
-            self._metrics.count_calls(self.environment, kind, code, duration_s)
+        self.record_reply(kind, server_session_id, reply, self._loop.time() - started_s)
+        if route.is_tools_only:
+            reply.call_tool.session_id = session_id
+        return reply
 
-    def record_result(self, session_id: str, result: pb.StepResult) -> None:
-        """Remove a session that ended with its episode."""
-        if result.terminated or result.truncated:
+    def record_reply(self, kind: str, session_id: str, reply: pb.Reply, duration_s: float) -> None:
+        """Count a call that succeeded, and remove a session that ended with its episode."""
+        self._metrics.count_call(self.environment, kind, OK, duration_s)
+        if kind == "step" and (reply.result.terminated or reply.result.truncated):
             tracked = self.tracked.get(session_id)
             if tracked is not None and tracked.close_when_done:
                 self.tracked.remove(session_id, _EPISODE_ENDED)
                 tracked.link.count_ended(1)
                 self.admission.advance()
 
-    def record_failure(self, session_id: str, error: EnvError) -> None:
-        """Remove a session that is gone; close a session whose call timed out."""
+    def record_failure(
+        self, kind: str, session_id: str, error: EnvError, duration_s: float
+    ) -> None:
+        """Count a call that failed, and remove a session that is gone or whose call timed out."""
+        self._metrics.count_call(self.environment, kind, error.code, duration_s)
         if not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
         timed_out = isinstance(error, CallTimeoutError)
-        kind = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
-        tracked = self.tracked.remove(session_id, SessionTombstone(kind, error.message))
+        end = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
+        tracked = self.tracked.remove(session_id, SessionTombstone(end, error.message))
         if tracked is None:  # another gateway opened and counts it
             return
         if timed_out:
@@ -442,25 +461,17 @@ class GatewaySessions:
         self.admission.drain()
 
     def leave(self) -> None:
-        """Do not close the sessions of connections that end; other gateways continue them."""
+        """Drain, and close no sessions of connections that end; other gateways continue them."""
+        self.drain()
         self._is_leaving = True
 
     async def shut_down(self) -> None:
         """Close the links; the sessions stay on their servers for their linger time."""
-        self.drain()
         self.leave()
         self.tracked.close()
         await self.fleet.close("this gateway is stopping")
 
     # -- parts -------------------------------------------------------------------------
-
-    def _count(self, kind: str) -> None:
-        """Count a call against the tenant's rate of steps."""
-        try:
-            self._quotas.count_steps(current_tenant(), 1)
-        except EnvError as error:
-            self._metrics.count_calls(self.environment, kind, error.code, None)
-            raise
 
     def _authorize(self) -> Tenant:
         """Return the caller with its current rights, which may be newer than its connection."""
@@ -478,6 +489,6 @@ class GatewaySessions:
 
     def _find_server_link(self, session_id: str) -> ServerLink | None:
         try:
-            return self.fleet.find_link(self._routes.read(session_id).server_id)
+            return self.fleet.find_link(self._read_id(session_id).server_id)
         except EnvError:
             return None

@@ -24,9 +24,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ludus.proto.errors import AuthenticationError, ConfigError, EnvError, UserError
-from ludus.services.gateway.tenancy.callers import ANONYMOUS
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    EnvError,
+    PermissionDeniedError,
+    UserError,
+)
 from ludus.services.gateway.tenancy.tenants import (
+    ANONYMOUS,
     Scope,
     Tenant,
     Tenants,
@@ -38,6 +44,8 @@ from ludus.services.gateway.tenancy.tenants import (
 _log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 4096
+_CHECK_EVERY_S = 1.0
+"""Minimum time between two checks of the tenants file for changes, in seconds."""
 _REMEDY = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
     " http://name:<token>@gateway/..."
@@ -51,9 +59,6 @@ class AuthFailure(StrEnum):
     MALFORMED = "malformed"
     UNKNOWN = "unknown"
     SCOPE = "scope"
-
-
-OnFailure = Callable[[AuthFailure], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,31 +76,23 @@ class TenantAccess:
     Args:
         tenants: tenants of the gateway. None admits every caller as `ANONYMOUS`.
         source: file from which the tenants are read again after a change.
-        check_every_s: minimum time between two checks of the file.
         clock: monotonic clock in seconds.
     """
 
     def __init__(
         self,
-        tenants: Tenants | None,
+        tenants: Tenants | None = None,
         source: TenantsFile | None = None,
         *,
-        check_every_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_failure: OnFailure = _ignore_failure
+        self.on_failure: Callable[[AuthFailure], None] = lambda failure: None
         """Function that is called with the reason of every refusal, for metrics."""
         self._tenants = tenants
         self._source = source
-        self._check_every_s = check_every_s
         self._clock = clock
-        self._next_check_s = clock() + check_every_s
+        self._next_check_s = clock() + _CHECK_EVERY_S
         self._connections: dict[_OpenConnection, None] = {}
-
-    @classmethod
-    def open(cls) -> TenantAccess:
-        """Return a TenantAccess that admits every caller; see `check_host`."""
-        return cls(None)
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
@@ -105,16 +102,10 @@ class TenantAccess:
             ConfigError: the token is not acceptable; see `check_token`.
         """
         digest = token_digest(check_token(token, "the gateway's token"))
-        return cls(Tenants({"": ANONYMOUS}, ((digest, ANONYMOUS),)))
+        return cls(Tenants({"": ANONYMOUS}, {digest: ANONYMOUS}))
 
     @classmethod
-    def from_file(
-        cls,
-        path: Path,
-        *,
-        check_every_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> TenantAccess:
+    def from_file(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> TenantAccess:
         """Read the tenants from a TOML file, and again after each change.
 
         A change that is not valid is logged, and the previous tenants remain.
@@ -124,12 +115,7 @@ class TenantAccess:
             ConfigError: the file is not valid. The message names file, field, value and remedy.
         """
         source = TenantsFile(path)
-        return cls(source.read(), source, check_every_s=check_every_s, clock=clock)
-
-    @property
-    def is_open(self) -> bool:
-        """True when every caller is admitted without a token."""
-        return self._tenants is None
+        return cls(source.read(), source, clock=clock)
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
         """Check that a gateway with this access may listen on the host.
@@ -137,7 +123,7 @@ class TenantAccess:
         Raises:
             ConfigError: other machines can reach the host and would need no token.
         """
-        if self.is_open and not insecure and not _is_loopback(host):
+        if self._tenants is None and not insecure and not _is_loopback(host):
             raise ConfigError(
                 f"listening on {host}, which other machines can reach, needs tenants or a token;"
                 " set one, listen on 127.0.0.1, or set insecure to allow it"
@@ -160,17 +146,15 @@ class TenantAccess:
         token = read_authorization(authorization[0]) if len(authorization) == 1 else None
         if token is None:
             raise self._refusal(AuthFailure.MALFORMED, "a malformed Authorization header")
-        tenant = _find_tenant(self._tenants.digests, token)
+        tenant = _find_tenant(self._tenants, token)
         if tenant is None:
             raise self._refusal(AuthFailure.UNKNOWN, "an unknown token")
         return tenant
 
     def has_token(self, token: str) -> bool:
         """Return whether a tenant of this gateway has the token."""
-        return (
-            self._tenants is not None
-            and _find_tenant(self._tenants.digests, token.encode()) is not None
-        )
+        tenants = self._tenants
+        return tenants is not None and _find_tenant(tenants, token.encode()) is not None
 
     def renew(self, tenant: Tenant) -> Tenant:
         """Return the tenant of a long-lived connection with its current scopes and limits.
@@ -235,11 +219,13 @@ class TenantAccess:
         Raises:
             PermissionDeniedError: the tenant does not have the scope.
         """
-        try:
-            tenant.require(scope)
-        except EnvError:
+        if scope not in tenant.scopes:
             self.on_failure(AuthFailure.SCOPE)
-            raise
+            raise PermissionDeniedError(
+                f"the call needs the scope {scope!s}, but tenant {tenant.name!r} has only"
+                f" {', '.join(sorted(tenant.scopes))}; use another token, or add the scope to the"
+                " tenant in the gateway's tenants file"
+            )
 
     def _refusal(self, kind: AuthFailure, problem: str) -> AuthenticationError:
         self.on_failure(kind)
@@ -248,7 +234,7 @@ class TenantAccess:
     def _refresh(self) -> None:
         if self._source is None or self._clock() < self._next_check_s:
             return
-        self._next_check_s = self._clock() + self._check_every_s
+        self._next_check_s = self._clock() + _CHECK_EVERY_S
         if not self._source.has_changed():
             return
         try:
@@ -279,10 +265,13 @@ def read_authorization(value: str | bytes) -> bytes | None:
     return (password or user or None) if colon else None
 
 
-def _find_tenant(digests: tuple[tuple[bytes, Tenant], ...], token: bytes) -> Tenant | None:
+def _find_tenant(tenants: Tenants, token: bytes) -> Tenant | None:
     owner: Tenant | None = None
     digest_of_token = token_digest(token)
-    for digest, tenant in digests:  # no early exit: the time must not reveal which token matched
+    for (
+        digest,
+        tenant,
+    ) in tenants.by_digest.items():  # no early exit: the time must not reveal which token matched
         if hmac.compare_digest(digest, digest_of_token):
             owner = tenant
     return owner
@@ -293,7 +282,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _ignore_failure(failure: AuthFailure) -> None:
-    pass

@@ -25,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import platform
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -44,12 +44,30 @@ from prometheus_client.exposition import choose_encoder
 from ludus.proto.errors import ErrorCode
 from ludus.proto.metrics import GatewayMetric
 from ludus.services.gateway.tenancy.access import AuthFailure
-from ludus.services.gateway.tenancy.callers import EnvironmentLoad, ReadLoads
 
 OK = "OK"
 """The code of successful calls."""
-CALL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-WAIT_BUCKETS_S = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentLoad:
+    """The number of sessions and servers of one environment."""
+
+    environment: str
+    num_pending: int = 0
+    """Sessions that waiting opens have requested."""
+    num_active: int = 0
+    """Sessions on servers that accept new sessions."""
+    num_draining: int = 0
+    """Sessions on servers that accept no new sessions."""
+    capacity: int = 0
+    """Maximum sessions on servers that accept new ones; 0 if each session gets its own server."""
+    num_servers: int = 0
+    """Connected servers that accept new sessions."""
+    num_draining_servers: int = 0
+    """Connected servers that accept no new sessions."""
+    num_unreachable_servers: int = 0
+    """Listed servers that do not respond."""
 
 
 class CallKind(StrEnum):
@@ -76,14 +94,37 @@ class OpenOutcome(StrEnum):
     FAILED = "failed"
 
 
-_OUTCOME_OF_CODE: dict[str, OpenOutcome] = {
+_OUTCOMES: dict[str, OpenOutcome] = {
+    OK: OpenOutcome.OPENED,
     ErrorCode.CAPACITY_REACHED: OpenOutcome.NO_CAPACITY,
     ErrorCode.RATE_LIMITED: OpenOutcome.RATE_LIMITED,
     ErrorCode.UNAVAILABLE: OpenOutcome.UNAVAILABLE,
     ErrorCode.DRAINING: OpenOutcome.UNAVAILABLE,
     ErrorCode.TIMEOUT: OpenOutcome.TIMEOUT,
 }
-_CODES = (OK, *ErrorCode)
+_COUNTERS: dict[GatewayMetric, tuple[str, dict[str, Iterable[str]]]] = {
+    GatewayMetric.CALLS: ("Completed calls.", {"call": CallKind, "code": (OK, *ErrorCode)}),
+    GatewayMetric.OPENS: ("Requested sessions.", {"outcome": OpenOutcome}),
+    GatewayMetric.SESSIONS_LOST: (
+        "Sessions that ended although their callers did not end them.",
+        {"reason": ("server_lost",)},
+    ),
+    GatewayMetric.RATE_LIMITED: ("Calls refused by a tenant's quota.", {}),
+}
+"""Help text of each counter, and the values of its labels in addition to `env`."""
+_HISTOGRAMS: dict[GatewayMetric, tuple[str, dict[str, Iterable[str]], Sequence[float]]] = {
+    GatewayMetric.CALL_SECONDS: (
+        "Time from a call's arrival at the gateway to its reply.",
+        {"call": CallKind},
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    ),
+    GatewayMetric.QUEUE_WAIT_SECONDS: (
+        "Time that opens waited for a free session.",
+        {},
+        (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 20, 30, 60),
+    ),
+}
+"""Help text of each histogram, the values of its labels in addition to `env`, and its buckets."""
 
 
 class _Histogram:
@@ -96,32 +137,16 @@ class _Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float, num: int = 1) -> None:
-        """Count a value `num` times."""
-        self._counts[bisect_left(self._bounds, value)] += num
-        self._sum += value * num
+    def observe(self, seconds: float) -> None:
+        """Count a duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
         """Return cumulative buckets and the sum, in the form of the exposition format."""
         totals = accumulate(list(self._counts))
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, totals, strict=True)), self._sum
-
-
-@dataclass(slots=True)
-class _EnvironmentCounters:
-    """The counters of one environment."""
-
-    calls: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {call: dict.fromkeys(_CODES, 0) for call in CallKind}
-    )
-    seconds: dict[str, _Histogram] = field(
-        default_factory=lambda: {call: _Histogram(CALL_BUCKETS_S) for call in CallKind}
-    )
-    wait: _Histogram = field(default_factory=lambda: _Histogram(WAIT_BUCKETS_S))
-    opens: dict[OpenOutcome, int] = field(default_factory=lambda: dict.fromkeys(OpenOutcome, 0))
-    num_lost: int = 0
-    num_rate_limited: int = 0
 
 
 class GatewayMetrics:
@@ -132,59 +157,56 @@ class GatewayMetrics:
         read_loads: returns the load of each environment; called at each scrape.
     """
 
-    def __init__(self, environments: Iterable[str], read_loads: ReadLoads = tuple) -> None:
-        self._environments = {name: _EnvironmentCounters() for name in environments}
+    def __init__(
+        self,
+        environments: Iterable[str],
+        read_loads: Callable[[], Sequence[EnvironmentLoad]] = tuple,
+    ) -> None:
+        names = self._environments = tuple(environments)
+        self._counts = {
+            metric: dict.fromkeys(product(names, *labels.values()), 0)
+            for metric, (_, labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            metric: {key: _Histogram(bounds) for key in product(names, *labels.values())}
+            for metric, (_, labels, bounds) in _HISTOGRAMS.items()
+        }
         self._auth_failures = dict.fromkeys(AuthFailure, 0)
         self._read_loads = read_loads
         self._loads: Sequence[EnvironmentLoad] = ()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def count_calls(
-        self, environment: str, call: str, code: str, seconds: float | None, num_calls: int = 1
-    ) -> None:
-        """Count calls, other than opens, that completed together after `seconds`.
+    def count_call(self, environment: str, call: str, code: str, seconds: float | None) -> None:
+        """Count a call that completed after `seconds`.
 
         Args:
             call: a `CallKind`.
             code: `OK`, or the ErrorCode of the failure.
             seconds: None for refused calls, which have no meaningful duration.
         """
-        counters = self._environments[environment]
-        counters.calls[call][code] += num_calls
+        self._counts[GatewayMetric.CALLS][environment, call, code] += 1
         if seconds is not None:
-            counters.seconds[call].observe(seconds, num_calls)
+            self._histograms[GatewayMetric.CALL_SECONDS][environment, call].observe(seconds)
         if code == ErrorCode.RATE_LIMITED:
-            counters.num_rate_limited += num_calls
+            self._counts[GatewayMetric.RATE_LIMITED][environment,] += 1
 
-    def count_opened(self, environment: str, num_sessions: int, seconds: float) -> None:
-        """Count sessions that were opened together, `seconds` after the request."""
-        call = CallKind.OPEN if num_sessions == 1 else CallKind.OPEN_GROUP
-        counters = self._environments[environment]
-        counters.calls[call][OK] += 1
-        counters.seconds[call].observe(seconds)
-        counters.opens[OpenOutcome.OPENED] += num_sessions
-
-    def count_refused(
-        self, environment: str, code: str, num_sessions: int = 1, seconds: float | None = None
+    def count_open(
+        self, environment: str, code: str, num_sessions: int, seconds: float | None = None
     ) -> None:
-        """Count an open that failed with an ErrorCode."""
+        """Count an open of sessions that were requested together; see `count_call`."""
         call = CallKind.OPEN if num_sessions == 1 else CallKind.OPEN_GROUP
-        counters = self._environments[environment]
-        counters.calls[call][code] += 1
-        if seconds is not None:
-            counters.seconds[call].observe(seconds)
-        counters.opens[_OUTCOME_OF_CODE.get(code, OpenOutcome.FAILED)] += num_sessions
-        if code == ErrorCode.RATE_LIMITED:
-            counters.num_rate_limited += 1
+        self.count_call(environment, call, code, seconds)
+        outcome = _OUTCOMES.get(code, OpenOutcome.FAILED)
+        self._counts[GatewayMetric.OPENS][environment, outcome] += num_sessions
 
     def record_wait(self, environment: str, seconds: float) -> None:
         """Record the time that an open waited in the queue, with or without success."""
-        self._environments[environment].wait.observe(seconds)
+        self._histograms[GatewayMetric.QUEUE_WAIT_SECONDS][environment,].observe(seconds)
 
     def count_lost(self, environment: str, num_sessions: int) -> None:
         """Count sessions that ended although their callers did not end them."""
-        self._environments[environment].num_lost += num_sessions
+        self._counts[GatewayMetric.SESSIONS_LOST][environment, "server_lost"] += num_sessions
 
     def count_auth_failure(self, failure: AuthFailure) -> None:
         """Count a refused call; for `TenantAccess.on_failure`."""
@@ -216,8 +238,16 @@ class GatewayMetrics:
             failures.add_metric([kind], num)
         yield failures
         yield from self._collect_loads()
-        yield from self._collect_calls()
-        yield from self._collect_opens()
+        for metric, (text, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(metric, text, labels=["env", *labels])
+            for key, num in self._counts[metric].items():
+                counter.add_metric(key, num)
+            yield counter
+        for metric, (text, labels, _) in _HISTOGRAMS.items():
+            durations = HistogramMetricFamily(metric, text, labels=["env", *labels])
+            for key, histogram in self._histograms[metric].items():
+                durations.add_metric(key, *histogram.sample())
+            yield durations
 
     def _collect_loads(self) -> Iterator[Metric]:
         sessions = GaugeMetricFamily(
@@ -235,7 +265,7 @@ class GatewayMetrics:
         )
         loads = {load.environment: load for load in self._loads}
         for name in self._environments:
-            load = loads.get(name) or EnvironmentLoad(name, 0, 0, 0, 0, 0)
+            load = loads.get(name) or EnvironmentLoad(name)
             sessions.add_metric([name, "pending"], load.num_pending)
             sessions.add_metric([name, "active"], load.num_active)
             sessions.add_metric([name, "draining"], load.num_draining)
@@ -244,47 +274,6 @@ class GatewayMetrics:
             servers.add_metric([name, "draining"], load.num_draining_servers)
             servers.add_metric([name, "unreachable"], load.num_unreachable_servers)
         yield from (sessions, capacity, servers)
-
-    def _collect_calls(self) -> Iterator[Metric]:
-        calls = CounterMetricFamily(
-            GatewayMetric.CALLS, "Completed calls.", labels=["env", "call", "code"]
-        )
-        seconds = HistogramMetricFamily(
-            GatewayMetric.CALL_SECONDS,
-            "Time from a call's arrival at the gateway to its reply.",
-            labels=["env", "call"],
-        )
-        for name, counters in self._environments.items():
-            for call, codes in counters.calls.items():
-                for code, num in codes.items():
-                    calls.add_metric([name, call, code], num)
-                seconds.add_metric([name, call], *counters.seconds[call].sample())
-        yield from (calls, seconds)
-
-    def _collect_opens(self) -> Iterator[Metric]:
-        opens = CounterMetricFamily(
-            GatewayMetric.OPENS, "Requested sessions.", labels=["env", "outcome"]
-        )
-        lost_sessions = CounterMetricFamily(
-            GatewayMetric.SESSIONS_LOST,
-            "Sessions that ended although their callers did not end them.",
-            labels=["env", "reason"],
-        )
-        limited = CounterMetricFamily(
-            GatewayMetric.RATE_LIMITED, "Calls refused by a tenant's quota.", labels=["env"]
-        )
-        wait = HistogramMetricFamily(
-            GatewayMetric.QUEUE_WAIT_SECONDS,
-            "Time that opens waited for a free session.",
-            labels=["env"],
-        )
-        for name, counters in self._environments.items():
-            for outcome, num in counters.opens.items():
-                opens.add_metric([name, outcome], num)
-            lost_sessions.add_metric([name, "server_lost"], counters.num_lost)
-            limited.add_metric([name], counters.num_rate_limited)
-            wait.add_metric([name], *counters.wait.sample())
-        yield from (opens, lost_sessions, limited, wait)
 
 
 def _version() -> str:

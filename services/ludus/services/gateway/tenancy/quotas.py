@@ -1,13 +1,14 @@
 """Quotas of tenants: concurrent sessions, opens per second and steps per second.
 
-Each rate is a token bucket with one second of tokens. A batch larger than the bucket needs a full
-bucket and leaves it negative, so that batches of any size pass at the tenant's rate. Each gateway
+Each rate is a token bucket with one second of tokens. A group larger than the bucket needs a full
+bucket and leaves it negative, so that groups of any size pass at the tenant's rate. Each gateway
 process counts separately.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -17,13 +18,11 @@ from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 
 _SESSIONS_RETRY_S = 1.0
 """Retry delay for a refused open; it is unknown when the tenant will close a session."""
-_MAX_UNSWEPT_TENANTS = 1024
-"""Number of tenants above which unused entries are removed."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens of one rate; below zero after a large batch."""
+    """Tokens of one rate; below zero after a large group."""
 
     tokens: float
     updated_s: float
@@ -62,17 +61,11 @@ class Quotas:
     ) -> None:
         self._clock = clock
         self._renew = renew
-        self._usage: dict[str, _Usage] = {}
-
-    @property
-    def num_tenants(self) -> int:
-        """Number of tenants with recorded use."""
-        return len(self._usage)
+        self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
     def num_sessions(self, tenant: Tenant) -> int:
         """Return the tenant's current number of sessions."""
-        usage = self._usage.get(tenant.name)
-        return usage.num_sessions if usage else 0
+        return self._usage[tenant.name].num_sessions
 
     def reserve(self, tenant: Tenant, num_sessions: int = 1) -> None:
         """Reserve sessions of the tenant's quota, all or none; `release` returns them.
@@ -83,41 +76,37 @@ class Quotas:
             AuthenticationError: the tenant was removed.
         """
         limits = self._current_limits(tenant)
-        usage = self._find_usage(tenant)
+        usage = self._usage[tenant.name]
         max_sessions = limits.max_sessions
         if max_sessions is not None and usage.num_sessions + num_sessions > max_sessions:
             _refuse_sessions(tenant, num_sessions, usage.num_sessions, max_sessions)
         if limits.opens_per_s is not None:
-            self._take_tokens(tenant, usage, "opens", num_sessions, limits.opens_per_s)
+            self._take_tokens(tenant, "opens", num_sessions, limits.opens_per_s)
         usage.num_sessions += num_sessions
 
     def release(self, tenant: Tenant, num_sessions: int = 1) -> None:
         """Return sessions to the tenant's quota."""
-        usage = self._usage.get(tenant.name)
-        if usage is not None:
-            usage.num_sessions = max(0, usage.num_sessions - num_sessions)
+        usage = self._usage[tenant.name]
+        usage.num_sessions = max(0, usage.num_sessions - num_sessions)
 
-    def count_steps(self, tenant: Tenant, num_steps: int = 1) -> None:
-        """Count steps, all or none for a batch.
+    def count_step(self, tenant: Tenant) -> None:
+        """Count a step, or another call that counts as one.
 
         Raises:
             RateLimitError: the rate is too high; the error contains the retry delay.
             AuthenticationError: the tenant was removed.
         """
         rate_per_s = self._current_limits(tenant).steps_per_s
-        if rate_per_s is not None and num_steps:
-            self._take_tokens(tenant, self._find_usage(tenant), "steps", num_steps, rate_per_s)
+        if rate_per_s is not None:
+            self._take_tokens(tenant, "steps", 1, rate_per_s)
 
     def _current_limits(self, tenant: Tenant) -> TenantLimits:
         return (tenant if self._renew is None else self._renew(tenant)).limits
 
-    def _take_tokens(
-        self, tenant: Tenant, usage: _Usage, resource: str, num: int, rate_per_s: float
-    ) -> None:
+    def _take_tokens(self, tenant: Tenant, resource: str, num: int, rate_per_s: float) -> None:
         now_s = self._clock()
-        bucket = usage.buckets.get(resource)
-        if bucket is None:
-            bucket = usage.buckets[resource] = _Bucket(max(1.0, rate_per_s), now_s)
+        full_bucket = _Bucket(max(1.0, rate_per_s), now_s)
+        bucket = self._usage[tenant.name].buckets.setdefault(resource, full_bucket)
         wait_s = bucket.take(num, rate_per_s, now_s)
         if wait_s > 0:
             raise RateLimitError(
@@ -126,23 +115,6 @@ class Quotas:
                 " gateway's tenants file",
                 retry_after_s=wait_s,
             )
-
-    def _find_usage(self, tenant: Tenant) -> _Usage:
-        usage = self._usage.get(tenant.name)
-        if usage is None:
-            if len(self._usage) >= _MAX_UNSWEPT_TENANTS:
-                self._remove_unused()
-            usage = self._usage[tenant.name] = _Usage()
-        return usage
-
-    def _remove_unused(self) -> None:
-        # After a minute without use a bucket is full again, except after extreme batches.
-        oldest_s = self._clock() - 60.0
-        self._usage = {
-            name: usage
-            for name, usage in self._usage.items()
-            if usage.num_sessions or any(b.updated_s > oldest_s for b in usage.buckets.values())
-        }
 
 
 def _refuse_sessions(

@@ -11,15 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import tomllib
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ludus.env.security.tls import file_signatures
-from ludus.proto.errors import ConfigError, NotFoundError, PermissionDeniedError, UserError
+from ludus.proto.errors import AuthenticationError, ConfigError, NotFoundError, UserError
 
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 512
@@ -50,32 +51,47 @@ class TenantLimits:
     steps_per_s: float | None = None
 
 
-NO_LIMITS = TenantLimits()
-
-
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of calls and sessions."""
+    """The owner of calls and sessions.
+
+    Every wire authenticates once per request or connection and stores the tenant in a context
+    variable. Tasks that the wire starts inherit it.
+    """
 
     name: str
     """Name in session ids; empty if authentication is off."""
     scopes: frozenset[Scope] = frozenset(Scope)
-    limits: TenantLimits = NO_LIMITS
+    limits: TenantLimits = TenantLimits()
     token_digest: bytes = field(default=b"", repr=False, compare=False)
     """SHA-256 digest of the token of this call; empty if the tenant is not from a file."""
 
-    def require(self, scope: Scope) -> None:
-        """Check that the tenant has the scope.
 
-        Raises:
-            PermissionDeniedError: the tenant does not have the scope.
-        """
-        if scope not in self.scopes:
-            raise PermissionDeniedError(
-                f"the call needs the scope {scope!s}, but tenant {self.name!r} has only"
-                f" {', '.join(sorted(self.scopes))}; use another token, or add the scope to the"
-                " tenant in the gateway's tenants file"
-            )
+ANONYMOUS = Tenant("")
+"""The tenant of every caller if no tenants are configured; it has every scope."""
+GATEWAY_TENANT = Tenant("gateway itself")
+"""The tenant of calls that the gateway makes itself; other tenants' names contain no space."""
+_CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
+
+
+def current_tenant() -> Tenant:
+    """Return the tenant of the request that is being served.
+
+    Raises:
+        AuthenticationError: the wire did not check a token.
+    """
+    try:
+        return _CURRENT.get()
+    except LookupError:
+        raise AuthenticationError(
+            "the request was not checked for a token; put its wire behind Authenticate or"
+            " AuthenticateCalls"
+        ) from None
+
+
+def set_current_tenant(tenant: Tenant) -> None:
+    """Set the current tenant of this task and of the tasks that it starts."""
+    _CURRENT.set(tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +99,8 @@ class Tenants:
     """The contents of a valid tenants file."""
 
     by_name: dict[str, Tenant]
-    digests: tuple[tuple[bytes, Tenant], ...]
-    """SHA-256 digest and owner of each token."""
-    by_digest: dict[bytes, Tenant] = field(init=False)
-    """The owners by digest, to look up digests of tokens that already authenticated."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_digest", dict(self.digests))
+    by_digest: dict[bytes, Tenant]
+    """The owner of each token, by the token's SHA-256 digest."""
 
 
 class _TenantEntry(BaseModel):
@@ -101,7 +112,7 @@ class _TenantEntry(BaseModel):
     token_env: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]{0,63}$")] | None = None
     token_file: Annotated[str, Field(min_length=1)] | None = None
     token_sha256: _Sha256 | list[_Sha256] | None = None
-    scopes: list[Literal["step", "admin"]] = Field(default=["step"], min_length=1)
+    scopes: list[Annotated[Scope, Field(strict=False)]] = Field([Scope.STEP], min_length=1)
     max_sessions: Annotated[int, Field(ge=1)] | None = None
     opens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     steps_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -111,14 +122,6 @@ class _TenantEntry(BaseModel):
         if not (self.token_env or self.token_file or self.token_sha256):
             raise ValueError(f"the tenant needs a token; set {_TOKEN_FIELDS}")
         return self
-
-    def tenant(self) -> Tenant:
-        """Return the tenant without its tokens."""
-        return Tenant(
-            name=self.name,
-            scopes=frozenset(Scope(scope) for scope in self.scopes),
-            limits=TenantLimits(self.max_sessions, self.opens_per_s, self.steps_per_s),
-        )
 
 
 class _Document(BaseModel):
@@ -165,7 +168,8 @@ class TenantsFile:
                     f"{self.path}: tenants[{index}].name: {entry.name!r} is already in use; a"
                     " tenant may have token_env, token_file and several token_sha256 together"
                 )
-            tenant = by_name[entry.name] = entry.tenant()
+            limits = TenantLimits(entry.max_sessions, entry.opens_per_s, entry.steps_per_s)
+            tenant = by_name[entry.name] = Tenant(entry.name, frozenset(entry.scopes), limits)
             for digest in _read_digests(entry, folder, location):
                 if digest in owners:
                     raise ConfigError(
@@ -173,7 +177,7 @@ class TenantsFile:
                         f" {_MAKE_TOKEN}"
                     )
                 owners[digest] = replace(tenant, token_digest=digest)
-        return Tenants(by_name, tuple(owners.items()))
+        return Tenants(by_name, owners)
 
     def _parse(self) -> list[_TenantEntry]:
         content = _read_bytes(self.path, "tenants file", str(self.path))

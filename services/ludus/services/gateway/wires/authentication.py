@@ -21,9 +21,8 @@ from ludus.env.asgi.socket import cut_close_reason
 from ludus.env.grpc.servicer import abort
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.tenancy.access import TenantAccess
-from ludus.services.gateway.tenancy.callers import set_current_tenant
-from ludus.services.gateway.tenancy.tenants import Scope, Tenant
-from ludus.services.gateway.wires.refusals import refuse
+from ludus.services.gateway.tenancy.tenants import Scope, Tenant, set_current_tenant
+from ludus.services.gateway.wires.requests import refuse
 
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Paths without a token check, because the kubelet has no token."""
@@ -93,19 +92,45 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
             return handler
         metadata = handler_call_details.invocation_metadata or ()
         tokens = [value for key, value in metadata if key == "authorization"]
+        is_stream = handler.request_streaming
+        serve = handler.stream_stream if is_stream else handler.unary_unary
 
-        async def check(context: grpc.aio.ServicerContext) -> Tenant:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
                 tenant = self._access.authenticate(*tokens)
                 self._access.require(tenant, Scope.STEP)
             except EnvError as error:
                 await abort(context, error)
             set_current_tenant(tenant)
-            return tenant
+            if not is_stream:
+                return await serve(request, context)
+            return await self._run_while_admitted(tenant, serve(request, context), context)
 
-        if not (handler.request_streaming or handler.response_streaming):
-            return _wrap_handler(check, handler)
-        return _wrap_handler(check, handler, self._access)
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if is_stream
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(call, handler.request_deserializer, handler.response_serializer)
+
+    async def _run_while_admitted(
+        self, tenant: Tenant, work: Awaitable[Any], context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Run the work and return its result; cancel it once the tenant may no longer call."""
+        serving = asyncio.ensure_future(work)
+        refusals: list[EnvError] = []
+
+        def cancel(error: EnvError) -> None:
+            refusals.append(error)
+            serving.cancel()
+
+        with self._access.register_connection(tenant, Scope.STEP, cancel):
+            try:
+                return await serving
+            except asyncio.CancelledError:
+                if not refusals:
+                    raise
+        await abort(context, refusals[0])
 
 
 async def _close_websocket(send: Send, error: EnvError) -> None:
@@ -113,52 +138,6 @@ async def _close_websocket(send: Send, error: EnvError) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         reason = cut_close_reason(error.message)
         await send({"type": "websocket.close", "code": _REVOKED, "reason": reason})
-
-
-def _wrap_handler(
-    check: Callable[[grpc.aio.ServicerContext], Awaitable[Tenant]],
-    handler: grpc.RpcMethodHandler,
-    access: TenantAccess | None = None,
-) -> grpc.RpcMethodHandler:
-    """Return a handler of the same kind that runs only after the check has succeeded.
-
-    Args:
-        access: cancels the call once its tenant may no longer use it; None never cancels it.
-    """
-    kind = (
-        f"{'stream' if handler.request_streaming else 'unary'}_"
-        f"{'stream' if handler.response_streaming else 'unary'}"
-    )
-    serve = getattr(handler, kind)
-
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        tenant = await check(context)
-        if access is None:
-            return await serve(request, context)
-        return await _run_while_admitted(access, tenant, serve(request, context), context)
-
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(call, handler.request_deserializer, handler.response_serializer)
-
-
-async def _run_while_admitted(
-    access: TenantAccess, tenant: Tenant, work: Awaitable[Any], context: grpc.aio.ServicerContext
-) -> Any:
-    """Run the work and return its result; cancel it once the tenant may no longer call."""
-    serving = asyncio.ensure_future(work)
-    refusals: list[EnvError] = []
-
-    def cancel(error: EnvError) -> None:
-        refusals.append(error)
-        serving.cancel()
-
-    with access.register_connection(tenant, Scope.STEP, cancel):
-        try:
-            return await serving
-        except asyncio.CancelledError:
-            if not refusals:
-                raise
-    await abort(context, refusals[0])
 
 
 def remove_tokens_from_logs() -> None:

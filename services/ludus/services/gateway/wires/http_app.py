@@ -10,8 +10,8 @@ server, and no response is a redirect. `authentication.Authenticate` checks the 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol
 
 import orjson
 from fastapi import FastAPI, Path, Request, Response
@@ -21,58 +21,63 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ludus.env.http.app import build_app
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
-from ludus.services.gateway.sessions.environments import UnknownEnvironmentError, find_environment
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from ludus.services.gateway.tenancy.callers import EnvironmentLoad, current_tenant
-from ludus.services.gateway.tenancy.metrics import GatewayMetrics
-from ludus.services.gateway.wires.refusals import error_response, refuse
+from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
+from ludus.services.gateway.tenancy.tenants import current_tenant
+from ludus.services.gateway.wires.requests import (
+    UnknownEnvironmentError,
+    error_response,
+    find_environment,
+    refuse,
+)
 
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
 """Paths of the gateway itself, which no environment has."""
 _EnvironmentName = Annotated[str, Path(max_length=63)]
 
 
-def build_gateway_app(
-    environments: Mapping[str, GatewaySessions],
-    metrics: GatewayMetrics,
-    *,
-    mcp_key: bytes,
-    is_ready: Callable[[], bool],
-    drain: Callable[[], None],
-) -> FastAPI:
+class ServedGateway(Protocol):
+    """The gateway behind an application."""
+
+    environments: dict[str, GatewaySessions]
+    metrics: GatewayMetrics
+
+    @property
+    def is_ready(self) -> bool:
+        """True when every source has published its first list of servers."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of open sessions that were opened through this gateway."""
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on."""
+
+
+def build_gateway_app(gateway: ServedGateway, mcp_key: bytes) -> FastAPI:
     """Build the ASGI application of a gateway.
 
     Args:
         mcp_key: key that signs ids of MCP sessions; the same on every gateway.
-        is_ready: called by `/readyz`.
-        drain: called by `/drain`.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
-    _add_health_routes(app, environments, is_ready, drain)
-    _add_metrics_route(app, metrics)
-    _add_environment_routes(app, environments)
-    app.router.routes.append(Mount("/envs/{name}", app=EnvironmentMounts(environments, mcp_key)))
+    _add_own_routes(app, gateway, ["POST"])
+    _add_environment_routes(app, gateway.environments)
+    mounts = _EnvironmentMounts(gateway.environments, mcp_key)
+    app.router.routes.append(Mount("/envs/{name}", app=mounts))
     app.add_exception_handler(EnvError, _respond_with_error)
     return app
 
 
-def build_admin_app(
-    environments: Mapping[str, GatewaySessions],
-    metrics: GatewayMetrics,
-    *,
-    is_ready: Callable[[], bool],
-    drain: Callable[[], None],
-) -> FastAPI:
+def build_admin_app(gateway: ServedGateway) -> FastAPI:
     """Build an application with only probes, drain and metrics; it checks no token."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
-    _add_health_routes(app, environments, is_ready, drain)
     # A preStop hook can only send GET. On the public port any web page could trigger a GET.
-    app.add_api_route("/drain", _make_drain_handler(environments, drain), include_in_schema=False)
-    _add_metrics_route(app, metrics)
+    _add_own_routes(app, gateway, ["GET", "POST"])
     return app
 
 
-class EnvironmentMounts:
+class _EnvironmentMounts:
     """The applications of the environments, each built after its first server has responded.
 
     Each tenant has separate applications, because an application stores data of its clients.
@@ -109,12 +114,7 @@ class EnvironmentMounts:
         return self._apps[key]
 
 
-def _add_health_routes(
-    app: FastAPI,
-    environments: Mapping[str, GatewaySessions],
-    is_ready: Callable[[], bool],
-    drain: Callable[[], None],
-) -> None:
+def _add_own_routes(app: FastAPI, gateway: ServedGateway, drain_methods: list[str]) -> None:
     @app.get("/health", include_in_schema=False)
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
@@ -123,28 +123,18 @@ def _add_health_routes(
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
         # A draining gateway stays ready, because its sessions still need its address.
-        if is_ready():
+        if gateway.is_ready:
             return _json({"status": "ok"})
         return _json({"status": "waiting for the first list of servers"}, 503)
 
-    app.post("/drain", include_in_schema=False)(_make_drain_handler(environments, drain))
+    @app.api_route("/drain", methods=drain_methods, include_in_schema=False)
+    async def drain() -> Response:
+        gateway.drain()
+        return _json({"is_draining": True, "num_sessions": gateway.num_sessions})
 
-
-def _make_drain_handler(
-    environments: Mapping[str, GatewaySessions], drain: Callable[[], None]
-) -> Callable[[], Awaitable[Response]]:
-    async def drain_now() -> Response:
-        drain()
-        num_tracked = sum(sessions.num_tracked for sessions in environments.values())
-        return _json({"is_draining": True, "num_sessions": num_tracked})
-
-    return drain_now
-
-
-def _add_metrics_route(app: FastAPI, metrics: GatewayMetrics) -> None:
     @app.get("/metrics", include_in_schema=False)
-    async def scrape(request: Request) -> Response:
-        body, content_type = await metrics.render(request.headers.get("accept", ""))
+    async def metrics(request: Request) -> Response:
+        body, content_type = await gateway.metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
 

@@ -1,0 +1,215 @@
+"""The gRPC wire: the EnvService of all environments on one port.
+
+    metadata `ludus-env` --> environment
+    client stream --call--> server's stream      a future and a callback, no task, no re-encoding
+    client stream <-reply-- server's stream
+
+Other calls become tasks: opening and closing sessions, and calls that wait for a server or a
+broken connection. A client waits for the reply to one call before it sends the next call of the
+same session, so the two paths need no common order. `authentication.AuthenticateCalls` checks the
+caller first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
+from typing import Any
+
+from ludus.env.grpc.backlog import Backlog, ReplyWriter, check_batches
+from ludus.env.grpc.call_server import CallServer
+from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
+from ludus.env.grpc.servicer import Context, abort, parse_batches, status_message
+from ludus.env.messages.protobuf import (
+    CONNECTED_KEY,
+    ENVIRONMENT_KEY,
+    describe_message,
+    fill_error,
+)
+from ludus.env.sessions.interface import Connection
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import EnvError
+from ludus.services.gateway.sessions.sessions import GatewaySessions
+from ludus.services.gateway.wires.requests import find_environment
+
+_RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
+
+
+class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
+    """The EnvService of all environments."""
+
+    def __init__(self, environments: Mapping[str, GatewaySessions]) -> None:
+        self._environments = environments
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        sessions = await self._find_environment(context)
+        try:
+            await sessions.admission.wait_described()
+            return describe_message(sessions.description)
+        except EnvError as error:
+            await abort(context, error)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        return status_message("gateway", (await self._find_environment(context)).load)
+
+    async def Connect(self, request_iterator: Any, context: Context) -> None:
+        sessions = await self._find_environment(context)
+        await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
+        connection = Connection()
+        stream = _ClientStream(sessions, ReplyWriter(context.write), connection)
+        try:
+            await stream.serve(parse_batches(request_iterator))
+        except EnvError as error:
+            await abort(context, error)
+        finally:
+            sessions.release(connection)
+
+    async def _find_environment(self, context: Context) -> GatewaySessions:
+        """Return the environment named in the metadata; no name selects the only environment."""
+        metadata = dict(context.invocation_metadata() or ())
+        try:
+            return find_environment(self._environments, str(metadata.get(ENVIRONMENT_KEY, "")))
+        except EnvError as error:
+            await abort(context, error)
+
+
+class _ClientStream:
+    """One client's stream: its running calls and its pending replies."""
+
+    def __init__(
+        self, sessions: GatewaySessions, replies: ReplyWriter, connection: Connection
+    ) -> None:
+        self._sessions = sessions
+        self._calls = CallServer(sessions)
+        self._replies = replies
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._backlog = Backlog()
+        self._num_relayed = 0
+        self._all_relayed = asyncio.Event()
+
+    async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
+        """Serve the stream until it ends."""
+        writing = asyncio.create_task(self._replies.write_forever())
+        try:
+            async for batch in check_batches(batches):
+                for call in batch.calls:
+                    await self._backlog.wait_for_room()
+                    await self._replies.wait_for_room()
+                    self._start_call(call)
+            await self._wait_until_idle()
+            await self._replies.flush()
+        finally:
+            writing.cancel()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until every call has completed."""
+        while self._num_relayed or self._tasks:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            if self._num_relayed:
+                self._all_relayed.clear()
+                await self._all_relayed.wait()
+
+    def _start_call(self, call: pb.Call) -> None:
+        kind = call.WhichOneof("call")
+        if kind not in _RELAYED_KINDS:
+            answering = self._calls.answer_into(
+                call, self._replies, self._backlog, self._connection
+            )
+            self._start_task(answering)
+            return
+        session_id = getattr(call, kind).session_id
+        try:
+            self._sessions.count_call(kind)
+            stream = self._find_live_stream(kind, session_id)
+            if stream is None:
+                self._start_task(self._call_server(call, kind, session_id))
+                return
+            future = stream.begin(lambda upstream: upstream.CopyFrom(call))
+        except EnvError as error:
+            self._refuse(call, session_id, error)
+            return
+        self._num_relayed += 1
+        self._backlog.add(call.ByteSize())
+        self._sessions.tracked.begin_call(session_id)
+        future.add_done_callback(self._make_reply_callback(call, kind, session_id))
+
+    def _find_live_stream(self, kind: str, session_id: str) -> CallStream | None:
+        """Return the live stream to the session's server, or None if a call must wait for it.
+
+        Raises:
+            EnvError: the id is not valid for this tenant and environment.
+        """
+        route = self._sessions.route(session_id, for_tools=kind == "call_tool")
+        if route.is_tools_only:
+            return None  # the server knows the session by another id
+        self._sessions.attach((session_id,), self._connection)
+        link = self._sessions.fleet.find_link(route.server_id)
+        return link.live_stream(route.server_id) if link is not None else None
+
+    def _make_reply_callback(
+        self, call: pb.Call, kind: str, session_id: str
+    ) -> Callable[[asyncio.Future[pb.Reply]], None]:
+        started_s = self._loop.time()
+        num_bytes = call.ByteSize()
+
+        def finish(done: asyncio.Future[pb.Reply]) -> None:
+            self._num_relayed -= 1
+            self._backlog.remove(num_bytes)
+            self._sessions.tracked.end_call(session_id)
+            if not self._num_relayed:
+                self._all_relayed.set()
+            if done.cancelled():
+                return
+            error = done.exception()
+            if error is None:
+                reply = done.result()
+                duration_s = self._loop.time() - started_s
+                self._sessions.record_reply(kind, session_id, reply, duration_s)
+                reply.call_id = call.call_id
+                self._replies.put(reply)
+            elif isinstance(error, ConnectionLostError) and _is_repeatable(call, kind):
+                self._start_task(self._call_server(call, kind, session_id))
+            elif isinstance(error, EnvError):
+                self._sessions.record_failure(kind, session_id, error, 0.0)
+                self._refuse(call, session_id, error)
+
+        return finish
+
+    async def _call_server(self, call: pb.Call, kind: str, session_id: str) -> None:
+        """Send a call that waits for its server, and put the reply."""
+        num_bytes = call.ByteSize()
+        self._backlog.add(num_bytes)
+        try:
+            reply = await self._sessions.call(
+                kind, session_id, call, is_repeatable=_is_repeatable(call, kind)
+            )
+        except EnvError as error:
+            self._refuse(call, session_id, error)
+            return
+        finally:
+            self._backlog.remove(num_bytes)
+        reply.call_id = call.call_id
+        self._replies.put(reply)
+
+    def _refuse(self, call: pb.Call, session_id: str, error: EnvError) -> None:
+        reply = pb.Reply(call_id=call.call_id)
+        fill_error(reply.error, error, session_id)
+        self._replies.put(reply)
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _is_repeatable(call: pb.Call, kind: str) -> bool:
+    """Return whether a call may be sent twice, as numbered steps, resets and reads may."""
+    if kind == "step":
+        return bool(call.step.step_index)
+    return kind in ("reset", "state")
