@@ -43,7 +43,7 @@ from ludus.proto.config import (
 from ludus.proto.config import load_run_config as load
 from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.learner import Learner, LearnerSpec
+from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.warm_start import Conversation, Exchange, conversation_texts, to_sample
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
@@ -196,18 +196,18 @@ def measure(
     model: str, name: str, samples: Sequence[TrainingSample], run: LanguageModelRun, model_path: str
 ) -> Case:
     """Time both loops in turns after one warm-up step and return the result."""
-    spec = LearnerSpec(
-        model_path=model_path,
-        config=LearnerConfig(
-            max_tokens_per_micro_batch=run.learner.max_tokens_per_micro_batch,
-        ),
+    config = LearnerConfig(
         learning_rate=LEARNING_RATE,
-        algorithm=GrpoConfig(),
-        temperature=1.0,
-        max_tokens=run.rollout.max_tokens,
-        seed=0,
+        max_tokens_per_micro_batch=run.learner.max_tokens_per_micro_batch,
     )
-    learner = Learner(spec)
+    changes = {
+        "learner": config,
+        "algorithm": GrpoConfig(),
+        "rollout": run.rollout.model_copy(update={"temperature": 1.0}),
+        "model": run.model.model_copy(update={"lora": None}),
+        "seed": 0,
+    }
+    learner = Learner(run.model_copy(update=changes), model_path)
     bare = BareLoop(model_path, run.learner.max_tokens_per_micro_batch, run.learner.max_grad_norm)
     batch: Batch = collate(samples)
     coefficients = Coefficients(LEARNING_RATE, entropy=0.0, kl=0.0)

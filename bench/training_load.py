@@ -27,7 +27,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling
-from ludus.trainer.data.seeds import group_seeds
+from ludus.trainer.data.mixture import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.group import GroupPlayer

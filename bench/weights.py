@@ -31,8 +31,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.weights import VersionStore, cast_floats, make_manifest
-from ludus.trainer.weights.manifest import raw_bytes
+from ludus.trainer.weights.payload import cast_floats, make_manifest, raw_bytes
+from ludus.trainer.weights.store import VersionStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.trainer.algorithms.policy_loss import LossInputs
+from ludus.trainer.algorithms.losses import LossInputs
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,21 @@ from ludus.proto.config import (
     SequenceMask,
     SequenceTis,
 )
-from ludus.trainer.algorithms.advantages import discounted_returns, gae, kl_penalty, returns
-from ludus.trainer.algorithms.aggregation import loss_denominator
+from ludus.trainer.algorithms.advantages import (
+    discounted_returns,
+    gae,
+    kl_penalty,
+    moments,
+    returns,
+    whiten,
+)
 from ludus.trainer.algorithms.logits import entropy, token_logprobs
-from ludus.trainer.algorithms.moments import moments, whiten
-from ludus.trainer.algorithms.policy_loss import LossInputs, policy_gradient_loss
-from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.algorithms.losses import (
+    LossInputs,
+    loss_denominator,
+    policy_gradient_loss,
+    value_loss,
+)
 from ludus.trainer.core.types import (
     Batch,
     Rollout,

@@ -6,13 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.trainer.algorithms.ratios import (
-    geometric_mask,
-    icepop,
-    sequence_mask,
-    sequence_tis,
-    token_tis,
-)
+from ludus.proto.config import IcePop, SequenceMask, SequenceTis, TokenTis
+from ludus.trainer.algorithms.losses import correction_weight, geometric_mask
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -22,12 +17,10 @@ def test_no_weight_carries_a_gradient(ragged_batch: RaggedBatch) -> None:
     old = ragged_batch.old_logprobs.clone().requires_grad_()
     rollout = ragged_batch.rollout_logprobs.clone().requires_grad_()
     weights = [
-        token_tis(old, rollout, 2.0),
-        sequence_tis(old, rollout, ragged_batch.mask, 2.0),
-        sequence_mask(old, rollout, ragged_batch.mask, 2.0),
-        geometric_mask(old, rollout, ragged_batch.mask, 0.5, 2.0),
-        icepop(old, rollout, 0.5, 5.0),
+        correction_weight(old, rollout, ragged_batch.mask, correction)
+        for correction in (TokenTis(), SequenceTis(), SequenceMask(), IcePop())
     ]
+    weights.append(geometric_mask(old, rollout, ragged_batch.mask, 0.5, 2.0))
     assert not any(weight.requires_grad for weight in weights)
 
 
@@ -35,16 +28,18 @@ def test_no_weight_carries_a_gradient(ragged_batch: RaggedBatch) -> None:
 def test_truncated_weights_are_finite_and_at_most_the_cap(diffs: list[float], cap: float) -> None:
     old, rollout = torch.tensor([diffs]), torch.zeros(1, len(diffs))
     mask = torch.ones(1, len(diffs)).bool()
-    for weight in (token_tis(old, rollout, cap), sequence_tis(old, rollout, mask, cap)):
+    for kind in (TokenTis, SequenceTis):
+        weight = correction_weight(old, rollout, mask, kind.model_construct(cap=cap))
         assert (weight >= 0).all() and (weight <= torch.tensor(cap)).all()
 
 
 def test_weights_are_one_where_sampler_and_learner_agree(ragged_batch: RaggedBatch) -> None:
     same = ragged_batch.old_logprobs
-    ones = torch.ones(4, dtype=torch.float64)
-    assert (token_tis(same, same, 2.0)[ragged_batch.mask] == 1).all()
-    assert sequence_tis(same, same, ragged_batch.mask, 2.0).equal(ones)
-    assert sequence_mask(same, same, ragged_batch.mask, 2.0).equal(ones)
+    ones = torch.ones(4, 1, dtype=torch.float64)
+    mask = ragged_batch.mask
+    assert (correction_weight(same, same, mask, TokenTis(cap=2))[mask] == 1).all()
+    assert correction_weight(same, same, mask, SequenceTis(cap=2)).equal(ones)
+    assert correction_weight(same, same, mask, SequenceMask(cap=2)).equal(ones)
     assert geometric_mask(same, same, ragged_batch.mask, 0.99, 1.01).all()
 
 
@@ -53,7 +48,7 @@ def test_the_geometric_mask_does_not_depend_on_length_and_the_sequence_mask_does
     for num_tokens, kept in ((10, True), (100, False)):
         old = torch.full((1, num_tokens), per_token_difference)
         rollout, mask = torch.zeros(1, num_tokens), torch.ones(1, num_tokens).bool()
-        assert bool(sequence_mask(old, rollout, mask, cap=3.0)) is kept
+        assert bool(correction_weight(old, rollout, mask, SequenceMask(cap=3))) is kept
         assert bool(geometric_mask(old, rollout, mask, 0.5, 2.0))
 
 
@@ -65,5 +60,6 @@ def test_the_geometric_mask_drops_rows_on_both_sides() -> None:
 
 def test_icepop_zeroes_single_tokens_outside_the_range() -> None:
     ratio = torch.tensor([[0.4, 0.6, 1.0, 4.9, 5.1]])
-    weight = icepop(ratio.log(), torch.zeros(1, 5), 0.5, 5.0)
+    mask = torch.ones(1, 5).bool()
+    weight = correction_weight(ratio.log(), torch.zeros(1, 5), mask, IcePop(low=0.5, high=5))
     torch.testing.assert_close(weight, torch.tensor([[0.0, 0.6, 1.0, 4.9, 0.0]]))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.trainer.algorithms.moments import mean, moments, variance, whiten
+from ludus.trainer.algorithms.advantages import mean, moments, variance, whiten
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch

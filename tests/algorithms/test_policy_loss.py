@@ -24,9 +24,14 @@ from ludus.proto.config import (
     TokenTis,
 )
 from ludus.trainer.algorithms.advantages import group_advantages
-from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
 from ludus.trainer.algorithms.logits import entropy, token_logprobs
-from ludus.trainer.algorithms.policy_loss import LossInputs, LossTerms, policy_gradient_loss
+from ludus.trainer.algorithms.losses import (
+    LossInputs,
+    LossTerms,
+    aggregate,
+    loss_denominator,
+    policy_gradient_loss,
+)
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -270,48 +275,6 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
         ).loss.backward()
         optimizer.step()
     torch.testing.assert_close(logits.softmax(-1), torch.full((1, 1, 3), 1 / 3), atol=1e-3, rtol=0)
-
-
-def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged_batch: RaggedBatch) -> None:
-    with pytest.raises(ValueError, match=r"ref_logprobs must be a tensor when kl_coef = 0\.1"):
-        policy_gradient_loss(
-            LossInputs(
-                logprobs=ragged_batch.logprobs,
-                old_logprobs=ragged_batch.logprobs.detach(),
-                rollout_logprobs=ragged_batch.rollout_logprobs,
-                ref_logprobs=None,
-                entropies=ragged_batch.logprobs,
-                advantages=ragged_batch.rewards[:, None],
-                mask=ragged_batch.mask,
-            ),
-            EVERYTHING,
-            denominator=10,
-            entropy_coef=0.0,
-            kl_coef=0.1,
-        )
-
-
-def test_advantages_without_a_second_axis_are_refused(ragged_batch: RaggedBatch) -> None:
-    # [4] would silently be broadcast as one value per position of a [4, 4] batch.
-    batch = replace(ragged_batch)
-    with pytest.raises(
-        ValueError, match=r"advantages must have shape \[4, 4\] or \[4, 1\], got \[4\]"
-    ):
-        policy_gradient_loss(
-            LossInputs(
-                logprobs=batch.logprobs,
-                old_logprobs=batch.logprobs.detach(),
-                rollout_logprobs=batch.rollout_logprobs,
-                ref_logprobs=None,
-                entropies=batch.logprobs,
-                advantages=batch.rewards,
-                mask=batch.mask,
-            ),
-            PLAIN,
-            denominator=10,
-            entropy_coef=0.0,
-            kl_coef=0.0,
-        )
 
 
 def test_cispo_multiplies_each_gradient_by_the_clipped_ratio(

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.proto.config import ClipLoss, GspoLoss
+from ludus.proto.config import ClipLoss, GspoLoss, SequenceMask, SequenceTis, TokenTis
 from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
-from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
-from ludus.trainer.algorithms.policy_loss import clip_loss, gspo_loss, kl
-from ludus.trainer.algorithms.preference import listwise_loss
-from ludus.trainer.algorithms.ratios import (
+from ludus.trainer.algorithms.losses import (
+    aggregate,
+    correction_weight,
     geometric_mask,
+    kl,
+    loss_denominator,
     sequence_log_ratio,
-    sequence_mask,
-    sequence_tis,
-    token_tis,
+    token_losses,
 )
 from tests.algorithms.conftest import make_inputs
 
@@ -45,29 +44,29 @@ WIDE_GSPO = GspoLoss(clip_low=0.2, clip_high=0.2)
 
 
 def test_anchor_ppo_clip() -> None:
-    assert clip_loss(
+    assert token_losses(
         make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP
     ).losses.mean().item() == pytest.approx(-0.6333, abs=PRINTED_4)
 
 
 def test_anchor_gspo() -> None:
     ratio = sequence_log_ratio(NEW, OLD, MASK).exp()
-    loss = gspo_loss(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
+    loss = token_losses(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
     assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=PRINTED_4)]
     assert loss.mean().item() == pytest.approx(-0.6057, abs=PRINTED_4)
 
 
 def test_anchor_token_tis() -> None:
     loss = (
-        token_tis(OLD, ROLLOUT, cap=0.8)
-        * clip_loss(make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP).losses
+        correction_weight(OLD, ROLLOUT, MASK, TokenTis.model_construct(cap=0.8))
+        * token_losses(make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP).losses
     )
     assert loss.mean().item() == pytest.approx(-0.4744, abs=PRINTED_4)
 
 
 def test_anchor_sequence_tis_with_gspo() -> None:
-    weight = sequence_tis(OLD, ROLLOUT, MASK, cap=0.8)[:, None]
-    loss = weight * gspo_loss(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
+    weight = correction_weight(OLD, ROLLOUT, MASK, SequenceTis.model_construct(cap=0.8))
+    loss = weight * token_losses(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
     assert loss.mean().item() == pytest.approx(-0.4846, abs=PRINTED_4)
 
 
@@ -117,10 +116,10 @@ def test_anchor_gae_bootstraps_a_truncated_episode() -> None:
 def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:
     # 100 tokens that differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
     old, rollout, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
-    assert sequence_tis(old, rollout, mask, cap=10).item() == pytest.approx(
+    assert correction_weight(old, rollout, mask, SequenceTis(cap=10)).item() == pytest.approx(
         3.3201169, abs=PRINTED_7
     )
-    assert sequence_mask(old, rollout, mask, cap=3).item() == 0
+    assert correction_weight(old, rollout, mask, SequenceMask(cap=3)).item() == 0
     assert geometric_mask(old, rollout, mask, 0.5, 2).item() is True
 
 
@@ -162,7 +161,7 @@ def test_table_clip_loss(
     ragged_batch: RaggedBatch, scale: str, aggregation: str, expected: float
 ) -> None:
     advantages = group_advantages(ragged_batch.rewards[None], scale=scale).reshape(4, 1)
-    loss = clip_loss(
+    loss = token_losses(
         make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
     assert _mean(loss, ragged_batch, aggregation) == pytest.approx(expected, abs=PRINTED_7)
@@ -178,20 +177,27 @@ def test_table_k3(ragged_batch: RaggedBatch, aggregation: str, expected: float) 
 
 def test_table_token_tis(ragged_batch: RaggedBatch) -> None:
     advantages = group_advantages(ragged_batch.rewards[None]).reshape(4, 1)
-    loss = clip_loss(
+    loss = token_losses(
         make_inputs(ragged_batch.logprobs, ragged_batch.old_logprobs, advantages), PLAIN_CLIP
     ).losses
-    weight = token_tis(ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, cap=2)
+    weight = correction_weight(
+        ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, ragged_batch.mask, TokenTis(cap=2)
+    )
     assert _mean(weight * loss, ragged_batch, "token_mean") == pytest.approx(
         -0.0801720, abs=PRINTED_7
     )
 
 
 def test_table_sequence_weights(ragged_batch: RaggedBatch) -> None:
-    weight = sequence_tis(
-        ragged_batch.old_logprobs, ragged_batch.rollout_logprobs, ragged_batch.mask, cap=2
+    weight = correction_weight(
+        ragged_batch.old_logprobs,
+        ragged_batch.rollout_logprobs,
+        ragged_batch.mask,
+        SequenceTis(cap=2),
     )
-    assert weight.tolist() == pytest.approx([0.9512294, 1.0512711, 1, 1.0512711], abs=PRINTED_7)
+    assert weight[:, 0].tolist() == pytest.approx(
+        [0.9512294, 1.0512711, 1, 1.0512711], abs=PRINTED_7
+    )
 
 
 def test_table_gspo_ratios(ragged_batch: RaggedBatch) -> None:
@@ -214,24 +220,8 @@ def test_table_gspo_loss(
     inputs = make_inputs(
         ragged_batch.logprobs, ragged_batch.old_logprobs, advantages, ragged_batch.mask
     )
-    loss = gspo_loss(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
+    loss = token_losses(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
     assert _mean(loss, ragged_batch, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
-
-
-@pytest.mark.parametrize(
-    ("differences", "expected"),
-    [
-        ([0.7], 0.4031860),
-        ([-0.2], 0.7981389),
-        ([0.0], 0.6931472),
-        ([0.7, -0.2, 0.0], 0.6314907),
-    ],
-)
-def test_table_bradley_terry(differences: list[float], expected: float) -> None:
-    rejected = f64([0.3] * len(differences))
-    scores = torch.stack([rejected + f64(differences), rejected], dim=1)
-    loss = listwise_loss(scores, torch.zeros(len(differences), dtype=torch.int64))
-    assert loss.item() == pytest.approx(expected, abs=PRINTED_7)
 
 
 def _mean(per_token: Tensor, ragged_batch: RaggedBatch, aggregation: str) -> float:

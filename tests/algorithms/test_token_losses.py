@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.config import CispoLoss, ClipLoss, GspoLoss
-from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
-from ludus.trainer.algorithms.policy_loss import (
-    cispo_loss,
-    clip_loss,
-    gspo_loss,
+from ludus.trainer.algorithms.losses import (
+    aggregate,
     is_clipped,
     kl,
+    loss_denominator,
+    token_losses,
 )
 from tests.algorithms.conftest import make_inputs
 
@@ -30,7 +29,7 @@ def loss_and_gradient(
 ) -> tuple[float, float]:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     a = torch.tensor([[advantage]], dtype=torch.float64)
-    loss = clip_loss(
+    loss = token_losses(
         make_inputs(logprob, torch.zeros_like(logprob), a),
         ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=dual_clip),
     ).losses
@@ -76,10 +75,10 @@ def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
     advantage: float, difference: float
 ) -> None:
     for loss_function in (
-        lambda inputs: clip_loss(inputs, ClipLoss(dual_clip=None)),
-        lambda inputs: clip_loss(inputs, ClipLoss()),
-        lambda inputs: gspo_loss(inputs, GspoLoss()),
-        lambda inputs: cispo_loss(inputs, CispoLoss()),
+        lambda inputs: token_losses(inputs, ClipLoss(dual_clip=None)),
+        lambda inputs: token_losses(inputs, ClipLoss()),
+        lambda inputs: token_losses(inputs, GspoLoss()),
+        lambda inputs: token_losses(inputs, CispoLoss()),
     ):
         new = torch.tensor([[difference]], requires_grad=True)
         inputs = make_inputs(new, torch.zeros(1, 1), torch.tensor([[advantage]]))
@@ -94,7 +93,7 @@ def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
 
     per_token = ragged_batch.logprobs.clone().requires_grad_()
     inputs = make_inputs(per_token, ragged_batch.old_logprobs, advantages[:, None], mask)
-    loss = gspo_loss(inputs, GspoLoss(clip_low=0.4, clip_high=0.4)).losses
+    loss = token_losses(inputs, GspoLoss(clip_low=0.4, clip_high=0.4)).losses
     aggregate(loss, mask, "sequence_mean", 4).backward()
 
     per_sequence = ragged_batch.logprobs.clone().requires_grad_()
@@ -108,7 +107,7 @@ def test_gspo_equals_the_loss_per_sequence(ragged_batch: RaggedBatch) -> None:
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     new = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
     inputs = make_inputs(new, torch.zeros(1, 3), torch.tensor([[2.0]]))
-    cispo_loss(inputs, CispoLoss(clip_low=1.0, clip_high=4.0)).losses.sum().backward()
+    token_losses(inputs, CispoLoss(clip_low=1.0, clip_high=4.0)).losses.sum().backward()
     torch.testing.assert_close(new.grad, torch.tensor([[-1.0, -4.0, -10.0]]))
 
 

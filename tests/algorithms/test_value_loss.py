@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.algorithms.losses import value_loss
 
 
 def row(*values: float) -> Tensor:

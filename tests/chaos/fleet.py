@@ -19,9 +19,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
 from ludus.trainer.core.types import GroupSpec, ScoringRequest
-from ludus.trainer.data.seeds import group_seeds
-from ludus.trainer.driver.build import make_learner_spec
-from ludus.trainer.learner.learner import LearnerSpec
+from ludus.trainer.data.mixture import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.setup.environments import (
@@ -31,7 +29,8 @@ from ludus.trainer.setup.environments import (
 )
 from ludus.trainer.setup.first_prompts import make_canary
 from ludus.trainer.setup.tiny_model import prepare_model
-from ludus.trainer.weights import VersionStore, make_manifest
+from ludus.trainer.weights.payload import make_manifest
+from ludus.trainer.weights.store import VersionStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 SMALL = (
@@ -59,11 +58,6 @@ class Fleet:
         """Settings of the workers."""
         addresses = {name: self.environment.address for name in self.run.environments}
         return RolloutWorkerSpec(self.run, self.model_path, addresses, self.run.weights)
-
-    @property
-    def learner_spec(self) -> LearnerSpec:
-        """Settings of the learner's ranks."""
-        return make_learner_spec(self.run, self.model_path)
 
     @property
     def placement(self) -> Placement:

@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from ludus.proto.errors import CanaryError, LearnerLostError, NotFoundError
-from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.learner import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
@@ -55,7 +55,8 @@ async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
     """Return one ready worker, which the tests share because each start imports torch."""
     module_workers.resize(1)
     await eventually(
-        lambda: module_workers.num_ready == len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S
+        lambda: len(module_workers.roster.ready) == len(running(ROLLOUT_WORKER)) == 1,
+        within_s=WITHIN_S,
     )
     return module_workers
 
@@ -76,44 +77,46 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
 ) -> None:
     published = fleet.publish(3)
     [weights] = await workers.load_weights(published, timeout_s=WITHIN_S)
-    assert weights.version == 3
-    num_restarts, num_joined = workers.num_restarts, workers.num_joined
+    assert weights.canary.version == 3
+    num_restarts = workers.roster.num_restarts
     slot, counts_before = await workers.acquire_slot(), await read_counts(workers)
     groups = fleet.groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
     [pid] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
-    playing = asyncio.create_task(workers.play(slot, groups))
+    playing = asyncio.create_task(slot.play(groups))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
     refusals = await playing
     assert sorted(refusal.index for refusal in refusals) == list(range(64))
     assert all(refusal.is_lost for refusal in refusals), "all must be played again"
-    await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
-    assert (workers.num_restarts, workers.num_joined) == (num_restarts + 1, num_joined + 1)
+    await eventually(lambda: len(workers.roster.ready) == 1, within_s=WITHIN_S)
+    assert workers.roster.num_restarts == num_restarts + 1
     [weights] = workers.held_weights.values()
-    assert (weights.version, weights.content_hash) == (3, published.manifest.content_hash)
+    assert (weights.canary.version, weights.canary.content_hash) == (
+        3,
+        published.manifest.content_hash,
+    )
     counts = await read_counts(workers)
     assert counts.num_episodes - counts_before.num_episodes == 64 * 4, "every episode is counted"
     assert counts.num_lost - counts_before.num_lost == 64 * 4
 
 
 async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
-    num_restarts, counts_before = workers.num_restarts, await read_counts(workers)
+    num_restarts, counts_before = workers.roster.num_restarts, await read_counts(workers)
     workers.resize(2)
-    await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready) == 2, within_s=WITHIN_S)
     slots = [await workers.acquire_slot() for _ in range(2)]
     groups = [fleet.groups(*range(16)), fleet.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
     playing = [
-        asyncio.create_task(workers.play(slot, specs))
-        for slot, specs in zip(slots, groups, strict=True)
+        asyncio.create_task(slot.play(specs)) for slot, specs in zip(slots, groups, strict=True)
     ]
     await asyncio.sleep(0)
     workers.resize(1)
     await asyncio.gather(*playing)
     await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
-    assert (workers.num_ready, workers.num_restarts) == (1, num_restarts)
+    assert (len(workers.roster.ready), workers.roster.num_restarts) == (1, num_restarts)
     counts = await read_counts(workers)
     assert counts.num_lost == counts_before.num_lost
     assert counts.num_groups - counts_before.num_groups == 32
@@ -128,17 +131,17 @@ async def test_slots_are_limited_by_the_ready_workers(
     waiting = asyncio.create_task(workers.acquire_slot())
     await turns_of_the_loop()
     assert not waiting.done()
-    workers.release_slot(slots[0])
+    slots[0].release()
     slots[0] = await waiting
     assert slots[0].worker is slots[1].worker
     for slot in slots:
-        workers.release_slot(slot)
+        slot.release()
 
 
 async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
-    await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready) == 2, within_s=WITHIN_S)
     [pid, _] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
     evaluating = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
@@ -153,15 +156,15 @@ async def test_worker_with_a_failed_engine_is_replaced(
     fleet: Fleet, workers: RolloutWorkers
 ) -> None:
     await workers.load_weights(fleet.publish(5), timeout_s=WITHIN_S)
-    num_restarts, slot = workers.num_restarts, await workers.acquire_slot()
+    num_restarts, slot = workers.roster.num_restarts, await workers.acquire_slot()
     await slot.worker.actor.__ray_call__.remote(break_engine)
     await workers.buffer.begin(range(500, 516), 5)
-    refusals = await workers.play(slot, fleet.groups(*range(500, 516)))
+    refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert sorted(refusal.index for refusal in refusals) == list(range(500, 516))
-    await eventually(lambda: workers.num_restarts == num_restarts + 1, within_s=WITHIN_S)
-    await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
+    await eventually(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready) == 1, within_s=WITHIN_S)
     slot = await workers.acquire_slot()
-    refusals = await workers.play(slot, fleet.groups(*range(500, 516)))
+    refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert len(refusals) < 16, "the new worker plays"
 
 
@@ -171,7 +174,7 @@ async def test_weights_that_no_worker_samples_from_end_the_run(
     """The last test with the shared workers, because they are out of traffic afterwards."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
         await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
-    assert (workers.num_ready, workers.num_breaches) == (0, 2), (
+    assert (len(workers.roster.ready), workers.num_breaches) == (0, 2), (
         "the worker fetched the weights twice"
     )
 
@@ -198,7 +201,7 @@ async def test_lost_rank_ends_its_group_which_restarts_from_the_checkpoint(
     fleet: Fleet, tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     learners = LearnerGroup(fleet.run, fleet.placement)
-    await learners.start(fleet.learner_spec, fleet.spec.weights)
+    await learners.start(fleet.model_path, fleet.spec.weights)
     first = await learners.publish(0, fleet.canary)
     await learners.save(tmp_path / "learner", tmp_path / "model")
     pids_before = running(LEARNER_RANK)

@@ -19,14 +19,14 @@ import ray
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.actors import supervisor, worker_handle
+from ludus.trainer.actors import roster, supervisor
 from ludus.trainer.actors.placement import ANY_NUMBER, place_on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, ScoringRequest, WeightManifest
 from ludus.trainer.data.buffer import Refusal
-from ludus.trainer.weights import CanaryReport, WorkerWeights
+from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
 
@@ -169,8 +169,8 @@ class FakeFleet:
         self, patch: pytest.MonkeyPatch, settings: dict[str, Any], max_workers: int = ANY_NUMBER
     ) -> AsyncIterator[RolloutWorkers]:
         """Yield the workers of a run with these settings."""
-        patch.setattr(worker_handle, "make_actor", self._make_actor)
-        patch.setattr(worker_handle.RolloutWorkerHandle, "kill", lambda worker: worker.actor.end())
+        patch.setattr(roster, "make_actor", self._make_actor)
+        patch.setattr(roster.RolloutWorkerHandle, "kill", lambda worker: worker.actor.end())
         patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
         run = LanguageModelRun.model_validate(
             {"environments": {"coins": {"max_sessions": 10**6}}} | settings

@@ -19,7 +19,6 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError, LearnerLostError
 from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
-from ludus.trainer.actors.processes import Slot
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import (
     Batch,
@@ -44,7 +43,7 @@ from ludus.trainer.run.checkpoint import (
 from ludus.trainer.run.folder import RunFolder
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
-from ludus.trainer.weights import CanaryReport, WorkerWeights
+from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
 CANARY = (ScoringRequest([1], [2]),)
@@ -158,6 +157,19 @@ def informative_rewards(spec: GroupSpec) -> tuple[float | None, ...]:
     return (1.0, -1.0)
 
 
+@dataclass(frozen=True)
+class SimulatedSlot:
+    """A slot of the simulated workers."""
+
+    workers: SimulatedWorkers
+    release: Callable[[], None]
+    size: int = 1
+
+    async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
+        """Play the group of the slot."""
+        return await self.workers.play(specs)
+
+
 @dataclass
 class SimulatedWorkers:
     """Rollout workers whose slots have room for one group."""
@@ -180,15 +192,13 @@ class SimulatedWorkers:
     def describe(self) -> str:
         return "1 of 1 rollout workers ready"
 
-    async def acquire_slot(self) -> Slot:
+    async def acquire_slot(self) -> SimulatedSlot:
         await self._slots.acquire()
-        return Slot(None, size=1)
+        return SimulatedSlot(self, self._slots.release)
 
-    def release_slot(self, slot: Slot) -> None:
-        self._slots.release()
-
-    async def play(self, slot: Slot, specs: Sequence[GroupSpec]) -> list[Refusal]:
-        assert 1 <= len(specs) <= slot.size
+    async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
+        """Play groups, send them to the buffer, and release a slot."""
+        assert len(specs) == 1
         try:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)

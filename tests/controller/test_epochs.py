@@ -12,8 +12,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import read_metrics
 from ludus.trainer.core.types import GroupSpec
-from ludus.trainer.data.mixture import Mixture, MixtureState
-from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.data.mixture import GroupSeeds, Mixture, MixtureState
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.schedule import resolve_num_steps
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers

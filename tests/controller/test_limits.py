@@ -10,11 +10,10 @@ import ray
 
 from ludus.proto.config import LanguageModelRun, RayWeightStore
 from ludus.proto.errors import LearnerLostError
-from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.learner import LearnerGroup
 from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.core.tasks import wait_with_limit
 from ludus.trainer.core.types import Coefficients
-from ludus.trainer.driver.build import make_learner_spec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,7 +118,7 @@ def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerG
 
 async def start(group: LearnerGroup) -> None:
     """Start the ranks."""
-    await group.start(make_learner_spec(LanguageModelRun(), "model"), RayWeightStore())
+    await group.start("model", RayWeightStore())
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ async def test_late_fetch_does_not_load_older_weights(
     late = asyncio.create_task(worker.load_weights(publish_weights(1, (-1.0,)), True))
     await turns_of_the_loop()
     weights = await worker.load_weights(publish_weights(2, (-1.0,)), True)
-    assert weights.version == 2
+    assert weights.canary.version == 2
     may_end.set()
     with pytest.raises(WeightSyncError, match="version 1 arrived after a later version"):
         await late

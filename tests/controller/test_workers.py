@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, WorkerStartError
-from ludus.trainer.actors import worker_handle
+from ludus.trainer.actors import roster
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, make_groups, publish_weights
@@ -42,7 +42,7 @@ async def test_worker_plays_the_configured_number_of_groups(
                 slot = await workers.acquire_slot()
                 # Sometimes there are fewer groups than the slot has room for.
                 size = 1 if number % 3 == 0 else slot.size
-                playing.append(asyncio.create_task(workers.play(slot, make_groups(*range(size)))))
+                playing.append(asyncio.create_task(slot.play(make_groups(*range(size)))))
 
         beginning = asyncio.create_task(begin_all())
         await turns_of_the_loop(100 + 3 * num_groups)
@@ -64,7 +64,7 @@ async def test_freed_slot_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = asyncio.create_task(workers.acquire_slot())
         await turns_of_the_loop()
         assert not waiting.done()
-        workers.release_slot(slots[0])
+        slots[0].release()
         assert (await waiting).size == slots[0].size
 
 
@@ -103,13 +103,13 @@ def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
 
 async def ready(workers: RolloutWorkers, number: int) -> None:
     """Wait until this number of workers is ready."""
-    await eventually(lambda: workers.num_ready == number)
+    await eventually(lambda: len(workers.roster.ready) == number)
 
 
 async def play_on(workers: RolloutWorkers) -> None:
     """Take slots until the run stops."""
     while True:
-        workers.release_slot(await workers.acquire_slot())
+        (await workers.acquire_slot()).release()
         await asyncio.sleep(0)
 
 
@@ -128,15 +128,13 @@ async def test_worker_with_a_failed_engine_is_replaced(
         await workers.load_weights(publish_weights(1), 60)
         slots = [await workers.acquire_slot() for _ in range(2)]
         fleet.actors[0].in_play = fails
-        played = [
-            await workers.play(slot, make_groups(number)) for number, slot in enumerate(slots)
-        ]
+        played = [await slot.play(make_groups(number)) for number, slot in enumerate(slots)]
         refused = [[refusal.index for refusal in refusals] for refusals in played]
         assert sorted(refused) == [[], [0]] or sorted(refused) == [[], [1]]
         await eventually(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
-        assert workers.num_restarts == 1
-        assert {weights.version for weights in workers.held_weights.values()} == {1}
+        assert workers.roster.num_restarts == 1
+        assert {weights.canary.version for weights in workers.held_weights.values()} == {1}
 
 
 async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
@@ -154,7 +152,7 @@ async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
 async def test_worker_with_one_breach_fetches_all_weights_again(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(worker_handle, "_GRACE_S", 0.0)
+    monkeypatch.setattr(roster, "GRACE_S", 0.0)
     fleet, may_load = FakeFleet(), asyncio.Event()
 
     async def in_load(published: PublishedWeights) -> None:
@@ -174,7 +172,7 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
         if method == "breach":
             doubtful.canary_error = lambda _: 0.5 if len(doubtful.from_scratch) == 2 else 0.0
         weights = await workers.load_weights(publish_weights(1), 0.05)
-        assert [worker_weights.version for worker_weights in weights] == [1], (
+        assert [worker_weights.canary.version for worker_weights in weights] == [1], (
             "the others do not wait for it"
         )
         assert list(workers.held_weights) == [sound.number]
@@ -183,8 +181,9 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
         may_load.set()
         await ready(workers, 2)
         assert doubtful.from_scratch == [True, False, True]
-        assert {weights.version for weights in workers.held_weights.values()} == {1}
-        assert (workers.num_restarts, workers.num_joined, len(fleet.actors)) == (0, 2, 2)
+        assert {weights.canary.version for weights in workers.held_weights.values()} == {1}
+        assert workers.roster.num_restarts == 0
+        assert len(fleet.actors) == 2
         assert workers.num_breaches == doubtful.num_abandoned == (method == "breach")
 
 
@@ -205,11 +204,11 @@ async def test_worker_with_two_breaches_is_replaced(
     async with fleet.running(monkeypatch, TWO) as workers:
         await ready(workers, 2)
         [weights] = await workers.load_weights(publish_weights(1), 60)
-        assert weights.version == 1
+        assert weights.canary.version == 1
         await eventually(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert not fleet.actors[0].is_alive
-        assert workers.num_restarts == 1
+        assert workers.roster.num_restarts == 1
 
 
 async def test_worker_with_repeated_breaches_stops_the_run(
@@ -274,10 +273,10 @@ async def test_failed_fetch_fails_its_delivery_only(
             actor.in_load = in_load
         with pytest.raises(WeightSyncError, match="has lost them"):
             await workers.load_weights(publish_weights(1), 60)
-        assert (workers.num_ready, len(workers.held_weights)) == (0, 0)
+        assert (len(workers.roster.ready), len(workers.held_weights)) == (0, 0)
         await workers.load_weights(publish_weights(2), 60)
         await ready(workers, 2)
-        assert {weights.version for weights in workers.held_weights.values()} == {2}
+        assert {weights.canary.version for weights in workers.held_weights.values()} == {2}
 
 
 async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
@@ -308,7 +307,7 @@ async def test_failed_start_of_the_only_worker_stops_the_run(
 async def test_blocked_driver_does_not_declare_workers_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_handle, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(roster, "PING_INTERVAL_S", 0.0)
     may_answer, num_pings = asyncio.Event(), 0
 
     async def ping() -> None:
@@ -324,17 +323,18 @@ async def test_blocked_driver_does_not_declare_workers_dead(
         await turns_of_the_loop()
         may_answer.set()
         await eventually(lambda: num_pings > 1)
-        assert (workers.num_ready, workers.num_restarts, len(fleet.actors)) == (1, 0, 1)
+        assert (len(workers.roster.ready), workers.roster.num_restarts) == (1, 0)
+        assert len(fleet.actors) == 1
 
 
 async def test_unresponsive_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_handle, "PING_INTERVAL_S", 0.0)
-    monkeypatch.setattr(worker_handle, "PING_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(worker_handle, "TICK_S", 0.001)
+    monkeypatch.setattr(roster, "PING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(roster, "PING_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(roster, "TICK_S", 0.001)
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
         fleet.actors[0]._ping = asyncio.Event().wait
-        await eventually(lambda: len(fleet.actors) == 2 and workers.num_ready == 1)
-        assert workers.num_restarts == 1
+        await eventually(lambda: len(fleet.actors) == 2 and len(workers.roster.ready) == 1)
+        assert workers.roster.num_restarts == 1

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from ludus.trainer.core.types import RolloutGroup
-from ludus.trainer.data.admission import GroupAdmission
-from ludus.trainer.data.buffer import GroupBuffer
+from ludus.trainer.data.buffer import GroupAdmission, GroupBuffer
 from tests.data.rollouts import make_group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.trainer.data.admission import GroupAdmission
+from ludus.trainer.data.buffer import GroupAdmission
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

@@ -19,12 +19,11 @@ from ludus.trainer.core.types import (
     RolloutStatus,
     SampledCompletion,
     TokenSequence,
-    TrainingSample,
     Turn,
     TurnSpan,
     join_turns,
 )
-from ludus.trainer.data.batch import collate, make_batch, shuffle_rewards
+from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from tests.data.rollouts import make_group, make_rollout
 
 PPO = PpoConfig()
@@ -307,17 +306,6 @@ def test_episode_without_a_turn_has_no_sample() -> None:
     silent = replace(play(0.0), sequences=(make_sequence(2),))
     batch = make_batch([group(play(1.0), silent)], GrpoConfig())
     assert (batch.num_samples, episode_advantages(batch)) == (1, [0.5])
-
-
-def test_sample_with_inconsistent_fields_is_refused() -> None:
-    sample = TrainingSample(
-        [1, 2, 3], [False, True, True], [0.0, -0.5, -0.1], [0.0, 1.0, 1.0], [0.0] * 3, True
-    )
-    with pytest.raises(ValueError, match="must have the same length"):
-        collate([replace(sample, rollout_logprobs=[0.0])])
-    outside = [1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"must be 0 on tokens that were not sampled, got 1\.0"):
-        collate([replace(sample, advantages=outside)])
 
 
 def test_shuffling_keeps_rewards_in_their_environment() -> None:

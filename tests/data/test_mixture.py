@@ -12,8 +12,7 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.data.mixture import Mixture, MixtureState
-from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.data.mixture import GroupSeeds, Mixture, MixtureState
 from ludus.trainer.run.checkpoint import RunState
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ludus.proto.config import GrpoConfig, LearnerConfig, RayWeightStore
+from ludus.proto.config import LanguageModelRun, RayWeightStore
 from ludus.trainer.actors import learner as learner_actor
 from ludus.trainer.actors.learner import LearnerActor
-from ludus.trainer.learner.device import select_device
-from ludus.trainer.learner.learner import LearnerSpec
+from ludus.trainer.learner.process_group import select_device
 
 
 class FakeCuda:
@@ -74,11 +73,9 @@ def test_second_rank_connects_with_its_only_visible_gpu(
         calls.append((backend, device_id, cuda.current))
 
     monkeypatch.setattr(learner_actor.dist, "init_process_group", join)
-    monkeypatch.setattr(learner_actor, "Learner", lambda spec: init_device_mesh("cuda", (1,)))
+    monkeypatch.setattr(learner_actor, "Learner", lambda run, path: init_device_mesh("cuda", (1,)))
     monkeypatch.setattr(learner_actor, "freeze_heap", lambda: None)
-    spec = LearnerSpec("model", LearnerConfig(), 1e-5, GrpoConfig(), 1.0, max_tokens=64, seed=0)
-    LearnerActor(1, num_threads=1, functions={}).start(
-        "tcp://127.0.0.1:1", 2, spec, RayWeightStore()
-    )
+    run = LanguageModelRun.model_validate({"learner": {"num_ranks": 2, "num_threads": 1}})
+    LearnerActor(1, run, functions={}).start("tcp://127.0.0.1:1", "model", RayWeightStore())
     assert calls == [("nccl", torch.device("cuda", 0), 0)]
     assert cuda.current == 0

@@ -14,7 +14,7 @@ from ludus.proto.config import AlgorithmConfig, GrpoConfig, HeadCritic, PpoConfi
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.core.types import Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.algorithm import make_algorithm
+from ludus.trainer.learner.algorithm import Algorithm
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
@@ -54,7 +54,7 @@ def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
         values=torch.tensor([0.5, 1.0, 1.5]),
         last_values=torch.tensor([4.0, 4.0]),
     )
-    algorithm = make_algorithm(PpoConfig(gamma=0.5, lam=0.5))
+    algorithm = Algorithm(PpoConfig(gamma=0.5, lam=0.5), max_tokens=64)
     targets = algorithm.make_targets(samples, start, None, kl_coef=0.0)
     # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
     terminated, truncated = (
@@ -208,7 +208,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -
     config = MicroBatchConfig(max_tokens=64, costs=None)
     micro_batches = make_micro_batches(make_batch(num_samples=24), np.arange(24), config)
     assert len(micro_batches) > 1
-    algorithm = make_algorithm(PPO)
+    algorithm = Algorithm(PPO, max_tokens=64)
     with torch.no_grad():
         raw_targets = [
             algorithm.make_targets(part, learner.model(part.rows, 1.0), None, kl_coef=0.0)

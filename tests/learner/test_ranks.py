@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig, ModelCritic, PpoConfig
+from ludus.proto.config import (
+    AlgorithmConfig,
+    GrpoConfig,
+    LanguageModelRun,
+    ModelCritic,
+    PpoConfig,
+)
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.process_group import leave_process_group
@@ -115,7 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rendezvous_port_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    rank = LearnerActor(0, num_threads=1, functions={})
+    rank = LearnerActor(0, LanguageModelRun(), functions={})
     port = urlsplit(rank.rendezvous()).port
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))

@@ -5,10 +5,17 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig, LearnerConfig, LoraConfig, TinyModel
+from ludus.proto.config import (
+    AlgorithmConfig,
+    GrpoConfig,
+    LanguageModelRun,
+    LearnerConfig,
+    LoraConfig,
+    TinyModel,
+)
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.learner import Learner, LearnerSpec
+from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 
 TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"]
@@ -84,14 +91,12 @@ def make_learner(
 ) -> Learner:
     """Return a learner of this rank; `config` overrides LearnerConfig's fields."""
     fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
-    spec = LearnerSpec(
-        model_path=model_path,
-        config=LearnerConfig.model_validate(fields),
-        learning_rate=fields["learning_rate"],
-        algorithm=algorithm or GrpoConfig(geometric_mask=None),
-        temperature=1.0,
-        max_tokens=64,
-        seed=0,
-        lora=lora,
-    )
-    return Learner(spec)
+    run = LanguageModelRun()
+    changes = {
+        "learner": LearnerConfig.model_validate(fields),
+        "algorithm": algorithm or GrpoConfig(geometric_mask=None),
+        "rollout": run.rollout.model_copy(update={"temperature": 1.0, "max_tokens": 64}),
+        "seed": 0,
+        "model": run.model.model_copy(update={"lora": lora}),
+    }
+    return Learner(run.model_copy(update=changes), model_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.trainer.models.flops import TrainingWork, gpu_peak_flops, peak_flops
+from ludus.trainer.learner.step_metrics import TrainingWork, gpu_peak_flops, peak_flops
 
 pytestmark = pytest.mark.slow
 
@@ -99,5 +99,5 @@ def test_a_cpu_is_measured() -> None:
 
 
 def test_peak_scales_with_the_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.trainer.models.flops.peak_flops", lambda device, dtype: 5e9)
+    monkeypatch.setattr("ludus.trainer.learner.step_metrics.peak_flops", lambda device, dtype: 5e9)
     assert [make_work(model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]

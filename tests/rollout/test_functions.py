@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer import Trainer
-from ludus.trainer.actors.sending import check_sendable_functions
+from ludus.trainer.actors.cluster import check_sendable_functions
 from ludus.trainer.core.functions import (
     function_path,
     import_object,

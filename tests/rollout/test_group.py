@@ -10,7 +10,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
-from ludus.trainer.data.seeds import group_seeds
+from ludus.trainer.data.mixture import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv

@@ -20,7 +20,7 @@ from ludus.trainer.core.streams import (
     training_seed,
     warm_start_seed,
 )
-from ludus.trainer.data.seeds import group_seeds
+from ludus.trainer.data.mixture import group_seeds
 
 RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
 

@@ -25,7 +25,7 @@ from ludus.proto.runs import (
 from ludus.trainer.run import folder as run_folder
 from ludus.trainer.run.folder import RunFolder, ensure_run_id, run_path
 from ludus.trainer.run.metrics_writer import MetricsWriter
-from ludus.trainer.weights import CanaryReport, WorkerWeights
+from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ludus.trainer.weights.store import VersionStore
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> Iterator[None]:
@@ -20,4 +22,4 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def long_drop_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the time limit for dropping old versions, after which they stay until the next one."""
-    monkeypatch.setattr("ludus.trainer.weights.store._DROP_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(VersionStore, "drop_timeout_s", 60.0)

@@ -11,7 +11,8 @@ import torch
 from ludus.proto.config import FolderWeightStore, WeightStoreConfig
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
 from ludus.trainer.core.types import ScoringRequest, WeightManifest
-from ludus.trainer.weights import VersionStore, make_manifest
+from ludus.trainer.weights.payload import make_manifest
+from ludus.trainer.weights.store import VersionStore
 
 CANARY_PROMPT = ScoringRequest([1, 2], [3])
 

@@ -17,8 +17,8 @@ from upstream_s3_server import S3Server, running_s3_server
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, WeightSyncError
-from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.bucket import BucketObjects
+from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import assert_same, make_state, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

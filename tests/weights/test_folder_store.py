@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.folder import FolderFiles
+from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import assert_same, make_state, publish, settings
 
 

@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.weights.delta import apply_delta, decode_difference, encode_difference
-from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers
+from ludus.trainer.weights.payload import (
+    Payload,
+    apply_delta,
+    decode_difference,
+    encode_difference,
+    from_buffers,
+    to_buffers,
+)
 from tests.weights.states import assert_same, make_state
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights import VersionStore, retry_deadline
+from ludus.trainer.weights import store as store_module
+from ludus.trainer.weights.store import VersionStore
 from tests.weights.states import (
     MemoryStorage,
     assert_same,
@@ -232,8 +233,8 @@ def test_result_at_the_deadline_is_returned(
                 raise TimeoutError
             return value
 
-    monkeypatch.setattr(retry_deadline, "Future", LateFuture)
-    assert retry_deadline.call_within(lambda: "result", 60.0) == "result"
+    monkeypatch.setattr(store_module, "Future", LateFuture)
+    assert store_module.call_within(lambda: "result", 60.0) == "result"
 
 
 def test_permanent_error_is_raised_immediately() -> None:

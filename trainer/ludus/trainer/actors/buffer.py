@@ -25,7 +25,7 @@ with pause_collection():
 
     from ludus.proto.config import LanguageModelRun
     from ludus.proto.errors import BufferLostError
-    from ludus.trainer.actors.failure_text import describe_failure
+    from ludus.trainer.actors.cluster import describe_failure
     from ludus.trainer.actors.placement import Placement
     from ludus.trainer.core.functions import Function, register_functions, registered_functions
     from ludus.trainer.core.streams import Stream, make_random

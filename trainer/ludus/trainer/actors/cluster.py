@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.core.generated.autoscaler_pb2 import AutoscalingState, GetClusterStatusReply
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -36,6 +37,7 @@ from ludus.trainer.actors.placement import (
     place_in_cluster,
     place_on_one_machine,
 )
+from ludus.trainer.core.functions import registered_functions, unregister_function
 from ludus.trainer.core.tasks import Tasks
 
 _log = logging.getLogger(__name__)
@@ -237,6 +239,32 @@ async def _watch_room(placement: Placement, *, may_be_in_use: bool, refuse: bool
             _warn(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
             next_message_s = now_s + _MESSAGE_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def check_sendable_functions() -> None:
+    """Check that all registered functions can be sent.
+
+    Raises:
+        ConfigError: a function cannot be sent. It is unregistered, so that the next run of a
+            notebook can register a new one.
+    """
+    for path, function in registered_functions().items():
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:  # pickling raises any class
+            unregister_function(path)
+            raise ConfigError(
+                f"function '{path}' cannot be sent to the run's processes: {error}; create the "
+                "objects that it refers to inside the function, or import the function from a "
+                "module"
+            ) from error
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the reason of a failure in one line, without tracebacks and Ray's general advice."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return " ".join(str(error).split()).partition(" Some common causes include")[0]
 
 
 def _no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources]) -> str:

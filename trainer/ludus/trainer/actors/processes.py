@@ -10,9 +10,8 @@ This package implements them with Ray. Tests of the controller simulate them on 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.core.interfaces import PublishedWeights
@@ -28,20 +27,24 @@ from ludus.trainer.core.types import (
 from ludus.trainer.data.buffer import BatchHandle, BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.weights import WorkerWeights
-
-WorkerHandle: TypeAlias = Any
-"""A handle of a worker, in a form that only the implementation of Workers understands."""
+from ludus.trainer.weights.canary import WorkerWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Reserved capacity of a worker for some groups; `play` releases it."""
+class Slot(Protocol):
+    """Reserved capacity of a worker for some groups; `play` and `release` give it back."""
 
-    worker: WorkerHandle
-    """The worker that plays in the slot."""
-    size: int
-    """Number of groups that may be played in the slot, at least 1."""
+    @property
+    def size(self) -> int:
+        """Number of groups that may be played in the slot, at least 1."""
+
+    async def play(self, groups: Sequence[GroupSpec]) -> list[Refusal]:
+        """Play groups, send them to the buffer, and return the groups that must be replaced.
+
+        Capacity of the slot beyond these groups is released at once.
+        """
+
+    def release(self) -> None:
+        """Release the slot, in which nothing was played."""
 
 
 class Learners(Protocol):
@@ -85,15 +88,6 @@ class Workers(Protocol):
 
     async def acquire_slot(self) -> Slot:
         """Wait for a free slot on a ready worker and return it."""
-
-    def release_slot(self, slot: Slot) -> None:
-        """Release a slot in which nothing was played."""
-
-    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
-        """Play groups, send them to the buffer, and return the groups that must be replaced.
-
-        Capacity of the slot beyond these groups is released at once.
-        """
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float

@@ -47,8 +47,8 @@ with pause_collection():
     from ludus.trainer.rollout.transcript import num_transcripts
     from ludus.trainer.setup.environments import make_connect_options
     from ludus.trainer.setup.shared_folder import FolderToken
-    from ludus.trainer.weights import WorkerWeights, check_canary
     from ludus.trainer.weights.adapters import AdapterMerger
+    from ludus.trainer.weights.canary import WorkerWeights, check_canary
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,10 @@ from ludus.proto.errors import (
     WeightSyncError,
     WorkerStartError,
 )
-from ludus.trainer.actors.failure_text import describe_failure
+from ludus.trainer.actors.cluster import describe_failure
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
-from ludus.trainer.actors.roster import Roster
-from ludus.trainer.actors.worker_handle import RolloutWorkerHandle
+from ludus.trainer.actors.roster import RolloutWorkerHandle, Roster
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 

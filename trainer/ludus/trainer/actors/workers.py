@@ -6,7 +6,7 @@
     one Supervisor for each  --->  Roster: workers that may play, and their weights
                                       |
                                    acquire_slot()   part of the groups that a worker may play
-                                   play()           releases the slot
+                                   WorkerSlot.play  releases the slot
 
 Nothing waits for a worker that is not ready: the run starts with rollout.min_workers, and continues
 with the workers that are ready. The buffer refuses the groups of a dead worker, so that another
@@ -32,20 +32,54 @@ from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import POLL_INTERVAL_S, draining_nodes, wait_for_room
 from ludus.trainer.actors.placement import Placement
-from ludus.trainer.actors.processes import Slot
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
-from ludus.trainer.actors.roster import Roster
+from ludus.trainer.actors.roster import LOST_ERRORS, RolloutWorkerHandle, Roster
 from ludus.trainer.actors.supervisor import Supervisor
-from ludus.trainer.actors.worker_handle import LOST_ERRORS, RolloutWorkerHandle
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling, make_lost_group
 from ludus.trainer.data.buffer import Refusal
-from ludus.trainer.weights import CanaryJudge, WorkerWeights
+from ludus.trainer.weights.canary import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class WorkerSlot:
+    """Reserved capacity of a worker for some groups, see `Slot`."""
+
+    worker: RolloutWorkerHandle
+    size: int
+    roster: Roster
+    buffer: RemoteBuffer
+
+    async def play(self, groups: Sequence[GroupSpec]) -> list[Refusal]:
+        """Play groups, send them to the buffer, and return the groups that must be replaced.
+
+        Episodes that end with their worker are sent to the buffer as lost, and counted.
+        """
+        worker = self.worker
+        self._release(self.size - len(groups))
+        try:
+            # The groups go from worker to buffer without passing through this process.
+            refusals = await self.buffer.put(worker.actor.play.remote(list(groups)))
+            worker.num_played += len(groups) - len(refusals)
+            return refusals
+        except LOST_ERRORS:
+            self.roster.remove(worker)
+            return await self.buffer.put([make_lost_group(group) for group in groups])
+        finally:
+            self._release(len(groups))
+
+    def release(self) -> None:
+        """Release the slot, in which nothing was played."""
+        self._release(self.size)
+
+    def _release(self, num_groups: int) -> None:
+        self.worker.num_groups -= num_groups
+        self.roster.notify()
 
 
 @dataclass(slots=True)
@@ -55,13 +89,13 @@ class RolloutWorkers:
     spec: RolloutWorkerSpec
     buffer: RemoteBuffer
     placement: Placement
-    _roster: Roster = field(init=False)
+    roster: Roster = field(init=False)
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._roster = Roster(CanaryJudge(self.spec.run.weights.canary))
+        self.roster = Roster(CanaryJudge(self.spec.run.weights.canary))
 
     @classmethod
     async def start(
@@ -80,7 +114,7 @@ class RolloutWorkers:
             workers._start_task(workers._follow_drains())
         try:
             enough_ready = workers._wait_until(
-                lambda: workers.num_ready >= rollout.min_workers,
+                lambda: len(workers.roster.ready) >= rollout.min_workers,
                 f"rollout.min_workers = {rollout.min_workers}",
                 spec.run.placement.start_timeout_s,
                 "placement.start_timeout_s",
@@ -92,41 +126,16 @@ class RolloutWorkers:
         return workers
 
     @property
-    def ready_workers(self) -> list[RolloutWorkerHandle]:
-        """Workers that can play now."""
-        return list(self._roster.ready)
-
-    @property
-    def num_ready(self) -> int:
-        """Number of workers that can play now."""
-        return len(self._roster.ready)
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of workers that were replaced, because they died or lost their node."""
-        return self._roster.num_restarts
-
-    @property
-    def num_joined(self) -> int:
-        """Total number of workers that became ready."""
-        return self._roster.num_joined
-
-    @property
     def num_breaches(self) -> int:
         """Total number of canary prompts that workers scored with other weights."""
-        return self._roster.num_breaches
-
-    @property
-    def target_size(self) -> int:
-        """Target number of workers."""
-        return len(self._supervisors)
+        return self.roster.num_breaches
 
     @property
     def held_weights(self) -> dict[int, WorkerWeights]:
         """Weights of each ready worker, by its number."""
         return {
             worker.number: worker.weights
-            for worker in self._roster.ready
+            for worker in self.roster.ready
             if worker.weights is not None
         }
 
@@ -146,37 +155,16 @@ class RolloutWorkers:
         while len(self._supervisors) > num_workers:
             self._start_task(self._remove_worker(*self._supervisors.popitem()))
 
-    async def acquire_slot(self) -> Slot:
+    async def acquire_slot(self) -> WorkerSlot:
         """Wait for a free slot on a ready worker; return one of the worker with the most free.
 
         Raises:
             WorkerStartError: a worker no longer starts.
             WeightSyncError: a worker that joined did not load the newest weights in time.
         """
-        await self._roster.wait_until(lambda: any(worker.num_free for worker in self._roster.ready))
-        return max(self._roster.ready, key=lambda worker: worker.num_free).acquire_slot()
-
-    def release_slot(self, slot: Slot) -> None:
-        """Release a slot in which nothing was played."""
-        self._release(slot.worker, slot.size)
-
-    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
-        """Play groups, send them to the buffer, and return the groups that must be replaced.
-
-        Episodes that end with their worker are sent to the buffer as lost, and counted.
-        """
-        worker: RolloutWorkerHandle = slot.worker
-        self._release(worker, slot.size - len(groups))
-        try:
-            # The groups go from worker to buffer without passing through this process.
-            refusals = await self.buffer.put(worker.actor.play.remote(list(groups)))
-            worker.num_played += len(groups) - len(refusals)
-            return refusals
-        except LOST_ERRORS:
-            self._roster.remove(worker)
-            return await self.buffer.put([make_lost_group(group) for group in groups])
-        finally:
-            self._release(worker, len(groups))
+        await self.roster.wait_until(lambda: any(worker.num_free for worker in self.roster.ready))
+        worker = max(self.roster.ready, key=lambda worker: worker.num_free)
+        return WorkerSlot(worker, worker.reserve(), self.roster, self.buffer)
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -186,7 +174,7 @@ class RolloutWorkers:
         missing = list(seeds)
         while missing:
             await self._wait_until_ready()
-            workers = self.ready_workers
+            workers = list(self.roster.ready)
             parts = [
                 self._evaluate_on(worker, environment, missing[index :: len(workers)], temperature)
                 for index, worker in enumerate(workers)
@@ -202,13 +190,13 @@ class RolloutWorkers:
         """Return one completion of the prompt per seed."""
         while True:
             slot = await self.acquire_slot()
-            worker: RolloutWorkerHandle = slot.worker
+            actor = slot.worker.actor
             try:
-                return await worker.actor.complete.remote(list(prompt_ids), sampling, list(seeds))
+                return await actor.complete.remote(list(prompt_ids), sampling, list(seeds))
             except LOST_ERRORS:
-                self._roster.remove(worker)
+                self.roster.remove(slot.worker)
             finally:
-                self.release_slot(slot)
+                slot.release()
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
@@ -222,14 +210,12 @@ class RolloutWorkers:
             CanaryError: no worker samples from the weights, or one worker never does.
             WeightSyncError: no worker loaded the weights.
         """
-        self._roster.publish(published)
+        self.roster.publish(published)
         while True:
-            await self._wait_until_ready(lambda: self._roster.delivery_error is not None)
-            if not self._roster.ready and self._roster.delivery_error is not None:
-                raise self._roster.delivery_error
-            loads = [
-                self._load_ready(worker, published, timeout_s) for worker in self._roster.ready
-            ]
+            await self._wait_until_ready(lambda: self.roster.delivery_error is not None)
+            if not self.roster.ready and self.roster.delivery_error is not None:
+                raise self.roster.delivery_error
+            loads = [self._load_ready(worker, published, timeout_s) for worker in self.roster.ready]
             results = await asyncio.gather(*loads)
             loaded_weights = [weights for weights in results if weights is not None]
             if loaded_weights:
@@ -240,19 +226,19 @@ class RolloutWorkers:
     ) -> WorkerWeights | None:
         """See Roster.load; also return None if the worker is lost."""
         try:
-            return await self._roster.load(worker, published, timeout_s)
+            return await self.roster.load(worker, published, timeout_s)
         except LOST_ERRORS:
-            self._roster.remove(worker)
+            self.roster.remove(worker)
             return None
 
     def describe(self) -> str:
         """Describe how many workers are ready, and the activity of each."""
-        return self._roster.describe()
+        return self.roster.describe()
 
     async def _wait_until_ready(self, alternative: Callable[[], bool] = lambda: False) -> None:
         """Wait until a worker is ready, or `alternative` returns true."""
         await self._wait_until(
-            lambda: bool(self._roster.ready) or alternative(),
+            lambda: bool(self.roster.ready) or alternative(),
             "a rollout worker",
             self.spec.run.training.idle_timeout_s,
             "training.idle_timeout_s",
@@ -268,8 +254,8 @@ class RolloutWorkers:
         """
         try:
             await wait_with_limit(
-                self._roster.wait_until(condition),
-                lambda: f"{description} ({self._roster.describe()})",
+                self.roster.wait_until(condition),
+                lambda: f"{description} ({self.roster.describe()})",
                 timeout_s=timeout_s,
                 setting=setting,
             )
@@ -278,7 +264,7 @@ class RolloutWorkers:
 
     async def close(self) -> None:
         """Stop all workers without waiting for their groups."""
-        ready, self._roster.ready = self._roster.ready, []
+        ready, self.roster.ready = self.roster.ready, []
         closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
         tasks = [*self._supervisors.values(), *self._background, *closing]
         if closing:
@@ -289,9 +275,9 @@ class RolloutWorkers:
 
     def _add_worker(self) -> None:
         number = next(self._numbers)
-        self._roster.activities[number] = "is about to start"
+        self.roster.activities[number] = "is about to start"
         supervisor = asyncio.create_task(
-            Supervisor(number, self.spec, self.placement, self._roster).run()
+            Supervisor(number, self.spec, self.placement, self.roster).run()
         )
         supervisor.add_done_callback(self._note_failure)
         self._supervisors[number] = supervisor
@@ -310,12 +296,12 @@ class RolloutWorkers:
             except ray.exceptions.RayError as error:
                 _log.warning("cannot get the list of draining nodes: %s", error)
                 draining = frozenset()
-            leaving = [worker.number for worker in self._roster.ready if worker.node in draining]
+            leaving = [worker.number for worker in self.roster.ready if worker.node in draining]
             for number in self._supervisors.keys() & leaving:
                 _log.warning("the node of rollout worker %d will be removed", number)
                 self._start_task(self._remove_worker(number, self._supervisors.pop(number)))
                 self._add_worker()
-                self._roster.num_restarts += 1
+                self.roster.num_restarts += 1
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _evaluate_on(
@@ -332,16 +318,16 @@ class RolloutWorkers:
         try:
             return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
         except LOST_ERRORS:
-            self._roster.remove(worker)
+            self.roster.remove(worker)
             return []
         finally:
             worker.num_evaluating -= 1
-            self._roster.notify()
+            self.roster.notify()
 
     async def _remove_worker(self, number: int, supervisor: asyncio.Task[None]) -> None:
         """Close the worker when it has finished its groups."""
-        for worker in [worker for worker in self._roster.ready if worker.number == number]:
-            self._roster.remove(worker)
+        for worker in [worker for worker in self.roster.ready if worker.number == number]:
+            self.roster.remove(worker)
             await self._wait_until_idle(worker)
             # The supervisor kills the process once it is closed, perhaps before it responds.
             with suppress(*LOST_ERRORS, TimeoutError):
@@ -349,22 +335,18 @@ class RolloutWorkers:
                     await worker.actor.close.remote()
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
-        _log.info("rollout worker %d stopped; %d ready", number, self.num_ready)
+        _log.info("rollout worker %d stopped; %d ready", number, len(self.roster.ready))
 
     async def _wait_until_idle(self, worker: RolloutWorkerHandle) -> None:
         timeout_s = self.spec.run.rollout.group_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while not worker.is_idle:
-                    await self._roster.wait_for_change()
+                    await self.roster.wait_for_change()
         except TimeoutError:
             _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
-    def _release(self, worker: RolloutWorkerHandle, num_groups: int) -> None:
-        worker.num_groups -= num_groups
-        self._roster.notify()
-
     def _note_failure(self, supervisor: asyncio.Task[None]) -> None:
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
-            self._roster.failure = self._roster.failure or error
-            self._roster.notify()
+            self.roster.failure = self.roster.failure or error
+            self.roster.notify()

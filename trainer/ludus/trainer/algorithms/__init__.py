@@ -1,10 +1,7 @@
 """The mathematics of training: pure functions of tensors that can be checked against papers.
 
-    rewards --advantages, moments--> advantage of each token --+
-    logits --logits--> log-probs --ratios--> policy_loss ------+--aggregation--> scalar
-
-`policy_loss` is the loss of the policy for one micro-batch, `value_loss` that of a critic, and
-`preference` that of a reward model.
+    rewards --advantages--> advantage of each token --+
+    logits --logits--> log-probs ---------------------+--losses--> scalar
 
 Names from papers and projects, with the settings of the section `algorithm` that select them
 (`kind` is "grpo" unless stated otherwise; losses, corrections and divergences combine freely

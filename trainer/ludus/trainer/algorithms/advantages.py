@@ -2,13 +2,16 @@
 
     rewards of a group ------- group_advantages -------------------------> GRPO, Dr. GRPO, RLOO
     rewards of turns --------- turn_advantages --------------------------> GRPO, credit = "turn"
-    rewards of tokens -------- discounted_returns --- moments.whiten ----> REINFORCE++
-    rewards and values ------- gae ------------------ moments.whiten ----> PPO
+    rewards of tokens -------- discounted_returns --- whiten ------------> REINFORCE++
+    rewards and values ------- gae ------------------ whiten ------------> PPO
     the same, as streams ----- stream_gae -------------------------------> PPO of networks
 
 A divergence that is placed in the reward is a reward of tokens, `kl_penalty`. Only the learner
 can compute it. PPO adds it to the rewards before `gae`. The other algorithms add its discounted
 returns to advantages that were made from rewards alone; returns are sums, so the order is free.
+
+Whitening does not depend on how the rows of a step are split: `moments` of micro-batches add up
+over micro-batches and ranks, and every micro-batch is whitened with the total.
 
 Shapes: N = sequences, T = token positions, G = episodes of one group, K = turns of the longest
 episode. Masks are bool, True = sampled by the policy. A reward of NaN means "not scored".
@@ -25,6 +28,7 @@ Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["none", "group", "batch"]
 
 _STD_EPS = 1e-4
+_WHITENING_EPS = 1e-8
 
 
 def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale = "none") -> Tensor:
@@ -78,14 +82,11 @@ def turn_advantages(
 
 
 def is_zero_variance_group(rewards: Tensor) -> Tensor:
-    """Return a bool mask [num_groups] of the groups that teach nothing, from their rewards.
+    """Return a bool mask [num_groups] of the groups that teach nothing, from `rewards` [_, G].
 
     All scored rewards of such a group are equal, or fewer than two are scored (arXiv 2503.14476,
     section 3.2). The comparison is exact, because rounding can give equal rewards a nonzero
     standard deviation.
-
-    Args:
-        rewards: [num_groups, G].
     """
     is_scored = ~rewards.isnan()
     lowest = rewards.nan_to_num(nan=torch.inf).amin(-1)
@@ -143,15 +144,9 @@ def stream_gae(
     Nothing flows across the end of an episode. After the last step of a stream, its entry in
     `next_values` stands for all that follows.
 
-    Args:
-        rewards: [T, N].
-        values: [T, N].
-        next_values: [T, N] values of the observations after each step: 0 after a terminated
-            episode, the value of the last observation (not of the next episode's first) after a
-            truncated episode.
-        ended: bool [T, N], True where an episode ended.
-        gamma: discount per step.
-        lam: decay of the advantages per step.
+    All tensors are [T, N]. `next_values` are those of the observations after each step: 0 after a
+    terminated episode, the value of the last observation (not of the next episode's first) after
+    a truncated episode. `ended` is True where an episode ended.
     """
     delta = rewards + gamma * next_values - values
     decay = torch.where(ended, 0.0, gamma * lam)
@@ -186,6 +181,38 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: fl
     the gradient of the divergence; the other estimators do not.
     """
     return torch.where(mask, kl_coef * (ref_logprobs - logprobs), 0.0)
+
+
+@torch.no_grad()
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Return count, sum, and sum of squares [3] of the `values` [N, T] in `mask`, in float64."""
+    inside = torch.where(mask, values, 0.0).double()
+    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
+
+
+def mean(total: Tensor) -> Tensor:
+    """Return the mean, from the summed `moments` [3]."""
+    return total[1] / total[0].clamp(min=1)
+
+
+def variance(total: Tensor) -> Tensor:
+    """Return the variance with n - 1, from the summed `moments` [3]; 0 if fewer than two values.
+
+    A critic explains 1 - variance(returns - values) / variance(returns).
+    """
+    squares = total[2] - total[0] * mean(total).square()
+    return squares.clamp(min=0) / (total[0] - 1).clamp(min=1)
+
+
+@torch.no_grad()
+def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+    """Return (x - mean) / (std + 1e-8) [N, T] by the summed `moments` [3], zero outside `mask`.
+
+    Used for the advantages of PPO (https://github.com/vwxyzjn/cleanrl, `ppo.py`) and REINFORCE++
+    (arXiv 2501.03262).
+    """
+    std = variance(total).sqrt() + _WHITENING_EPS
+    return torch.where(mask, (values - mean(total)) / std, 0.0)
 
 
 def _std(rewards: Tensor, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from ludus.proto.config import (
     RewardModelTerm,
 )
 from ludus.proto.errors import NotFoundError
-from ludus.trainer.learner.critic import check_same_tokens
+from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models.load import (
     MODEL_CONFIG_FILE,
     check_language_model,

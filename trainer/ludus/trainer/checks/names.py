@@ -10,7 +10,7 @@ from ludus.proto.config import (
     LanguageModelRun,
     RewardTerm,
 )
-from ludus.trainer.algorithms.policy_loss import LOSS_FUNCTION_FIELD
+from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.rewards.reward_function import check_columns

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from ludus.proto.config import NetworkPpoConfig
 from ludus.trainer.algorithms.advantages import stream_gae
-from ludus.trainer.algorithms.policy_loss import clipped_surrogate, is_clipped, kl
-from ludus.trainer.algorithms.ratios import token_log_ratio
-from ludus.trainer.algorithms.value_loss import squared_error
+from ludus.trainer.algorithms.losses import (
+    clipped_surrogate,
+    is_clipped,
+    kl,
+    squared_error,
+    token_log_ratio,
+)
 from ludus.trainer.classic.collector import NetworkBatch
 from ludus.trainer.classic.policy import NetworkPolicy, RunningMoments
 from ludus.trainer.core.stopping import check_skipped_updates

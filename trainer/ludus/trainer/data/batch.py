@@ -12,12 +12,18 @@ has no sample.
 The learned reward is `Rollout.reward`. Each turn's reward is placed on its last token, unless the
 environment gave a reward to each token. The rest of the learned reward (other terms, weights) is
 placed on the last turn.
+
+A function of the user (`algorithm.advantages`) gets the scored episodes of a group and returns one
+advantage for each, which all tokens of the episode get.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -26,12 +32,15 @@ import torch
 from torch import Tensor
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, ReinforceConfig
+from ludus.proto.errors import ConfigError, UserError
 from ludus.trainer.algorithms.advantages import (
     discounted_returns,
     group_advantages,
+    moments,
     turn_advantages,
+    whiten,
 )
-from ludus.trainer.algorithms.moments import moments, whiten
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.ragged import Ragged
 from ludus.trainer.core.types import (
     Batch,
@@ -42,7 +51,9 @@ from ludus.trainer.core.types import (
     TrainingSample,
     TurnSpan,
 )
-from ludus.trainer.data.advantage_function import AdvantageFunction
+from ludus.trainer.data.failures import describe
+
+_FUNCTION_FIELD = "algorithm.advantages"
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Batch:
@@ -66,14 +77,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
 
 
 def collate(samples: Sequence[TrainingSample]) -> Batch:
-    """Return the batch of `samples`; samples with equal tokens and mask share one sequence.
-
-    Raises:
-        ValueError: the fields of a sample differ in length, or a token that was not sampled has an
-            advantage.
-    """
-    for sample in samples:
-        _check_lengths(sample)
+    """Return the batch of `samples`; samples with equal tokens and mask share one sequence."""
     row_by_content: dict[tuple[bytes, bytes], int] = {}
     distinct_samples: list[TrainingSample] = []
     sequence_of_sample: list[int] = []
@@ -85,15 +89,12 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
         if row == len(distinct_samples):
             distinct_samples.append(sample)
         sequence_of_sample.append(row)
-    loss_masks = Ragged.from_rows((sample.loss_mask for sample in distinct_samples), np.bool_)
-    advantages = Ragged.from_rows((s.advantages for s in samples), np.float32)
-    _check_advantages(advantages, loss_masks.take(sequence_of_sample))
     return Batch(
         sequences=Ragged.from_rows((sample.token_ids for sample in distinct_samples), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
-        loss_masks=loss_masks,
+        loss_masks=Ragged.from_rows((sample.loss_mask for sample in distinct_samples), np.bool_),
         rollout_logprobs=Ragged.from_rows((s.rollout_logprobs for s in samples), np.float32),
-        advantages=advantages,
+        advantages=Ragged.from_rows((s.advantages for s in samples), np.float32),
         rewards=Ragged.from_rows((s.rewards for s in samples), np.float32),
         terminated=np.array([s.terminated for s in samples], dtype=bool),
     )
@@ -127,8 +128,8 @@ def _turn_credits(
 ) -> list[list[Iterable[float]]]:
     """Return the advantages of the turns of each episode of each group."""
     if algorithm.advantages is not None:
-        function = AdvantageFunction(algorithm.advantages)
-        return [[repeat(advantage) for advantage in function(group)] for group in groups]
+        path = algorithm.advantages
+        return [[repeat(a) for a in _call_advantage_function(path, group)] for group in groups]
     credits_by_group: dict[int, list[Iterable[float]]] = {}
     for rows in _rows_by_environment(groups).values():
         members = [groups[row] for row in rows]
@@ -141,6 +142,40 @@ def _turn_credits(
             credits = [[repeat(advantage) for advantage in group] for group in table.tolist()]
         credits_by_group.update(zip(rows, credits, strict=True))
     return [credits_by_group[row] for row in range(len(groups))]
+
+
+def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
+    """Return [G] the user's advantages of the group's episodes; 0 for unscored episodes.
+
+    Raises:
+        ConfigError: the function fails, or does not return one finite number per episode.
+    """
+    scored_rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    if not scored_rollouts:
+        return [0.0] * len(group.rollouts)
+    try:
+        result = import_object(path, _FUNCTION_FIELD)(list(scored_rollouts))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        advantages = [float(value) for value in result]
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user
+        raise ConfigError(
+            f"{_FUNCTION_FIELD} = '{path}' raised {describe(error)}; it must be a function of a "
+            "list of episodes, each with its `reward`, that returns one number for each"
+        ) from error
+    if len(advantages) != len(scored_rollouts) or not all(map(math.isfinite, advantages)):
+        raise ConfigError(
+            f"{_FUNCTION_FIELD} = '{path}' must return {len(scored_rollouts)} finite numbers, one "
+            f"for each episode, got {advantages!r:.100}"
+        )
+    scored_advantages = iter(advantages)
+    return [0.0 if r.reward is None else next(scored_advantages) for r in group.rollouts]
+
+
+async def _await(result: Awaitable[Iterable[float]]) -> Iterable[float]:
+    return await result
 
 
 def _subtract_baseline(
@@ -308,27 +343,3 @@ def _check_turns(sequence: TokenSequence) -> None:
                 "with join_turns"
             )
         last_end = turn.end
-
-
-def _check_lengths(sample: TrainingSample) -> None:
-    lengths = {
-        len(sample.token_ids),
-        len(sample.loss_mask),
-        len(sample.rollout_logprobs),
-        len(sample.advantages),
-        len(sample.rewards),
-    }
-    if len(lengths) != 1:
-        raise ValueError(
-            f"the fields of a sample must have the same length, got lengths {sorted(lengths)}; "
-            "give every token a mask, log-prob, advantage and reward"
-        )
-
-
-def _check_advantages(advantages: Ragged, sampled: np.ndarray) -> None:
-    outside = advantages.values[~sampled]
-    if outside.any():
-        raise ValueError(
-            f"advantages must be 0 on tokens that were not sampled, got "
-            f"{outside[outside.nonzero()][0]}; the text of the environment must not be trained on"
-        )

@@ -1,4 +1,13 @@
-"""The buffer of groups between rollout and training, with a window over their starting order.
+"""The admission and the buffer of groups, between rollout and training.
+
+Admission limits how far sampling may run ahead of training. With B groups in a batch and the
+staleness bound S, group number n (from 0) may start under version v only if n < (v + S + 1) * B.
+It then enters the batch of step v + S at the latest. S = 0 is exactly on-policy. (This is the
+capacity rule of AReaL, arXiv 2505.24298, counted in groups.) v is the oldest version that any
+rollout worker may sample from, so a group that starts now is sampled by version v or newer on
+every worker, even while a newer version is being delivered.
+
+The buffer has a window over the starting order of the groups:
 
     begin           put                       take
       |              |                          |
@@ -36,16 +45,47 @@ only B groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ludus.proto.runs import Transcript
-from ludus.trainer.core.types import RolloutGroup
+from ludus.trainer.core.types import Batch, RolloutGroup
 from ludus.trainer.data.counts import RolloutCounts, count_group
 
-BatchHandle: TypeAlias = object
-"""A Batch, or a reference to it. The driver only passes it from the buffer to the learner."""
+BatchHandle: TypeAlias = Batch | Awaitable[Batch]
+"""A batch, or a reference to it. The driver only passes it from the buffer to the learner."""
+
+
+@dataclass(slots=True)
+class GroupAdmission:
+    """A counter of the groups that have started and will be trained on.
+
+    A group that will not be trained on releases its admission, and another group replaces it.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    num_groups: int | None = None
+    """Number of groups that a run over whole passes of a data set trains on, because an extra group
+    would use up a row without training on it; None if more may start."""
+    num_admitted: int = 0
+    """Number of groups that were trained on, wait in the buffer, or are being played."""
+
+    def capacity(self, version: int) -> int:
+        """Return the number of groups that may start now, at policy version `version`."""
+        limit = (version + self.max_staleness + 1) * self.groups_per_step
+        if self.num_groups is not None:
+            limit = min(limit, self.num_groups)
+        return max(0, limit - self.num_admitted)
+
+    def admit(self, num_groups: int) -> None:
+        """Count groups that start."""
+        self.num_admitted += num_groups
+
+    def release(self, num_groups: int) -> None:
+        """Stop counting groups that will not be trained on."""
+        self.num_admitted -= num_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The choice of environment and index for each group.
+"""The choice of environment, index and seeds for each group.
 
     slot of the run  --(weights)-->  environment e  --(groups started in e)-->  group index
 
@@ -11,9 +11,11 @@ The c-th group of environment number e, of E environments, has index c * E + e. 
 an environment, and their seeds, do not depend on the other environments. A group that must be
 replaced is replaced by the next group of the same environment.
 
-If the tasks of an environment are counted, its groups use one task after another
-(`data/seeds.py`). The task of a zero-variance group is used up. The task of a lost group is not:
-it is played again, under a new index.
+Usually every seed is another task, and the seeds follow from the run's seed and the group's index.
+If an environment reports the number of its tasks (`TaskSet`, rows of a data set), its tasks are
+counted: seed k selects the k-th task, its groups get the numbers 0, 1, 2, ... in the order in which
+they start, and each task is played once before any is repeated. The task of a zero-variance group
+is used up. The task of a lost group is not: it is played again, under a new index.
 
 A curriculum opens the environments one by one. The next environment opens when the win rate of
 the hardest open one, over its latest groups, reaches unlock_at. Easier environments keep part of
@@ -30,9 +32,10 @@ from dataclasses import dataclass, field, replace
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyResult
+from ludus.proto.seeds import FIRST_WARM_START_SEED
+from ludus.trainer.core.streams import training_seed
 from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.data.seeds import GroupSeeds
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +46,43 @@ environment that the policy has mastered, or cannot solve at all, would block th
 _MAX_LOST = 3
 """Maximum number of lost groups in a row on one task of a data set. A task that kills a server or
 takes too long would be repeated forever."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeeds:
+    """The seeds of a run's groups."""
+
+    run_seed: int
+    group_size: int
+    shared: bool
+    """True if all episodes of a group have the same task."""
+    num_tasks: Mapping[str, int] = field(default_factory=dict)
+    """Number of tasks of each environment whose tasks are counted, by name."""
+
+    def are_counted(self, environment: str) -> bool:
+        """Return whether the tasks of an environment are counted."""
+        return environment in self.num_tasks
+
+    def select(self, environment: str, index: int, task_number: int) -> tuple[int, ...]:
+        """Return [G] the seeds of group `index` of the run.
+
+        `task_number` is the number of groups of the environment that already got a new task.
+        """
+        if not self.are_counted(environment):
+            return group_seeds(self.run_seed, index, self.group_size, shared=self.shared)
+        start = task_number if self.shared else task_number * self.group_size
+        numbers = [start + (0 if self.shared else episode) for episode in range(self.group_size)]
+        # The largest number of whole epochs below the seeds of the warm start.
+        epochs = max(1, FIRST_WARM_START_SEED // self.num_tasks[environment])
+        end = epochs * self.num_tasks[environment]
+        return tuple(number % end for number in numbers)
+
+
+def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
+    """Return [G] the seeds of group `index`; warm start and evaluations use other seeds."""
+    if shared:
+        return (training_seed(run_seed, index, 0),) * group_size
+    return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.cluster import place_in_ray
-from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.cluster import check_sendable_functions, place_in_ray
+from ludus.trainer.actors.learner import LearnerGroup
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
-from ludus.trainer.actors.sending import check_sendable_functions
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.checks.environments import (
@@ -30,7 +29,6 @@ from ludus.trainer.checks.names import check_reward_columns
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.components import Components
-from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.limits import episode_limits
 from ludus.trainer.run.checkpoint import RunState, learner_folder
@@ -117,7 +115,7 @@ async def start_components(
     workers, baselines, _ = await gather_or_cancel(
         RolloutWorkers.start(spec, buffer, placement),
         play_all_baselines(run, environments),
-        learners.start(make_learner_spec(run, model_path), spec.weights),
+        learners.start(model_path, spec.weights),
     )
     try:
         if open_run.checkpoint is not None:
@@ -141,20 +139,6 @@ async def start_components(
         await workers.close()
         learners.close()
         buffer.close()
-
-
-def make_learner_spec(run: LanguageModelRun, model_path: str) -> LearnerSpec:
-    """Return the specification from which the learner's ranks are built."""
-    return LearnerSpec(
-        model_path=model_path,
-        config=run.learner,
-        learning_rate=run.learning_rate,
-        algorithm=run.algorithm,
-        temperature=run.rollout.temperature,
-        max_tokens=run.rollout.max_tokens,
-        seed=run.seed,
-        lora=run.model.lora,
-    )
 
 
 def make_worker_spec(

@@ -18,18 +18,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
-from ludus.trainer.algorithms.advantages import discounted_returns, gae, kl_penalty, returns
-from ludus.trainer.algorithms.aggregation import loss_denominator
-from ludus.trainer.algorithms.moments import moments, whiten
-from ludus.trainer.algorithms.policy_loss import LossInputs, LossTerms, policy_gradient_loss
-from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.algorithms.advantages import (
+    discounted_returns,
+    gae,
+    kl_penalty,
+    moments,
+    returns,
+    whiten,
+)
+from ludus.trainer.algorithms.losses import (
+    LossInputs,
+    LossTerms,
+    loss_denominator,
+    policy_gradient_loss,
+    value_loss,
+)
 from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.micro_batches import MicroBatch
 from ludus.trainer.learner.model import PolicyOutput
@@ -56,14 +65,6 @@ class LossTargets:
 
 
 @dataclass(frozen=True, slots=True)
-class Denominators:
-    """Denominators of the losses of an optimizer step."""
-
-    policy: int
-    critic: int
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
     """A micro-batch's share of the loss of its optimizer step."""
 
@@ -75,35 +76,25 @@ class MicroBatchLoss:
 
 
 class Algorithm:
-    """An algorithm without a critic: its advantages come with the batch."""
+    """The configured algorithm: the targets and the loss of a training step."""
 
-    has_critic: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        *,
-        gamma: float,
-        whitens_step: bool = False,
-        whitens_minibatches: bool = False,
-    ) -> None:
-        """`gamma` is the discount per sampled token."""
+    def __init__(self, config: AlgorithmConfig, max_tokens: int) -> None:
+        """`max_tokens` is the maximum length of an episode."""
         self._config = config
-        self._gamma = gamma
-        self._whitens_step = whitens_step
-        self._whitens_minibatches = whitens_minibatches
+        self._ppo = config if isinstance(config, PpoConfig) else None
+        # Discount per sampled token.
+        self._gamma = 1.0 if isinstance(config, GrpoConfig) else config.gamma
+        self._max_tokens = max_tokens
         self._recomputes = config.old_logprobs == "recompute"
         self._kl_in_reward = config.kl_placement == "reward"
 
     def needs_start(self, coefficients: Coefficients, *, is_updated: bool) -> bool:
         """Return whether a minibatch's targets need the policy's output before the step.
 
-        Args:
-            coefficients: weights of the step.
-            is_updated: whether an update comes before any forward pass of the minibatch.
+        `is_updated` says whether an update comes before any forward pass of the minibatch.
         """
         has_penalty = self._kl_in_reward and coefficients.kl > 0
-        return self.has_critic or (self._recomputes and (is_updated or has_penalty))
+        return self._ppo is not None or (self._recomputes and (is_updated or has_penalty))
 
     def make_targets(
         self,
@@ -114,11 +105,8 @@ class Algorithm:
     ) -> LossTargets:
         """Return the targets of a micro-batch, before whitening.
 
-        Args:
-            micro_batch: samples.
-            start: output of the policy before the step; None if it is not needed.
-            reference: output of the reference model; None without a reference model.
-            kl_coef: coefficient of the divergence, used if the reward includes the divergence.
+        `start` is the output of the policy before the step, None if it is not needed. `reference`
+        is that of the reference model. `kl_coef` counts if the reward includes the KL penalty.
         """
         old_logprobs = micro_batch.gather_samples(start.logprobs) if start else None
         if not self._recomputes:
@@ -136,32 +124,26 @@ class Algorithm:
         minibatches: Sequence[Sequence[MicroBatch]],
     ) -> list[list[LossTargets]]:
         """Return the targets of all minibatches, whitened if configured; a collective."""
-        if self._whitens_minibatches:
+        if self._ppo is not None and self._ppo.normalise_advantages:
             return [_whiten_all(*pair) for pair in zip(targets, minibatches, strict=True)]
-        if self._whitens_step:
+        # Without a KL penalty in the reward, `make_batch` has already whitened the advantages.
+        if isinstance(self._config, ReinforceConfig) and self._kl_in_reward:
             whitened = iter(_whiten_all([*chain(*targets)], [*chain(*minibatches)]))
             return [[next(whitened) for _ in minibatch] for minibatch in minibatches]
         return [list(minibatch) for minibatch in targets]
-
-    def denominators(self, num_sampled: Tensor, max_tokens: int) -> Denominators:
-        """Return the denominators of an optimizer step.
-
-        Args:
-            num_sampled: [N] sampled tokens of each sample of the step, on all ranks.
-            max_tokens: maximum length of an episode.
-        """
-        policy = loss_denominator(num_sampled, self._config.aggregation, max_tokens)
-        return Denominators(policy, int(num_sampled.sum()))
 
     def loss(
         self,
         micro_batch: MicroBatch,
         output: PolicyOutput,
         targets: LossTargets,
-        denominators: Denominators,
+        num_sampled: Tensor,
         coefficients: Coefficients,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, from the policy's current output."""
+        """Return the loss of a micro-batch, from the current output of the policy and the critic.
+
+        `num_sampled` [N] are the sampled tokens of each sample of the optimizer step, on all ranks.
+        """
         assert output.entropies is not None
         logprobs = micro_batch.gather_samples(output.logprobs)
         old_logprobs = targets.old_logprobs
@@ -177,42 +159,12 @@ class Algorithm:
         terms = policy_gradient_loss(
             inputs,
             self._config,
-            denominator=denominators.policy,
+            denominator=loss_denominator(num_sampled, self._config.aggregation, self._max_tokens),
             entropy_coef=coefficients.entropy,
             kl_coef=coefficients.kl,
         )
-        return MicroBatchLoss(terms.loss, terms, None)
-
-    def _advantages(
-        self, micro_batch: MicroBatch, start: PolicyOutput | None, penalty: Tensor | None
-    ) -> tuple[Tensor, CriticTargets | None]:
-        """Return the advantages, including the KL penalty's returns, and the critic's targets."""
-        if penalty is None:
-            return micro_batch.advantages, None
-        penalty_returns = discounted_returns(penalty, micro_batch.mask, self._gamma)
-        return micro_batch.advantages + penalty_returns, None
-
-
-class PpoAlgorithm(Algorithm):
-    """An algorithm with a critic, which turns rewards into advantages."""
-
-    has_critic = True
-
-    def __init__(self, config: PpoConfig) -> None:
-        whitens = config.normalise_advantages
-        super().__init__(config, gamma=config.gamma, whitens_minibatches=whitens)
-        self._ppo = config
-
-    def loss(
-        self,
-        micro_batch: MicroBatch,
-        output: PolicyOutput,
-        targets: LossTargets,
-        denominators: Denominators,
-        coefficients: Coefficients,
-    ) -> MicroBatchLoss:
-        """Return the loss of policy and critic."""
-        policy = super().loss(micro_batch, output, targets, denominators, coefficients)
+        if self._ppo is None:
+            return MicroBatchLoss(terms.loss, terms, None)
         assert output.values is not None and targets.critic is not None
         value = value_loss(
             micro_batch.gather_samples(output.values),
@@ -220,15 +172,20 @@ class PpoAlgorithm(Algorithm):
             targets.critic.returns,
             micro_batch.mask,
             self._ppo.value_clip,
-            denominators.critic,
+            denominator=int(num_sampled.sum()),
         )
-        return MicroBatchLoss(policy.total + self._ppo.value_coef * value, policy.terms, value)
+        return MicroBatchLoss(terms.loss + self._ppo.value_coef * value, terms, value)
 
     def _advantages(
         self, micro_batch: MicroBatch, start: PolicyOutput | None, penalty: Tensor | None
     ) -> tuple[Tensor, CriticTargets | None]:
-        assert start is not None and start.values is not None and start.last_values is not None
+        """Return the advantages, including the KL penalty's returns, and the critic's targets."""
         mask = micro_batch.mask
+        if self._ppo is None:
+            if penalty is None:
+                return micro_batch.advantages, None
+            return micro_batch.advantages + discounted_returns(penalty, mask, self._gamma), None
+        assert start is not None and start.values is not None and start.last_values is not None
         rewards = micro_batch.rewards if penalty is None else micro_batch.rewards + penalty
         values = torch.where(mask, micro_batch.gather_samples(start.values), 0.0)
         advantages = gae(
@@ -241,19 +198,6 @@ class PpoAlgorithm(Algorithm):
             self._ppo.lam,
         )
         return advantages, CriticTargets(values, returns(advantages, values, mask))
-
-
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Build the configured algorithm."""
-    match config:
-        case GrpoConfig():
-            return Algorithm(config, gamma=1.0)
-        case ReinforceConfig():
-            # Without a KL penalty, `make_batch` has already whitened the advantages.
-            whitens_step = config.kl_placement == "reward"
-            return Algorithm(config, gamma=config.gamma, whitens_step=whitens_step)
-        case PpoConfig():
-            return PpoAlgorithm(config)
 
 
 def _whiten_all(

@@ -8,14 +8,11 @@ not: it would train on wrong outputs without an error. So the model is tested on
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
@@ -29,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 8], [1, 2, 9, 4], [7, 2, 3, 1])
 """Sequences of small token ids, which every vocabulary has."""
+_MAX_TOKENS = 1024
+"""Maximum number of tokens of a micro-batch; all sequences fit in a single micro-batch."""
 _SINGLE_ROW_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Maximum difference of log-probs that counts as rounding, by compute type."""
@@ -53,12 +52,16 @@ def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device
             window,
         )
         return False
-    batch = collate([_make_sample(index) for index in range(len(_SEQUENCES))])
+    batch = collate([unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _SEQUENCES])
     policy.eval()
-    single_logits, packed_logits = (
-        _sampled_logprobs(policy, batch, costs, device) for costs in (None, _SINGLE_ROW_COSTS)
-    )
-    error = (single_logits - packed_logits).abs().max().item()
+    logprobs = []
+    for costs in (None, _SINGLE_ROW_COSTS):
+        config = MicroBatchConfig(_MAX_TOKENS, costs)
+        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), config)
+        micro_batch = micro_batch.to(device)
+        output = policy(micro_batch.rows, temperature=1.0)
+        logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])
+    error = (logprobs[0] - logprobs[1]).abs().max().item()
     if error <= _TOLERANCE[dtype]:
         return True
     _log.warning(
@@ -75,17 +78,17 @@ def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
 
     If so, the model supports packed sequences when the policy does. If not, log a warning.
     """
-    fields = ("model_type", "layer_types", "sliding_window")
     differences = [
         field
-        for field in fields
+        for field in ("model_type", "sliding_window")
         if getattr(policy.config, field, None) != getattr(model.config, field, None)
     ]
     # The number of layers may differ, but not their kinds.
-    if differences == ["layer_types"] and set(policy.config.layer_types) >= set(
-        model.config.layer_types
-    ):
-        return True
+    policy_layers, layers = (
+        set(getattr(config, "layer_types", None) or ()) for config in (policy.config, model.config)
+    )
+    if not layers <= policy_layers:
+        differences.append("layer_types")
     if differences:
         _log.warning(
             "learner.packing = 'tree' was tested with %s, and %s has a different %s; padding "
@@ -93,29 +96,3 @@ def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
             *(type(policy).__name__, type(model).__name__, ", ".join(differences)),
         )
     return not differences
-
-
-def _sampled_logprobs(
-    policy: PolicyModel, batch: Batch, costs: RowCosts | None, device: torch.device
-) -> Tensor:
-    """Return the log-probs of all sampled tokens, in an order independent of the packing."""
-    logprobs_by_sample: dict[float, list[float]] = {}
-    config = MicroBatchConfig(1024, costs)
-    for micro_batch in make_micro_batches(batch, np.arange(batch.num_samples), config):
-        micro_batch = micro_batch.to(device)
-        output = policy(micro_batch.rows, temperature=1.0)
-        logprobs = micro_batch.gather_samples(output.logprobs)
-        first_rewards = micro_batch.rewards[:, 0]
-        for index, row, mask in zip(first_rewards, logprobs, micro_batch.mask, strict=True):
-            logprobs_by_sample[float(index)] = row[mask].tolist()
-    return torch.tensor(
-        [x for index in sorted(logprobs_by_sample) for x in logprobs_by_sample[index]]
-    )
-
-
-def _make_sample(index: int) -> TrainingSample:
-    """Return a sample whose first reward is its index; all tokens but the first are sampled."""
-    token_ids = _SEQUENCES[index]
-    mask = [position > 0 for position in range(len(token_ids))]
-    rewards = [float(index) * (position == 1) for position in range(len(token_ids))]
-    return replace(unscored_sample(token_ids, mask), rewards=rewards)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,11 +35,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ludus.proto.config import (
-    AlgorithmConfig,
     CriticConfig,
     HeadCritic,
+    LanguageModelRun,
     LearnerConfig,
-    LoraConfig,
     ModelCritic,
     PpoConfig,
 )
@@ -47,20 +46,10 @@ from ludus.proto.errors import CheckpointError
 from ludus.trainer.core.output import describe_write_error
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
-from ludus.trainer.learner.actor_critic import ActorCritic
-from ludus.trainer.learner.algorithm import Denominators, LossTargets, make_algorithm
+from ludus.trainer.learner import lora
+from ludus.trainer.learner.actor_critic import ActorCritic, Critic, load_critic
+from ludus.trainer.learner.algorithm import Algorithm, LossTargets
 from ludus.trainer.learner.attention_check import can_pack_trees, has_same_attention
-from ludus.trainer.learner.critic import Critic, load_critic
-from ludus.trainer.learner.device import select_device
-from ludus.trainer.learner.logits_loss import LogitsLoss
-from ludus.trainer.learner.lora import (
-    ADAPTER_FOLDER,
-    adapter_state,
-    add_adapters,
-    base_state,
-    save_adapters,
-    set_adapters_enabled,
-)
 from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
@@ -70,21 +59,21 @@ from ludus.trainer.learner.micro_batches import (
     unscored_sample,
 )
 from ludus.trainer.learner.model import (
-    VALUE_HEAD,
     EntropyMode,
+    LogitsLoss,
     PolicyModel,
     PolicyOutput,
     gather_state,
     prepare_model,
     row_costs,
 )
+from ludus.trainer.learner.process_group import select_device
 from ludus.trainer.learner.step_metrics import (
-    MicroBatchSums,
     StepMetrics,
-    StepTotals,
+    TrainingWork,
     make_step_metrics,
+    sum_metrics,
 )
-from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.weights.adapters import AdapterMerger
 
@@ -93,45 +82,29 @@ _CRITIC_FOLDER = "critic"
 _PROMPTS_PER_PASS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerSpec:
-    """The settings of a learner rank."""
-
-    model_path: str
-    config: LearnerConfig
-    learning_rate: float
-    """Peak learning rate of the policy."""
-    algorithm: AlgorithmConfig
-    temperature: float
-    """Temperature of the rollout workers: log-probs are computed at this temperature."""
-    max_tokens: int
-    """Maximum length of an episode: part of the denominator of aggregation "constant"."""
-    seed: int
-    """Seed of the run."""
-    lora: LoraConfig | None = None
-    """Adapters; if set, only the adapters are trained."""
-
-
 class Learner:
     """The policy, its optimizer, and a reference model if the loss needs one."""
 
     model: ActorCritic
     """The modules that are trained."""
 
-    def __init__(self, spec: LearnerSpec) -> None:
-        self._spec = spec
+    def __init__(self, run: LanguageModelRun, model_path: str) -> None:
+        """`model_path` is the model that the policy and the reference model start from."""
+        self._run = run
+        self._model_path = model_path
+        self._config, self._lora = run.learner, run.model.lora
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._device = select_device(self._rank)
-        seed_torch(spec.seed, Stream.LEARNER)
+        seed_torch(run.seed, Stream.LEARNER)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
-        config, algorithm = spec.config, spec.algorithm
-        self._algorithm = make_algorithm(algorithm)
+        config, algorithm = run.learner, run.algorithm
+        self._algorithm = Algorithm(algorithm, run.rollout.max_tokens)
         critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
         self._policy = self._load_policy(value_head=isinstance(critic, HeadCritic))
         # The reference model of adapters is the policy with its adapters disabled.
         self._reference = (
             self._load_policy(offload=config.offload_reference)
-            if algorithm.kl_coef > 0 and spec.lora is None
+            if algorithm.kl_coef > 0 and self._lora is None
             else None
         )
         dtype = getattr(torch, config.dtype)
@@ -152,13 +125,13 @@ class Learner:
         )
         # The frozen weights under adapters come from the model's folder and are not saved.
         self._state_options = StateDictOptions(
-            ignore_frozen_params=spec.lora is not None, strict=spec.lora is None
+            ignore_frozen_params=self._lora is not None, strict=self._lora is None
         )
-        groups = self.model.optimizer_groups(spec.learning_rate, algorithm)
+        groups = self.model.optimizer_groups(run.learning_rate, algorithm)
         self._rate_scales = [group.rate_scale for group in groups]
         self._optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in groups],
-            lr=spec.learning_rate,
+            lr=run.learning_rate,
             fused=True,
             **_adamw_settings(config),
         )
@@ -172,20 +145,19 @@ class Learner:
         self.model.train()
         for group, scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
             group["lr"] = coefficients.learning_rate * scale
-        config = self._spec.config
+        config = self._config
         samples = split_samples(batch, config.num_minibatches)
         minibatches = [self._pack(batch, sample_ids) for sample_ids in samples]
         targets = self._make_targets(minibatches, coefficients)
-        denominators = [self._denominators(batch, sample_ids) for sample_ids in samples]
-        sums: list[MicroBatchSums] = []
+        num_sampled = [batch.num_sampled[batch.sequence_of_sample[ids]] for ids in samples]
+        sums: list[Tensor] = []
         grad_norms: list[float | None] = []
         for _ in range(config.update_epochs):
-            for minibatch in zip(minibatches, targets, denominators, strict=True):
+            for minibatch in zip(minibatches, targets, num_sampled, strict=True):
                 sums += self._accumulate_gradients(*minibatch, coefficients)
                 grad_norms.append(self._apply_gradients())
         lengths = batch.sequences.lengths[batch.sequence_of_sample].tolist() * config.update_epochs
-        totals = StepTotals.reduce(sums)
-        metrics = make_step_metrics(totals, grad_norms, coefficients, lengths, self._work)
+        metrics = make_step_metrics(sums, grad_norms, coefficients, lengths, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
@@ -212,10 +184,9 @@ class Learner:
         These are all weights of the policy, or only the adapters. Ranks other than 0 take part in
         gathering them, and return an empty dictionary.
         """
-        if self._spec.lora is not None:
-            return adapter_state(self._policy.language_model, keep=self._rank == 0)
-        parameters = self._policy.language_model.named_parameters()
-        return gather_state(parameters, keep=self._rank == 0)
+        if self._lora is not None:
+            return lora.adapter_state(self._policy.language_model, keep=self._rank == 0)
+        return self._gather(self._policy.language_model)
 
     @torch.no_grad()
     def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
@@ -254,25 +225,27 @@ class Learner:
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        is_writer = self._rank == 0
+        language_model, critic = self._policy.language_model, self.model.critic
         state = self.full_state()
-        value_head = self._value_head_state()
-        critic = self._critic_state()
-        lora = self._spec.lora
-        base = {} if lora is None else base_state(self._policy.language_model, keep=is_writer)
-        if not is_writer:
+        value_head = self._gather(self._policy.value_head)
+        critic_state = self._gather(None if critic is None else critic.classifier)
+        base: dict[str, Tensor] = {}
+        if self._lora is not None:
+            base = lora.base_state(language_model, keep=self._rank == 0)
+        if self._rank != 0:
             return []
-        tokenizer = load_tokenizer(self._spec.model_path)
+        tokenizer = load_tokenizer(self._model_path)
         with _checked_writes(folder):
-            if lora is not None:
-                save_adapters(folder / ADAPTER_FOLDER, state, lora, self._spec.model_path)
-                state = AdapterMerger(base, lora).merge(state)
-            _save_pretrained(self._policy.language_model.config, tokenizer, state, folder)
+            if self._lora is not None:
+                adapter_folder = folder / lora.ADAPTER_FOLDER
+                lora.save_adapters(adapter_folder, state, self._lora, self._model_path)
+                state = AdapterMerger(base, self._lora).merge(state)
+            _save_pretrained(language_model.config, tokenizer, state, folder)
             if value_head:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
-            if self.model.critic is not None:
-                config = self.model.critic.classifier.config
-                _save_pretrained(config, tokenizer, critic, folder / _CRITIC_FOLDER)
+            if critic is not None:
+                config = critic.classifier.config
+                _save_pretrained(config, tokenizer, critic_state, folder / _CRITIC_FOLDER)
         return [SavedFile.from_path(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
     def load(self, folder: Path) -> None:
@@ -298,39 +271,29 @@ class Learner:
         )
         # A checkpoint contains the optimizer settings of its run; use the current ones instead.
         for group in self._optimizer.param_groups:
-            group.update(_adamw_settings(self._spec.config))
+            group.update(_adamw_settings(self._config))
         torch.set_rng_state(state["torch_random"])
 
     def _load_policy(self, *, value_head: bool = False, offload: bool = False) -> PolicyModel:
-        language_model = load_language_model(self._spec.model_path)
-        if self._spec.lora is not None:
-            add_adapters(language_model, self._spec.lora)
+        language_model = load_language_model(self._model_path)
+        if self._lora is not None:
+            lora.add_adapters(language_model, self._lora)
         policy = PolicyModel(language_model, value_head=value_head).to(self._device)
         offload = offload and self._device.type != "cpu"
-        return prepare_model(policy, self._spec.config, self._mesh, offload=offload)
+        return prepare_model(policy, self._config, self._mesh, offload=offload)
 
     def _load_critic(self, config: CriticConfig | None) -> Critic | None:
         if not isinstance(config, ModelCritic):
             return None
-        critic = load_critic(config.path or self._spec.model_path, self._spec.model_path)
-        return prepare_model(critic.to(self._device), self._spec.config, self._mesh)
+        critic = load_critic(config.path or self._model_path, self._model_path)
+        return prepare_model(critic.to(self._device), self._config, self._mesh)
 
     @torch.no_grad()
-    def _critic_state(self) -> dict[str, Tensor]:
-        if self.model.critic is None:
+    def _gather(self, module: nn.Module | None) -> dict[str, Tensor]:
+        """Return copies of a module's parameters on rank 0; a collective unless it is None."""
+        if module is None:
             return {}
-        parameters = self.model.critic.classifier.named_parameters()
-        return gather_state(parameters, keep=self._rank == 0)
-
-    @torch.no_grad()
-    def _value_head_state(self) -> dict[str, Tensor]:
-        prefix = f"{VALUE_HEAD}."
-        parameters = (
-            (name.removeprefix(prefix), parameter)
-            for name, parameter in self._policy.named_parameters()
-            if name.startswith(prefix)
-        )
-        return gather_state(parameters, keep=self._rank == 0)
+        return gather_state(module.named_parameters(), keep=self._rank == 0)
 
     def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(
@@ -351,10 +314,10 @@ class Learner:
         self, minibatches: Sequence[Sequence[MicroBatch]], coefficients: Coefficients
     ) -> list[list[LossTargets]]:
         """Return the loss targets of each micro-batch of each minibatch."""
-        temperature, kl_coef = self._spec.temperature, coefficients.kl
+        temperature, kl_coef = self._run.rollout.temperature, coefficients.kl
         targets: list[list[LossTargets]] = []
         for index, micro_batches in enumerate(minibatches):
-            is_updated = index > 0 or self._spec.config.update_epochs > 1
+            is_updated = index > 0 or self._config.update_epochs > 1
             needs_start = self._algorithm.needs_start(coefficients, is_updated=is_updated)
             targets.append([])
             for micro_batch in micro_batches:
@@ -366,42 +329,41 @@ class Learner:
 
     def _reference_output(self, micro_batch: MicroBatch) -> PolicyOutput:
         if self._reference is not None:
-            output: PolicyOutput = self._reference(micro_batch.rows, self._spec.temperature)
+            output: PolicyOutput = self._reference(micro_batch.rows, self._run.rollout.temperature)
             return output
-        set_adapters_enabled(self._policy, False)
+        lora.set_adapters_enabled(self._policy, False)
         try:
-            output = self._policy(micro_batch.rows, self._spec.temperature)
+            output = self._policy(micro_batch.rows, self._run.rollout.temperature)
         finally:
-            set_adapters_enabled(self._policy, True)
+            lora.set_adapters_enabled(self._policy, True)
         return output
-
-    def _denominators(self, batch: Batch, sample_ids: np.ndarray) -> Denominators:
-        """Return the denominators of an optimizer step; every rank counts the samples of all."""
-        num_sampled = torch.from_numpy(batch.num_sampled[batch.sequence_of_sample[sample_ids]])
-        return self._algorithm.denominators(num_sampled, self._spec.max_tokens)
 
     def _accumulate_gradients(
         self,
         micro_batches: Sequence[MicroBatch],
         targets: Sequence[LossTargets],
-        denominators: Denominators,
+        num_sampled: np.ndarray,
         coefficients: Coefficients,
-    ) -> list[MicroBatchSums]:
-        """Add the gradients of a minibatch to the parameters, and return its metric sums."""
+    ) -> list[Tensor]:
+        """Add the gradients of a minibatch to the parameters, and return its metric sums.
+
+        `num_sampled` are the sampled tokens of each sample of the minibatch, on all ranks.
+        """
+        counts = torch.from_numpy(num_sampled)
         entropy_mode: EntropyMode = "gradient" if coefficients.entropy > 0 else "value"
-        sums: list[MicroBatchSums] = []
+        sums: list[Tensor] = []
         for index, (micro_batch, target) in enumerate(zip(micro_batches, targets, strict=True)):
             self.model.sync_gradients(index == len(micro_batches) - 1)
-            output = self.model(micro_batch.rows, self._spec.temperature, entropy_mode)
-            loss = self._algorithm.loss(micro_batch, output, target, denominators, coefficients)
+            output = self.model(micro_batch.rows, self._run.rollout.temperature, entropy_mode)
+            loss = self._algorithm.loss(micro_batch, output, target, counts, coefficients)
             # FSDP averages gradients over ranks, but the denominator already counts all ranks.
             (loss.total * self._num_ranks).backward()
-            sums.append(MicroBatchSums(loss, target.critic, micro_batch))
+            sums.append(sum_metrics(loss, target, micro_batch))
         return sums
 
     def _apply_gradients(self) -> float | None:
         """Update the weights; return the policy's gradient norm, or None if skipped."""
-        norm, is_finite = self.model.clip_gradients(self._spec.config.max_grad_norm)
+        norm, is_finite = self.model.clip_gradients(self._config.max_grad_norm)
         is_finite = self._is_true_on_all_ranks(is_finite)
         if is_finite:
             self._optimizer.step()

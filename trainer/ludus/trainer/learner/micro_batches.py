@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,16 +27,11 @@ from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
-_T = TypeVar("_T", bound="DataclassInstance")
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedRows(NamedTuple):
     """Rows that go through the model at once, with the positions whose outputs are needed."""
 
     token_ids: Tensor
@@ -59,13 +54,8 @@ class PackedRows:
         """Number of tokens that the model computes, including padding."""
         return self.token_ids.numel()
 
-    def to(self, device: torch.device) -> PackedRows:
-        """Return a copy of the rows on `device`."""
-        return _copy_to(self, device)
 
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Packed rows and the samples that they contain."""
 
     rows: PackedRows
@@ -88,7 +78,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy of the micro-batch on `device`."""
-        return _copy_to(self, device)
+        rows = PackedRows(*(None if part is None else part.to(device) for part in self.rows))
+        return MicroBatch(rows, *(tensor.to(device) for tensor in self[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,14 +211,10 @@ def _make_micro_batch(
 def _pack(
     layout: Layout, rows: Ints, nodes: Ints, is_sampled: Bools, last_nodes: Ints
 ) -> tuple[PackedRows, Ints]:
-    """Convert rows to tensors; also return the index of each sampled token's target.
+    """Convert these rows to tensors; also return the index of each sampled token's target.
 
-    Args:
-        layout: nodes of all rows.
-        rows: indices of the rows to convert.
-        nodes: [leaves, T] node of each token of the sequences in these rows.
-        is_sampled: bool [leaves, T].
-        last_nodes: [N] node of each sample's last token.
+    `nodes` [leaves, T] has the node of each token of the sequences in these rows, `is_sampled` has
+    the same shape, and `last_nodes` [N] has the node of each sample's last token.
     """
     starts, lengths = layout.row_starts[rows], np.diff(layout.row_starts)[rows]
     columns = np.arange(lengths.max())
@@ -269,13 +256,3 @@ def _empty_micro_batch() -> MicroBatch:
         rewards=no_floats,
         terminated=no_ints.bool(),
     )
-
-
-def _copy_to(value: _T, device: torch.device) -> _T:
-    """Return a copy of a dataclass of tensors on `device`."""
-    moved_tensors = {
-        field.name: None if part is None else part.to(device)
-        for field in fields(value)
-        for part in [getattr(value, field.name)]
-    }
-    return type(value)(**moved_tensors)

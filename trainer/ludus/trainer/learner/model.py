@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
@@ -50,6 +50,22 @@ class PolicyOutput(NamedTuple):
     """float32 [E] of the state before each sampled token; None without a value head."""
     last_values: Tensor | None
     """float32 [N] of the state after each sample's last token."""
+
+
+class LogitsLoss(NamedTuple):
+    """Rows of tokens, and a loss of the policy's logits for them.
+
+    Shapes: B = rows, S = tokens of a row, V = vocabulary.
+    """
+
+    token_ids: Tensor
+    """int64 [B, S]"""
+    attention_mask: Tensor
+    """int64 [B, S], 0 for tokens that no token attends to."""
+    position_ids: Tensor
+    """int64 [B, S]"""
+    loss_function: Callable[[Tensor], Tensor]
+    """Function from float32 logits [B, S, V] to a scalar with a gradient."""
 
 
 class PolicyModel(nn.Module):
@@ -196,10 +212,8 @@ def gather_state(
 ) -> dict[str, Tensor]:
     """Return copies of whole parameters on the CPU, by their names; a collective.
 
-    Args:
-        parameters: names, without the prefixes of activation checkpointing, and parameters.
-        keep: False on ranks that only take part in the collective: the result is empty, and the
-            rank needs no memory for the copies.
+    The names lose the prefixes of activation checkpointing. With `keep = False`, a rank only takes
+    part in the collective: the result is empty, and the rank needs no memory for the copies.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in parameters:

@@ -1,4 +1,4 @@
-"""A clean end of a process group.
+"""The start and the clean end of a process group: the device of a rank, and its threads.
 
 DTensor's sharding caches reference the mesh, the mesh references the group, and gloo's threads run
 as long as the group is referenced, so `destroy_process_group` alone stops none of them. If they
@@ -9,9 +9,25 @@ exception").
 from __future__ import annotations
 
 import gc
+import os
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+def select_device(rank: int) -> torch.device:
+    """Select the GPU that Ray gave this process as torch's device, and return it; else the CPU.
+
+    Call this before the ranks connect. A DeviceMesh sets a device if none is set: the one with
+    number LOCAL_RANK on the node, although Ray shows each actor only the actor's own device.
+    """
+    os.environ.pop("LOCAL_RANK", None)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def leave_process_group() -> None:

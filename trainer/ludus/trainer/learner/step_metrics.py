@@ -1,24 +1,52 @@
-"""Metrics of a training step: sums over micro-batches and ranks, in one reduction."""
+"""Metrics of a training step: sums over micro-batches and ranks, and the work for its MFU.
+
+Model FLOPs utilization counts only the work that training needs. Recomputed activations, reference
+models and padding do not count.
+
+    weights     6 per token and trained weight that takes part in a matrix product: 2 forward,
+                4 backward; 4 if the weight is frozen, because it has no gradient
+    attention   6 * layers * heads * head size per token and token of its sequence, half of the
+                12 * L * H * Q of a full square, because the mask is causal
+
+Source: Chowdhery et al., PaLM (2022), appendix B.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ludus.trainer.algorithms.moments import moments, variance
-from ludus.trainer.algorithms.policy_loss import LossTerms
+from ludus.trainer.algorithms.advantages import moments, variance
+from ludus.trainer.algorithms.losses import LossTerms
 from ludus.trainer.core.types import Coefficients
-from ludus.trainer.learner.algorithm import CriticTargets, MicroBatchLoss
+from ludus.trainer.learner.algorithm import LossTargets, MicroBatchLoss
 from ludus.trainer.learner.micro_batches import MicroBatch
-from ludus.trainer.models.flops import TrainingWork
 
 _NUM_TERMS = len(fields(LossTerms))
 _NUM_MOMENTS = 3
+_TERA = 1e12
+_PEAKS = (
+    ("B200", 2250, 75),
+    ("H200", 989, 67),
+    ("H100 NVL", 835, 60),
+    ("H100 PCIe", 756, 51),
+    ("H100", 989, 67),
+    ("A100", 312, 19.5),
+    ("L40S", 362, 91.6),
+    ("L40", 181, 90.5),
+    ("L4", 121, 30.3),
+    ("RTX 4090", 165, 82.6),
+)
+"""Part of a GPU's name, and dense TFLOP/s in bfloat16 and float32, from the data sheet."""
+_CPU_MATRIX_SIZE = 768
+_CPU_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +81,7 @@ class StepMetrics:
     num_tokens_forwarded: int
     """Number of tokens that the model computed, including padding."""
     flops: float = 0.0
-    """Floating-point operations that the step needed; see models/flops.py."""
+    """Floating-point operations that the step needed."""
     peak_flops: float | None = None
     """Peak FLOP/s of all ranks together; None if unknown."""
     num_skipped_updates: int = 0
@@ -63,84 +91,97 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatchSums:
-    """One micro-batch's share of the metrics of its step."""
+class TrainingWork:
+    """FLOPs that training needs for each token, and the peak rate of the devices."""
 
-    loss: MicroBatchLoss
-    critic: CriticTargets | None
-    micro_batch: MicroBatch
-
-    def flatten(self) -> Tensor:
-        """Return all sums as one float64 vector; they add up over micro-batches and ranks."""
-        terms = [getattr(self.loss.terms, field.name).detach() for field in fields(LossTerms)]
-        mask = self.micro_batch.mask
-        zeros = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=mask.device)
-        value_loss = zeros[:1] if self.loss.value is None else self.loss.value.detach()[None]
-        returns = errors = zeros
-        if self.critic is not None:
-            returns = moments(self.critic.returns, mask)
-            errors = moments(self.critic.returns - self.critic.old_values, mask)
-        num_tokens = torch.tensor([float(self.micro_batch.rows.num_tokens)], device=mask.device)
-        return torch.cat(
-            [
-                torch.stack([term.double() for term in terms]),
-                value_loss.double(),
-                returns,
-                errors,
-                num_tokens.double(),
-            ]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepTotals:
-    """Sums of a whole step, on the CPU."""
-
-    terms: LossTerms
-    value_loss: float
-    return_moments: Tensor
-    """[3] moments of the returns."""
-    error_moments: Tensor
-    """[3] moments of the returns minus the critic's values."""
-    num_tokens_forwarded: int
+    per_token: float
+    """FLOPs per token in matrix products with weights."""
+    per_token_of_sequence: float
+    """FLOPs of attention per token and per token of the same sequence."""
+    peak_flops: float | None
+    """Peak FLOP/s of all devices together; None if unknown."""
 
     @classmethod
-    def reduce(cls, sums: Sequence[MicroBatchSums]) -> StepTotals:
-        """Return the totals over these micro-batches and all ranks; a collective."""
-        total = torch.stack([micro_batch.flatten() for micro_batch in sums]).sum(0)
-        dist.all_reduce(total)
-        terms, value_loss, returns, errors, num_tokens = total.cpu().split(
-            [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]
+    def for_models(
+        cls,
+        models: Sequence[PreTrainedModel],
+        device: torch.device,
+        dtype: torch.dtype,
+        num_devices: int,
+    ) -> TrainingWork:
+        """Return the work per token of all models together, on devices like this one."""
+        peak = peak_flops(device, dtype)
+        return cls(
+            per_token=sum(map(_weight_flops, models)),
+            per_token_of_sequence=sum(map(_attention_flops, models)),
+            peak_flops=None if peak is None else peak * num_devices,
         )
-        return cls(LossTerms(*terms.unbind()), float(value_loss), returns, errors, int(num_tokens))
 
-    @property
-    def explained_variance(self) -> float | None:
-        """See StepMetrics."""
-        spread = float(variance(self.return_moments))
-        return 1 - float(variance(self.error_moments)) / spread if spread > 0 else None
+    def flops(self, lengths: Iterable[int], num_tokens: int) -> float:
+        """Return the FLOPs of one update on sequences of these lengths.
+
+        `num_tokens` is the number of tokens that the model computed. It is smaller than the sum of
+        the lengths if sequences share prefixes, and larger if they are padded.
+        """
+        lengths = list(lengths)
+        num_sequence_tokens = sum(lengths)
+        if not num_sequence_tokens:
+            return 0.0
+        # Mean length of a token's sequence: long sequences have more tokens.
+        mean_length = sum(length * length for length in lengths) / num_sequence_tokens
+        per_token = self.per_token + self.per_token_of_sequence * mean_length
+        return min(num_tokens, num_sequence_tokens) * per_token
+
+
+def sum_metrics(loss: MicroBatchLoss, targets: LossTargets, micro_batch: MicroBatch) -> Tensor:
+    """Return a micro-batch's sums as one float64 vector; they add up over micro-batches and ranks.
+
+    The parts are the loss terms, the critic's loss, the moments of its targets and of its errors,
+    and the number of computed tokens.
+    """
+    terms = [getattr(loss.terms, field.name).detach() for field in fields(LossTerms)]
+    mask = micro_batch.mask
+    zeros = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=mask.device)
+    value_loss = zeros[:1] if loss.value is None else loss.value.detach()[None]
+    returns = errors = zeros
+    if targets.critic is not None:
+        returns = moments(targets.critic.returns, mask)
+        errors = moments(targets.critic.returns - targets.critic.old_values, mask)
+    num_tokens = torch.tensor([float(micro_batch.rows.num_tokens)], device=mask.device)
+    return torch.cat(
+        [
+            torch.stack([term.double() for term in terms]),
+            value_loss.double(),
+            returns,
+            errors,
+            num_tokens.double(),
+        ]
+    )
 
 
 def make_step_metrics(
-    totals: StepTotals,
+    sums: Sequence[Tensor],
     grad_norms: Sequence[float | None],
     coefficients: Coefficients,
     lengths: Sequence[int],
     work: TrainingWork,
 ) -> StepMetrics:
-    """Return the metrics of a step.
+    """Return the metrics of a step from the sums of its micro-batches; a collective.
 
     Args:
-        totals: sums of the step.
         grad_norms: gradient norm of each update, None for skipped updates.
-        coefficients: coefficients of the step.
         lengths: number of tokens of each sample, repeated for each pass over the batch.
-        work: FLOPs that the model needs.
     """
-    terms = totals.terms
+    total = torch.stack(list(sums)).sum(0)
+    dist.all_reduce(total)
+    term_sums, value_loss, return_moments, error_moments, num_forwarded = total.cpu().split(
+        [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]
+    )
+    terms, num_tokens_forwarded = LossTerms(*term_sums.unbind()), int(num_forwarded)
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
     norms = [norm for norm in grad_norms if norm is not None]
-    has_critic = float(totals.return_moments[0]) > 0
+    has_critic = float(return_moments[0]) > 0
+    spread = float(variance(return_moments))
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
         grad_norm=float(np.mean(norms)) if norms else None,
@@ -151,12 +192,58 @@ def make_step_metrics(
         reference_kl=float(terms.ref_kl_sum) / num_tokens,
         masked_sequence_ratio=float(terms.num_masked_sequences) / max(len(lengths), 1),
         masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
-        value_loss=totals.value_loss / num_updates if has_critic else None,
-        explained_variance=totals.explained_variance if has_critic else None,
+        value_loss=float(value_loss) / num_updates if has_critic else None,
+        explained_variance=1 - float(variance(error_moments)) / spread if spread > 0 else None,
         num_tokens_trained=int(terms.num_tokens),
         num_tokens_in_batch=sum(lengths),
-        num_tokens_forwarded=totals.num_tokens_forwarded,
-        flops=work.flops(lengths, totals.num_tokens_forwarded),
+        num_tokens_forwarded=num_tokens_forwarded,
+        flops=work.flops(lengths, num_tokens_forwarded),
         peak_flops=work.peak_flops,
         num_skipped_updates=num_updates - len(norms),
     )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a device; None for a GPU that is not in the table.
+
+    A CPU's peak is measured with a matrix product, on the threads that this process may use,
+    because data sheets do not give a comparable number.
+    """
+    if device.type == "cpu":
+        return _measure_cpu(dtype)
+    return gpu_peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
+def gpu_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a GPU by its name; None if it is not in the table."""
+    for part, bfloat16, float32 in _PEAKS:
+        if part in device_name:
+            return (bfloat16 if dtype is torch.bfloat16 else float32) * _TERA
+    return None
+
+
+def _weight_flops(model: PreTrainedModel) -> float:
+    # The embedding table is only looked up, unless it is also the output head.
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_looked_up = head is None or head.weight is not table
+    weights = [p for p in model.parameters() if not (is_looked_up and p is table)]
+    return float(sum((6 if p.requires_grad else 4) * p.numel() for p in weights))
+
+
+def _attention_flops(model: PreTrainedModel) -> float:
+    config = model.config.get_text_config()
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return 6.0 * config.num_hidden_layers * num_heads * head_size
+
+
+def _measure_cpu(dtype: torch.dtype) -> float:
+    matrix = torch.ones(_CPU_MATRIX_SIZE, _CPU_MATRIX_SIZE, dtype=dtype)
+    durations_s = []
+    for _ in range(_CPU_REPEATS):
+        start_s = time.perf_counter()
+        torch.mm(matrix, matrix)
+        durations_s.append(time.perf_counter() - start_s)
+    # The shortest time, because other processes may use the cores.
+    return 2 * _CPU_MATRIX_SIZE**3 / min(durations_s)

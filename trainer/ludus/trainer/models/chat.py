@@ -15,15 +15,16 @@ that the template can remove earlier thoughts.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from sys import getsizeof
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.models.sized_cache import SizedCache
 from ludus.trainer.models.template import ChatTemplate, ToolSpec
 
 _CACHE_BYTES = 32 << 20
@@ -36,6 +37,8 @@ _MAX_CACHED_COMPLETION = 64
 _THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
 
 MessageKey = tuple[tuple[str, str], ...]
+KeyT = TypeVar("KeyT", bound=Hashable)
+ValueT = TypeVar("ValueT")
 
 
 class ChatTokenizer:
@@ -155,6 +158,45 @@ class ChatTokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class SizedCache(Generic[KeyT, ValueT]):
+    """A function with a cache of its results, bounded by the size of all entries.
+
+    Sizes differ 1,000-fold, so their number is no bound. Evicts the least recently used result.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[KeyT], ValueT],
+        entry_size: Callable[[KeyT, ValueT], int],
+        max_size: int,
+    ) -> None:
+        """`entry_size` returns the size of an entry; `max_size` bounds the sum of all sizes."""
+        self._function = function
+        self._entry_size = entry_size
+        self._max_size = max_size
+        self._size = 0
+        self._values: OrderedDict[KeyT, ValueT] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        """The sum of the sizes of all entries."""
+        return self._size
+
+    def __call__(self, key: KeyT) -> ValueT:
+        """Return the function's result, from the cache if possible."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        value = self._function(key)
+        size = self._entry_size(key, value)
+        if size <= self._max_size:
+            self._values[key] = value
+            self._size += size
+            while self._size > self._max_size:
+                self._size -= self._entry_size(*self._values.popitem(last=False))
+        return value
 
 
 def strip_reasoning(text: str) -> str:

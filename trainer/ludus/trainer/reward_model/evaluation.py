@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ludus.proto.reward_models import PreferenceScores
-from ludus.trainer.algorithms.preference import listwise_loss
 from ludus.trainer.reward_model.comparison_set import ComparisonSet
 from ludus.trainer.reward_model.model import RewardModel
 
@@ -44,7 +44,7 @@ def evaluate_comparisons(
     return PreferenceScores(
         accuracy=float((ranks == 1).double().mean()),
         mrr=float((1 / ranks).double().mean()),
-        loss=float(listwise_loss(scores, best_indices)),
+        loss=float(cross_entropy(scores, best_indices)),
         score_mean=float(scores.mean()),
         score_std=float(scores.std()),
     )

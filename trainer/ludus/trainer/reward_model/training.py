@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ludus.proto.config import RewardModelConfig
 from ludus.proto.config.reward_model import MAX_DEFAULT_WARMUP_STEPS
@@ -32,7 +33,6 @@ from ludus.proto.reward_models import (
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.trainer.algorithms.preference import listwise_loss
 from ludus.trainer.core.output import write_atomically
 from ludus.trainer.core.stopping import RunStopped, check_skipped_updates
 from ludus.trainer.core.streams import Stream, seed_torch
@@ -227,7 +227,7 @@ class _Training:
             rows = [batch[index] for index in part]
             best_indices = torch.from_numpy(self._comparisons.best[rows])
             scores = self._score(rows)
-            loss = listwise_loss(scores, best_indices.to(scores.device)) * len(rows)
+            loss = cross_entropy(scores, best_indices.to(scores.device)) * len(rows)
             (loss / len(batch)).backward()
             loss_sum += loss.item()
             num_right += int((rank_best(scores.detach().cpu(), best_indices) == 1).sum())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import PolicyResult, WorkerWeightsRow
-from ludus.trainer.weights import WorkerWeights
+from ludus.trainer.weights.canary import WorkerWeights
 
 
 def compute_eval_values(
@@ -36,9 +36,9 @@ def make_weights_row(worker: int, weights: WorkerWeights) -> WorkerWeightsRow:
     """Convert the weights of a worker to their form in a row."""
     return WorkerWeightsRow(
         worker=worker,
-        version=weights.version,
-        content_hash=weights.content_hash,
-        canary_error=weights.canary_error,
+        version=weights.canary.version,
+        content_hash=weights.canary.content_hash,
+        canary_error=weights.canary.error,
     )
 
 

@@ -34,7 +34,7 @@ from ludus.trainer.run.metrics import (
     make_weights_row,
 )
 from ludus.trainer.run.sinks import open_sinks
-from ludus.trainer.weights import WorkerWeights
+from ludus.trainer.weights.canary import WorkerWeights
 
 _log = logging.getLogger(__name__)
 

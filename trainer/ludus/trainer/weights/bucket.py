@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights.retry_deadline import call_within
+from ludus.trainer.weights.store import call_within
 
 _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 5000

@@ -50,13 +50,9 @@ def check_canary(
     config: CanaryConfig,
     dtype: str,
 ) -> CanaryReport:
-    """Compare a worker's canary log-probs with those of the manifest.
+    """Compare a worker's log-probs of each canary prompt with those of the manifest.
 
-    Args:
-        manifest: published version.
-        worker_logprobs: the worker's log-probs, for each of the manifest's canary prompts.
-        config: settings of the comparison.
-        dtype: type in which learner and engine compute.
+    `dtype` is the type in which learner and engine compute.
     """
     errors = sorted(
         abs(expected - actual)
@@ -123,18 +119,3 @@ class WorkerWeights:
     """Time without sampling, while the engine loaded the weights and scored the canary prompts."""
     bytes_fetched: int
     """Number of fetched bytes; fewer than the tensors have if differences were fetched."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self.canary.version
-
-    @property
-    def content_hash(self) -> str:
-        """Content hash of the weights."""
-        return self.canary.content_hash
-
-    @property
-    def canary_error(self) -> float:
-        """Error of the canary, see CanaryReport."""
-        return self.canary.error

@@ -13,23 +13,30 @@ differences. A published version lists its whole chain of payloads, so a worker 
 bytes from the store.
 
 If differences are published, both ends keep the tensors of the last version in memory. Every
-operation ends with a result or a WeightSyncError, after `timeout_s` at the latest.
+operation ends with a result or a WeightSyncError, after `timeout_s` at the latest. Each call of a
+store runs in a separate thread, so a file system that hangs, or a server that never responds,
+blocks only that thread.
 """
 
 from __future__ import annotations
 
 import logging
+import random
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from ludus.env.backoff import doubling
 from ludus.proto.config import WeightStoreConfig
-from ludus.proto.errors import WeightSyncError
+from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 from ludus.trainer.core.interfaces import (
     FetchedWeights,
     PublishedWeights,
@@ -37,14 +44,21 @@ from ludus.trainer.core.interfaces import (
     StorageLocation,
 )
 from ludus.trainer.core.types import TensorEntry, WeightManifest
-from ludus.trainer.weights.delta import apply_delta, encode_delta
-from ludus.trainer.weights.manifest import verify
-from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers
-from ludus.trainer.weights.retry_deadline import RetryDeadline, call_within
+from ludus.trainer.weights.payload import (
+    Payload,
+    apply_delta,
+    encode_delta,
+    from_buffers,
+    to_buffers,
+    verify,
+)
+
+ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
-_DROP_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 2.0
 
 
 class StorageBackend(Protocol):
@@ -96,6 +110,9 @@ class _StoredVersion:
 
 class VersionStore:
     """A store of versions in a storage backend; one object either publishes or fetches."""
+
+    drop_timeout_s = 5.0
+    """Time limit for each call that deletes old versions; they stay until the next one."""
 
     def __init__(self, storage: StorageBackend, config: WeightStoreConfig) -> None:
         self._storage = storage
@@ -193,12 +210,12 @@ class VersionStore:
         needed = [stored_version.location for chain in self._kept for stored_version in chain]
         try:
             if self._locations is None:
-                locations = call_within(self._storage.list_locations, _DROP_TIMEOUT_S)
+                locations = call_within(self._storage.list_locations, self.drop_timeout_s)
                 self._locations = list(locations)
             if newest not in self._locations:
                 self._locations.append(newest)
             for location in [each for each in self._locations if each not in needed]:
-                call_within(partial(self._storage.drop, location), _DROP_TIMEOUT_S)
+                call_within(partial(self._storage.drop, location), self.drop_timeout_s)
                 self._locations.remove(location)
         except (WeightSyncError, OSError) as error:
             _log.warning("old weights are not deleted yet: %s", error)
@@ -239,3 +256,65 @@ def _num_applied(last: _StoredVersion | None, chain: tuple[StoredPayload, ...]) 
 
 def _layout(manifest: WeightManifest) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
+
+
+class RetryDeadline:
+    """The time limit of one publish or fetch, over all its calls to the store."""
+
+    def __init__(self, operation: str, timeout_s: float) -> None:
+        """`operation` is the subject of messages, such as "publishing weights version 3"."""
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self._start_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_s
+
+    def call(self, attempt: Callable[[], ResultT]) -> ResultT:
+        """Return the result of `attempt`; retry while the store is unavailable.
+
+        Raises:
+            WeightSyncError: the time limit has passed, or a retry cannot help.
+        """
+        pauses_s = doubling(_FIRST_PAUSE_S, _MAX_PAUSE_S)
+        num_attempts = 0
+        while True:
+            num_attempts += 1
+            try:
+                return call_within(attempt, self._timeout_s - self.elapsed_s)
+            except StoreUnavailableError as error:
+                reason = error
+            # Jitter, so that the workers that wait for a store do not all return at once.
+            pause_s = next(pauses_s) * random.uniform(0.5, 1.0)
+            if self.elapsed_s + pause_s >= self._timeout_s:
+                raise WeightSyncError(
+                    f"{self._operation} failed for {self.elapsed_s:.1f} s, {num_attempts} attempts "
+                    f"(weights.timeout_s = {self._timeout_s:g}); last error: {reason}; check that "
+                    "the store is up, or raise weights.timeout_s"
+                ) from reason
+            time.sleep(pause_s)
+
+
+def call_within(attempt: Callable[[], ResultT], timeout_s: float) -> ResultT:
+    """Return the result of `attempt`; its thread is abandoned if it does not finish in time.
+
+    Raises:
+        StoreUnavailableError: it did not finish in time.
+    """
+    outcome: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(attempt())
+        except BaseException as error:  # noqa: BLE001 - raised to the caller
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="weight-store", daemon=True).start()
+    try:
+        return outcome.result(timeout=max(timeout_s, 0.0))
+    except TimeoutError:
+        if outcome.done():  # The attempt raised TimeoutError, or finished just at the deadline.
+            return outcome.result()
+        raise StoreUnavailableError(f"no response within {timeout_s:.1f} s") from None

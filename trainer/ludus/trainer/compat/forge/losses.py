@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.algorithms.policy_loss import kl
+from ludus.trainer.algorithms.losses import kl
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:

@@ -15,8 +15,8 @@ from ludus.proto.config import FolderWeightStore
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
 from ludus.trainer.core.types import WeightManifest
-from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.folder import FolderFiles
+from ludus.trainer.weights.store import VersionStore
 
 
 class WeightExchange:

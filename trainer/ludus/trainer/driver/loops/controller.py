@@ -60,9 +60,8 @@ from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
-from ludus.trainer.data.mixture import Mixture
+from ludus.trainer.data.mixture import GroupSeeds, Mixture
 from ludus.trainer.data.progress import ProgressMonitor
-from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop

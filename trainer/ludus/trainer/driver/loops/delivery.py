@@ -99,7 +99,7 @@ class Delivery:
             DeliveredWeights(
                 published.manifest.version,
                 time.monotonic() - start_s,
-                max((worker.canary_error for worker in weights), default=0.0),
+                max((worker.canary.error for worker in weights), default=0.0),
             )
         )
 

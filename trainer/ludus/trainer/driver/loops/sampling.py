@@ -27,8 +27,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import GroupSpec, RolloutGroup
-from ludus.trainer.data.admission import GroupAdmission
-from ludus.trainer.data.buffer import Refusal
+from ludus.trainer.data.buffer import GroupAdmission, Refusal
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.run.checkpoint import RunState
@@ -89,7 +88,7 @@ class SamplingLoop:
             try:
                 specs = await self._admit(slot.size)
             except BaseException:
-                self._workers.release_slot(slot)
+                slot.release()
                 raise
             tasks.start(self._play(slot, specs))
 
@@ -148,7 +147,7 @@ class SamplingLoop:
         return specs
 
     async def _play(self, slot: Slot, specs: Sequence[GroupSpec]) -> None:
-        refusals = await self._workers.play(slot, specs)
+        refusals = await slot.play(specs)
         async with self._changed:
             self._replace(refusals)
             for spec in specs:

@@ -25,7 +25,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.factory import make_engine
 from ludus.trainer.rollout.engines.vllm_process import prepare_process
-from ludus.trainer.weights import CanaryJudge, check_canary
+from ludus.trainer.weights.canary import CanaryJudge, check_canary
 
 _MAX_TOKENS = 2048
 

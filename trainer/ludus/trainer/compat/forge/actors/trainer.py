@@ -19,13 +19,12 @@ from ludus.trainer.compat.forge.padding import make_rows
 from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.learner.logits_loss import LogitsLoss
+from ludus.trainer.learner.model import LogitsLoss
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.schedule import compute_coefficients
-from ludus.trainer.weights import make_manifest
+from ludus.trainer.weights.payload import make_manifest
 
 _CANARY = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
 """Canary tokens that exist in every vocabulary."""
@@ -71,7 +70,7 @@ class RLTrainer(ForgeActor):
         if self._owns_group:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self._learner = Learner(make_learner_spec(self._run, path))
+        self._learner = Learner(self._run, path)
         self._num_steps = 0
 
     @endpoint

@@ -20,7 +20,7 @@ from ludus.trainer.compat.gymformer.arguments import (
     rename_setting_in_errors,
     require_path,
 )
-from ludus.trainer.learner.critic import load_critic
+from ludus.trainer.learner.actor_critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:

@@ -1,0 +1,425 @@
+"""The losses that one micro-batch adds to an optimizer step of the policy and of a critic.
+
+    LossInputs -- token_losses (clip, gspo, cispo, function) --+
+               -- correction_weight, geometric_mask -----------+--> policy_gradient_loss
+               -- kl, entropy ---------------------------------+         --> LossTerms
+    values, returns -----------------------------------------------> value_loss
+
+Ratios compare three policies:
+
+    log mu    rollout_logprobs   the sampler: the log-probs that the engine returned
+    log pi'   old_logprobs       the learner when the optimizer step began
+    log pi    logprobs           the learner now
+
+The loss clips r = pi / pi' (the distance that this step has moved). The difference rho = pi' / mu
+(staleness and numerics of the sampler) is corrected by a weight. Keeping the two apart is
+decoupled PPO (arXiv 2110.00641, 2505.24298).
+
+The denominator of a loss belongs to the whole optimizer step: all ranks and all micro-batches.
+Each micro-batch divides its own sum by it, and the results add up. (A data-parallel wrapper that
+averages gradients over ranks must be undone: multiply the loss by the number of ranks.)
+
+To add a loss, add its section to `PolicyLoss` in `ludus.proto.config.algorithm`, and its formula
+to `token_losses` here.
+
+Shapes: N = sequences, T = token positions. Masks are bool [N, T], True = sampled by the policy.
+Values outside the mask are not used: they may be NaN, and their gradient is exactly zero. A row
+without sampled tokens is padding and does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ludus.proto.config import (
+    AlgorithmConfig,
+    CispoLoss,
+    ClipLoss,
+    Correction,
+    FunctionLoss,
+    GspoLoss,
+    IcePop,
+    PolicyLoss,
+    SequenceMask,
+    SequenceTis,
+    TokenTis,
+)
+from ludus.proto.errors import ConfigError
+from ludus.trainer.core.functions import import_object
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+LOSS_FUNCTION_FIELD = "algorithm.loss.function"
+
+_MAX_LOG_RATIO = 20.0
+"""Bound that keeps exp() finite: an infinite ratio times a zero advantage, or gradient, is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Inputs of the policy loss for the rows of one micro-batch; float [N, T] unless noted."""
+
+    logprobs: Tensor
+    """Log-probs under the policy now. These and the entropies carry the gradient."""
+    old_logprobs: Tensor
+    """Log-probs under the policy when the optimizer step began."""
+    rollout_logprobs: Tensor
+    """Log-probs that the engine returned."""
+    ref_logprobs: Tensor | None
+    """Log-probs under the reference model; None without a reference model."""
+    entropies: Tensor
+    """Entropies of the distributions that the tokens were sampled from."""
+    advantages: Tensor
+    """Advantages; [N, 1] gives all tokens of a sequence the same advantage."""
+    mask: Tensor
+    """bool [N, T], True = sampled by the policy."""
+
+    def apply_mask(self) -> LossInputs:
+        """Return the inputs with zeros outside the mask, and gradients only where needed."""
+
+        def zero_outside(values: Tensor) -> Tensor:
+            return torch.where(self.mask, values, 0.0)
+
+        ref = self.ref_logprobs
+        return replace(
+            self,
+            logprobs=zero_outside(self.logprobs),
+            old_logprobs=zero_outside(self.old_logprobs).detach(),
+            rollout_logprobs=zero_outside(self.rollout_logprobs).detach(),
+            ref_logprobs=None if ref is None else zero_outside(ref).detach(),
+            entropies=zero_outside(self.entropies),
+            advantages=zero_outside(self.advantages).detach(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """One micro-batch's share of a step: scalars that add up over micro-batches and ranks."""
+
+    loss: Tensor
+    """Loss, already divided by the step's denominator; the only field with a gradient."""
+    num_tokens: Tensor
+    """Number of sampled tokens, including those of masked sequences. Divide the sums by it."""
+    num_clipped_tokens: Tensor
+    """Number of tokens whose ratio was clipped."""
+    num_masked_tokens: Tensor
+    """Number of tokens that the correction or the geometric mask removed."""
+    num_masked_sequences: Tensor
+    """Number of sequences of which every token was removed."""
+    entropy_sum: Tensor
+    ref_kl_sum: Tensor
+    """k3 of the learner from the reference model; 0 without a reference model."""
+    mismatch_kl_sum: Tensor
+    """k3 of the sampler from the learner when the step began."""
+
+
+class TokenLosses(NamedTuple):
+    """Policy losses per token."""
+
+    losses: Tensor
+    """[N, T]"""
+    clip_mask: Tensor
+    """bool [N, T], True where the ratio was clipped."""
+
+
+def policy_gradient_loss(
+    inputs: LossInputs,
+    config: AlgorithmConfig,
+    *,
+    denominator: float,
+    entropy_coef: float,
+    kl_coef: float,
+) -> LossTerms:
+    """Return the loss of these rows, and the sums behind its metrics.
+
+        l_t = w_t * policy_t + kl_coef * kl_t - entropy_coef * H_t
+
+    policy_t is the loss on pi / pi' (`config.loss`), w_t the detached weight for pi' / mu
+    (`config.correction`), and kl_t the divergence from the reference model, unless the advantages
+    already include it (`config.kl_placement`). A sequence outside the geometric mask adds nothing
+    to any term but still counts in `denominator`: masking must not enlarge the step.
+    """
+    kl_coef = kl_coef if config.kl_placement == "loss" else 0.0
+    inputs = inputs.apply_mask()
+    new, old, rollout = inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs
+    mask = inputs.mask
+    ref = new.detach() if inputs.ref_logprobs is None else inputs.ref_logprobs
+    policy_losses, clip_mask = token_losses(inputs, config.loss)
+    weight = correction_weight(old, rollout, mask, config.correction)
+    keep_mask = torch.ones_like(mask[:, :1])
+    if config.geometric_mask is not None:
+        keep_mask = geometric_mask(old, rollout, mask, *config.geometric_mask)[:, None]
+
+    per_token = weight * policy_losses
+    if kl_coef:
+        per_token = per_token + kl_coef * kl(new, ref, config.kl_estimator)
+    if entropy_coef:
+        per_token = per_token - entropy_coef * inputs.entropies
+    per_token = torch.where(keep_mask, per_token, 0.0)
+    train_mask = keep_mask & (weight > 0) & mask
+    return LossTerms(
+        loss=aggregate(per_token, mask, config.aggregation, denominator),
+        num_tokens=mask.sum(),
+        num_clipped_tokens=(clip_mask & mask).sum(),
+        num_masked_tokens=(mask & ~train_mask).sum(),
+        num_masked_sequences=(mask.any(-1) & ~train_mask.any(-1)).sum(),
+        entropy_sum=inputs.entropies.detach().sum(),
+        ref_kl_sum=kl(new, ref).detach().sum(),
+        mismatch_kl_sum=kl(rollout, old).sum(),
+    )
+
+
+def token_losses(inputs: LossInputs, loss: PolicyLoss) -> TokenLosses:
+    """Return the configured policy loss of each token.
+
+        clip   -min(r * A, clip(r, 1 - low, 1 + high) * A)      (PPO, arXiv 1707.06347)
+        gspo   the same with the ratio of the row; aggregate it as the mean over sequences
+                                                                (arXiv 2507.18071)
+        cispo  -sg[clip(r, 1 - low, 1 + high)] * A * log pi     (arXiv 2506.13585)
+
+    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476); for dual clip see arXiv
+    1912.09729. CISPO clips the weight, not the gradient: every token keeps its gradient.
+    """
+    advantages = inputs.advantages
+    match loss:
+        case ClipLoss(clip_low=low, clip_high=high):
+            log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs)
+            losses = clipped_surrogate(log_ratio, advantages, low, high, loss.dual_clip)
+            return TokenLosses(losses, is_clipped(log_ratio, advantages, low, high))
+        case GspoLoss(clip_low=low, clip_high=high):
+            log_ratio = sequence_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+            losses = clipped_surrogate(log_ratio, advantages, low, high)
+            return TokenLosses(losses, is_clipped(log_ratio, advantages, low, high))
+        case CispoLoss():
+            low, high = 1 - loss.clip_low, 1 + loss.clip_high
+            ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs).exp().detach()
+            losses = -ratio.clamp(low, high) * advantages * inputs.logprobs
+            return TokenLosses(losses, (ratio < low) | (ratio > high))
+        case FunctionLoss():
+            return TokenLosses(
+                _call_loss_function(inputs, loss.function), torch.zeros_like(inputs.mask)
+            )
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Return -min(r * A, clip(r, 1 - low, 1 + high) * A) [N, T].
+
+    If A < 0, r * |A| has no upper bound; `dual_clip` bounds it at dual_clip * |A|.
+    """
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return a bool mask [N, T] of the tokens whose gradient the clip (not dual clip) stops."""
+    ratio = log_ratio.detach().exp()
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & (ratio < 1 - clip_low)
+    return too_high | too_low
+
+
+def kl(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+    input_clamp: float = 20.0,
+) -> Tensor:
+    """Return estimates [N, T] of KL(pi || ref) from samples of pi.
+
+    With d = log ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1
+    (http://joschu.net/blog/kl-approx.html). In k3, d is clamped from above to `input_clamp`,
+    because exp would overflow.
+    """
+    d = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    d = d.clamp(max=input_clamp)
+    return d.expm1() - d
+
+
+def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return log r_t = log pi - log pi' [N, T], within +-20."""
+    return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return log s_{i,t} [N, T] of GSPO: one value per row, with a gradient per token.
+
+    log s_i = mean over tokens of (log pi - log pi'), and, with sg the stop-gradient,
+    log s_{i,t} = sg[log s_i] + log pi_t - sg[log pi_t] (arXiv 2507.18071).
+    """
+    log_s = _row_mean(logprobs - old_logprobs, mask).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_s.detach()[:, None] + logprobs - logprobs.detach()
+
+
+@torch.no_grad()
+def correction_weight(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: Correction
+) -> Tensor:
+    """Return the weight for rho of the configured correction, [N, T] or [N, 1], with no gradient.
+
+        token_tis       min(rho_t, cap): a truncated importance weight    (arXiv 1802.01561)
+        sequence_tis    min(rho_i, cap), with rho_i the product of a row's rho_t
+        sequence_mask   rho_i, or 0 if it exceeds the cap
+        icepop          rho_t, or 0 outside [low, high]                   (arXiv 2510.18855)
+
+    The product exceeds any cap in a long enough row; `geometric_mask` does not have that problem.
+    """
+    log_rho = old_logprobs - rollout_logprobs
+    match correction:
+        case TokenTis(cap=cap):
+            return log_rho.exp().clamp(max=cap)
+        case SequenceTis(cap=cap):
+            return _row_sum(log_rho, mask).exp().clamp(max=cap)[:, None]
+        case SequenceMask(cap=cap):
+            weight = _row_sum(log_rho, mask).exp()
+            return torch.where(weight > cap, 0.0, weight)[:, None]
+        case IcePop(low=low, high=high):
+            weight = log_rho.exp()
+            return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    return torch.ones_like(old_logprobs)
+
+
+@torch.no_grad()
+def geometric_mask(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
+) -> Tensor:
+    """Return a bool mask [N] of rows whose geometric mean of rho_t is in [low, high].
+
+    Unlike the product, the mean of many small differences does not grow with the row's length.
+    """
+    mean_ratio = _row_mean(old_logprobs - rollout_logprobs, mask).exp()
+    return (mean_ratio >= low) & (mean_ratio <= high)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float | None,
+    denominator: float,
+) -> Tensor:
+    """Return these rows' share of the step's mean squared error, a scalar (arXiv 1707.06347).
+
+        0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
+
+    V_old [N, T] are the critic's predictions when the optimizer step began. A change by more than
+    `clip` does not lower the loss (https://github.com/openai/baselines, `ppo2`); None does not
+    clip. `denominator` is the number of sampled tokens of the whole optimizer step, whatever the
+    aggregation of the policy loss.
+    """
+    inside = torch.where(mask, values, 0.0)
+    target = torch.where(mask, returns, 0.0).detach()
+    clip_center = torch.where(mask, old_values, 0.0).detach() if clip is not None else inside
+    error = squared_error(inside, clip_center, target, clip)
+    return aggregate(0.5 * error, mask, "token_mean", denominator)
+
+
+def squared_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> Tensor:
+    """Return max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2), for any shape."""
+    error = (values - returns).square()
+    if clip is None:
+        return error
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(error, (clipped - returns).square())
+
+
+def aggregate(
+    per_token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float
+) -> Tensor:
+    """Return the share, a scalar, that these rows have in the loss of the step.
+
+    token_mean      sum of all tokens / tokens of the step              (DAPO, arXiv 2503.14476)
+    sequence_mean   sum of each row's token mean / rows of the step     (GRPO, arXiv 2402.03300)
+    constant        sum of all tokens / (rows of the step * max_tokens) (arXiv 2503.20783)
+    """
+    if not denominator > 0:
+        raise ValueError(
+            f"denominator must be positive, got {denominator}; "
+            "skip an optimizer step without sampled tokens"
+        )
+    row_sums = torch.where(mask, per_token_loss, 0.0).sum(-1)
+    if aggregation == "sequence_mean":
+        row_sums = row_sums / mask.sum(-1).clamp(min=1)
+    return row_sums.sum() / denominator
+
+
+def loss_denominator(num_sampled: Tensor, aggregation: Aggregation, max_tokens: int) -> int:
+    """Return the denominator of an optimizer step with `num_sampled` [N] tokens in its rows.
+
+    `num_sampled` covers all ranks; `max_tokens` is the maximum length of a row.
+    """
+    if aggregation == "token_mean":
+        return int(num_sampled.sum())
+    num_sequences = int((num_sampled > 0).sum())
+    return num_sequences * max_tokens if aggregation == "constant" else num_sequences
+
+
+def _call_loss_function(inputs: LossInputs, path: str) -> Tensor:
+    """Return the losses [N, T] that the user's function computes.
+
+    The function is called with logprobs, old_logprobs, advantages and mask, [N, T] each. Only
+    logprobs have a gradient, and values outside the mask are 0.
+
+    Raises:
+        ConfigError: the function fails, or does not return an [N, T] tensor with a gradient.
+    """
+    mask = inputs.mask
+    function = import_object(path, LOSS_FUNCTION_FIELD)
+    arguments = (
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages.expand_as(mask),
+        mask,
+    )
+    try:
+        losses: object = function(*arguments)
+    except Exception as error:  # code of the user
+        raise ConfigError(
+            f"{LOSS_FUNCTION_FIELD} = '{path}' raised {type(error).__name__}: {error}; it must be "
+            "a function of logprobs, old_logprobs, advantages and mask that returns the loss of "
+            "each token"
+        ) from error
+    if not isinstance(losses, Tensor) or losses.shape != mask.shape:
+        result = (
+            f"a tensor of shape {list(losses.shape)}"
+            if isinstance(losses, Tensor)
+            else f"{losses!r:.100}"
+        )
+        raise ConfigError(
+            f"{LOSS_FUNCTION_FIELD} = '{path}' must return a tensor of shape {list(mask.shape)}, "
+            f"got {result}; return the loss of each token, without taking a mean"
+        )
+    if inputs.logprobs.requires_grad and not losses.requires_grad:
+        raise ConfigError(
+            f"{LOSS_FUNCTION_FIELD} = '{path}' returned losses that do not depend on logprobs, so "
+            "nothing would be learned; do not detach them"
+        )
+    return losses
+
+
+def _row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum(-1)
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return _row_sum(values, mask) / mask.sum(-1).clamp(min=1)
