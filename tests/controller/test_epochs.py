@@ -12,7 +12,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import read_metrics
 from ludus.trainer.core.types import GroupSpec
-from ludus.trainer.data.mixture import GroupSeeds, Mixture, MixtureState
+from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.run.schedule import resolve_num_steps
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
@@ -117,8 +117,12 @@ async def test_phase_rows_contain_the_number_of_steps(tmp_path: Path) -> None:
 
 
 def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
-    run = LanguageModelRun.model_validate({"environments": {"rows": {}, "coins": {}}})
-    return Mixture(run, state, GroupSeeds(run.seed, 2, shared=True, num_tasks=num_tasks))
+    return Mixture(make_mixed_run("rows", "coins"), state, num_tasks)
+
+
+def make_mixed_run(*names: str, **rollout: Any) -> LanguageModelRun:
+    tree = {"environments": {name: {} for name in names}, "rollout": {"group_size": 2, **rollout}}
+    return LanguageModelRun.model_validate(tree)
 
 
 def test_lost_group_keeps_its_task_three_times():
@@ -142,9 +146,8 @@ def test_task_order_survives_other_environments() -> None:
     mixture = make_mixture(state, rows=10)
     specs = [mixture.next_group() for _ in range(6)]
     seeds = [spec.seeds[0] for spec in specs if spec.environment == "rows"]
-    run = LanguageModelRun.model_validate({"environments": {"rows": {}, "dice": {}, "coins": {}}})
-    group_seeds = GroupSeeds(run.seed, 2, shared=True, num_tasks={"rows": 10})
-    joined = Mixture(run, MixtureState(**state_values(state)), group_seeds)
+    run = make_mixed_run("rows", "dice", "coins")
+    joined = Mixture(run, MixtureState(**state_values(state)), {"rows": 10})
     extra = [joined.next_group() for _ in range(6)]
     seeds += [spec.seeds[0] for spec in extra if spec.environment == "rows"]
     assert seeds == [0, 1, 2, 3, 4]
@@ -156,14 +159,16 @@ def state_values(state: MixtureState) -> dict[str, Any]:
 
 
 def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
-    seeds = GroupSeeds(0, 3, shared=False, num_tasks={"rows": 10})
-    assert [seeds.select("rows", index, index) for index in range(2)] == [(0, 1, 2), (3, 4, 5)]
+    run = make_mixed_run("rows", group_size=3, group_seed="independent")
+    mixture = Mixture(run, MixtureState(), {"rows": 10})
+    assert [mixture.next_group().seeds for _ in range(2)] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_seeds_wrap_below_those_of_the_warm_start() -> None:
-    seeds = GroupSeeds(0, 1, shared=True, num_tasks={"rows": 10})
     last = 2**30 // 10 * 10 - 1
-    assert (seeds.select("rows", 0, last), seeds.select("rows", 0, last + 1)) == ((last,), (0,))
+    state = MixtureState(num_dealt={"rows": last})
+    mixture = Mixture(make_mixed_run("rows"), state, {"rows": 10})
+    assert [mixture.next_group().seeds for _ in range(2)] == [(last, last), (0, 0)]
 
 
 # -- steps -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.data.mixture import GroupSeeds, Mixture, MixtureState
+from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.run.checkpoint import RunState
 
 
@@ -24,7 +24,7 @@ def make_run(weights: dict[str, float], **rest: object) -> LanguageModelRun:
 
 def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mixture:
     """Return the mixture of a run, in its initial state or in `state`."""
-    return Mixture(run, state or MixtureState(), GroupSeeds(run.seed, 2, shared=True))
+    return Mixture(run, state or MixtureState())
 
 
 def play(mixture: Mixture, num_groups: int) -> Counter[str]:

@@ -11,12 +11,22 @@ import ray
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.weights.folder import FolderFiles
-from ludus.trainer.weights.store import StorageBackend, VersionStore
+from ludus.trainer.weights.store import VersionStore
 
 
 def make_store(config: WeightStoreConfig) -> VersionStore:
     """Build the configured store; `resolve_location` must have completed the configuration."""
-    return VersionStore(_make_backend(config), config)
+    match config:
+        case RayWeightStore():
+            return VersionStore(RayObjects(), config)
+        case FolderWeightStore():
+            assert config.path is not None
+            return VersionStore(FolderFiles(Path(config.path)), config)
+        case S3WeightStore():
+            # Imported only when needed, because obstore starts threads.
+            from ludus.trainer.weights.bucket import BucketObjects
+
+            return VersionStore(BucketObjects(config), config)
 
 
 def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
@@ -46,20 +56,6 @@ def check_reachable(config: WeightStoreConfig) -> None:
         from ludus.trainer.weights.bucket import BucketObjects
 
         BucketObjects(config).check()
-
-
-def _make_backend(config: WeightStoreConfig) -> StorageBackend:
-    match config:
-        case RayWeightStore():
-            return RayObjects()
-        case FolderWeightStore():
-            assert config.path is not None
-            return FolderFiles(Path(config.path))
-        case S3WeightStore():
-            # Imported only when needed, because obstore starts threads.
-            from ludus.trainer.weights.bucket import BucketObjects
-
-            return BucketObjects(config)
 
 
 class RayObjects:

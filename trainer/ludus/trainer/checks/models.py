@@ -15,9 +15,9 @@ from ludus.proto.errors import NotFoundError
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models.load import (
     MODEL_CONFIG_FILE,
-    check_language_model,
     check_reward_model,
     is_folder_path,
+    load_config,
 )
 
 
@@ -44,7 +44,7 @@ def check_model_path(path: str) -> None:
         "model.path",
         "expected a folder with config.json, or a Hugging Face id like 'Qwen/Qwen3-1.7B'",
     )
-    check_language_model(location)
+    load_config(location)
 
 
 def check_reward_models(run: LanguageModelRun) -> None:

@@ -49,43 +49,6 @@ takes too long would be repeated forever."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeeds:
-    """The seeds of a run's groups."""
-
-    run_seed: int
-    group_size: int
-    shared: bool
-    """True if all episodes of a group have the same task."""
-    num_tasks: Mapping[str, int] = field(default_factory=dict)
-    """Number of tasks of each environment whose tasks are counted, by name."""
-
-    def are_counted(self, environment: str) -> bool:
-        """Return whether the tasks of an environment are counted."""
-        return environment in self.num_tasks
-
-    def select(self, environment: str, index: int, task_number: int) -> tuple[int, ...]:
-        """Return [G] the seeds of group `index` of the run.
-
-        `task_number` is the number of groups of the environment that already got a new task.
-        """
-        if not self.are_counted(environment):
-            return group_seeds(self.run_seed, index, self.group_size, shared=self.shared)
-        start = task_number if self.shared else task_number * self.group_size
-        numbers = [start + (0 if self.shared else episode) for episode in range(self.group_size)]
-        # The largest number of whole epochs below the seeds of the warm start.
-        epochs = max(1, FIRST_WARM_START_SEED // self.num_tasks[environment])
-        end = epochs * self.num_tasks[environment]
-        return tuple(number % end for number in numbers)
-
-
-def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
-    """Return [G] the seeds of group `index`; warm start and evaluations use other seeds."""
-    if shared:
-        return (training_seed(run_seed, index, 0),) * group_size
-    return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))
-
-
-@dataclass(frozen=True, slots=True)
 class WinCount:
     """Wins of the groups that finished between two batches."""
 
@@ -114,10 +77,13 @@ class MixtureState:
 class Mixture:
     """A generator of the groups of a run; it owns and updates `state`."""
 
-    def __init__(self, run: LanguageModelRun, state: MixtureState, seeds: GroupSeeds) -> None:
+    def __init__(
+        self, run: LanguageModelRun, state: MixtureState, num_tasks: Mapping[str, int] | None = None
+    ) -> None:
+        """`num_tasks` has each environment whose tasks are counted, by name."""
         self._run = run
         self._state = state
-        self._seeds = seeds
+        self._num_tasks = num_tasks or {}
         names = list(run.environments)
         if state.names != names:
             # The environments have changed: start above all indices used so far.
@@ -161,7 +127,7 @@ class Mixture:
 
     def replace_group(self, spec: GroupSpec, *, is_lost: bool = False) -> GroupSpec:
         """Return the replacement of a group that was lost, or from which nothing was learned."""
-        if is_lost and self._keeps_task(spec) and spec.num_lost < _MAX_LOST:
+        if is_lost and spec.environment in self._num_tasks and spec.num_lost < _MAX_LOST:
             return replace(self._with_new_index(spec), num_lost=spec.num_lost + 1)
         if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
             return self.next_group()
@@ -169,7 +135,7 @@ class Mixture:
 
     def reissue_group(self, spec: GroupSpec) -> GroupSpec:
         """Return a group for the same slot, with an index that was never used."""
-        if self._keeps_task(spec):
+        if spec.environment in self._num_tasks:
             return self._with_new_index(spec)
         return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced)
 
@@ -230,10 +196,20 @@ class Mixture:
     def _make_group(self, name: str) -> GroupSpec:
         index, task_number = self._next_index(name), self._state.num_dealt.get(name, 0)
         self._state.num_dealt[name] = task_number + 1
-        return GroupSpec(index, name, self._seeds.select(name, index, task_number))
+        return GroupSpec(index, name, self._select_seeds(name, index, task_number))
 
-    def _keeps_task(self, spec: GroupSpec) -> bool:
-        return self._seeds.are_counted(spec.environment)
+    def _select_seeds(self, name: str, index: int, task_number: int) -> tuple[int, ...]:
+        """Return [G] the seeds of group `index`, which gets the environment's next new task."""
+        rollout = self._run.rollout
+        is_shared = rollout.group_seed == "shared"
+        if name not in self._num_tasks:
+            return group_seeds(self._run.seed, index, rollout.group_size, shared=is_shared)
+        start = task_number if is_shared else task_number * rollout.group_size
+        numbers = [start + (0 if is_shared else episode) for episode in range(rollout.group_size)]
+        # The largest number of whole epochs below the seeds of the warm start.
+        epochs = max(1, FIRST_WARM_START_SEED // self._num_tasks[name])
+        end = epochs * self._num_tasks[name]
+        return tuple(number % end for number in numbers)
 
     def _with_new_index(self, spec: GroupSpec) -> GroupSpec:
         return replace(spec, index=self._next_index(spec.environment))
@@ -243,3 +219,10 @@ class Mixture:
         index = state.num_begun[name] * len(state.names) + state.names.index(name)
         state.num_begun[name] += 1
         return index
+
+
+def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
+    """Return [G] the seeds of group `index`; warm start and evaluations use other seeds."""
+    if shared:
+        return (training_seed(run_seed, index, 0),) * group_size
+    return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))

@@ -53,32 +53,17 @@ def check_targets(model_path: str, config: LoraConfig) -> None:
     _refuse_missing_targets(_linear_layers(load_skeleton(model_path)), config)
 
 
-@torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of A and B of each layer, on the CPU, by the layer's Hugging Face name.
 
     A collective if the model is sharded; see `gather_state` for `keep`.
     """
-    parameters = (
-        (name.replace(f".{_ADAPTER}.", "."), parameter)
-        for name, parameter in model.named_parameters()
-        if f".{_ADAPTER}." in name
-    )
-    return gather_state(parameters, keep=keep)
+    return _gather(model, adapters=True, keep=keep)
 
 
-@torch.no_grad()
 def base_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return copies of the frozen weights, on the CPU, by their Hugging Face names.
-
-    A collective if the model is sharded; see `gather_state` for `keep`.
-    """
-    parameters = (
-        (name.replace(".base_layer.", "."), parameter)
-        for name, parameter in model.named_parameters()
-        if f".{_ADAPTER}." not in name
-    )
-    return gather_state(parameters, keep=keep)
+    """Return copies of the frozen weights, in the same way as `adapter_state`."""
+    return _gather(model, adapters=False, keep=keep)
 
 
 def save_adapters(
@@ -100,6 +85,17 @@ def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(enabled)
+
+
+@torch.no_grad()
+def _gather(model: nn.Module, *, adapters: bool, keep: bool) -> dict[str, Tensor]:
+    marker = f".{_ADAPTER}."
+    parameters = (
+        (name.replace(marker, ".").replace(".base_layer.", "."), parameter)
+        for name, parameter in model.named_parameters()
+        if (marker in name) == adapters
+    )
+    return gather_state(parameters, keep=keep)
 
 
 def _peft_config(config: LoraConfig) -> peft.LoraConfig:

@@ -58,9 +58,9 @@ class ChatTokenizer:
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts occur thousands of times.
-        self._first = SizedCache(self._encode_first, _first_prompt_size, _CACHE_BYTES)
-        self._next = SizedCache(self._encode_next, _next_prompt_size, _CACHE_BYTES)
-        self._decode = SizedCache(self._decode_ids, _completion_size, _CACHE_BYTES)
+        self._first = SizedCache(self._encode_first, _entry_size, _CACHE_BYTES)
+        self._next = SizedCache(self._encode_next, _entry_size, _CACHE_BYTES)
+        self._decode = SizedCache(self._decode_ids, _entry_size, _CACHE_BYTES)
 
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
@@ -229,15 +229,12 @@ def _messages(key: MessageKey) -> list[Message]:
     return [{"role": role, "content": content} for role, content in key]
 
 
-def _first_prompt_size(key: tuple[MessageKey, str], token_ids: tuple[int, ...]) -> int:
-    messages, tools = key
-    return _next_prompt_size(messages, token_ids) + getsizeof(tools)
+def _entry_size(*parts: object) -> int:
+    """Return the approximate size of an entry of nested tuples of texts and token ids."""
+    return _BYTES_PER_ENTRY + _content_size(parts)
 
 
-def _next_prompt_size(key: MessageKey, token_ids: tuple[int, ...]) -> int:
-    texts = sum(getsizeof(role) + getsizeof(content) for role, content in key)
-    return _BYTES_PER_ENTRY + texts + _BYTES_PER_TOKEN * len(token_ids)
-
-
-def _completion_size(token_ids: tuple[int, ...], text: str) -> int:
-    return _BYTES_PER_ENTRY + getsizeof(text) + _BYTES_PER_TOKEN * len(token_ids)
+def _content_size(part: object) -> int:
+    if isinstance(part, str):
+        return getsizeof(part)
+    return sum(map(_content_size, part)) if isinstance(part, tuple) else _BYTES_PER_TOKEN

@@ -52,13 +52,16 @@ def is_folder_path(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def check_language_model(path: str | Path) -> None:
-    """Check that there is a model; for a model at Hugging Face, load a small file.
+def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig:
+    """Load the configuration of a model, a small file, from a folder or a Hugging Face id.
+
+    `field` is the name of the configuration field, for messages.
 
     Raises:
         NotFoundError: there is no model.
     """
-    _load_config(path)
+    with _clear_errors(path, field) as is_local:
+        return AutoConfig.from_pretrained(path, local_files_only=is_local)
 
 
 def load_language_model(
@@ -66,9 +69,7 @@ def load_language_model(
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a Hugging Face id.
 
-    Args:
-        path: folder or Hugging Face id.
-        dtype: type of the weights; "auto" uses that of the files.
+    `dtype` is the type of the weights; "auto" uses that of the files.
 
     Raises:
         NotFoundError: there is no model.
@@ -86,15 +87,11 @@ def load_language_model(
 def check_reward_model(path: str | Path, field: str = "path") -> None:
     """Check that there is a single-label sequence classifier, without loading its weights.
 
-    Args:
-        path: folder or Hugging Face id.
-        field: name of the configuration field, for messages.
-
     Raises:
         NotFoundError: there is no model.
         ConfigError: the model is of another kind.
     """
-    config = _load_config(path, field)
+    config = load_config(path, field)
     if not _is_single_label_classifier(config):
         raise ConfigError(
             f"{field} = '{path}' must be a reward model, which is a sequence classifier with "
@@ -110,7 +107,7 @@ def is_reward_model(path: str | Path) -> bool:
     Raises:
         NotFoundError: there is no model.
     """
-    return _is_single_label_classifier(_load_config(path))
+    return _is_single_label_classifier(load_config(path))
 
 
 def load_sequence_classifier(
@@ -118,10 +115,7 @@ def load_sequence_classifier(
 ) -> PreTrainedModel:
     """Load a single-label sequence classifier from a folder or a Hugging Face id.
 
-    Args:
-        path: folder or Hugging Face id.
-        dtype: type of the weights.
-        new_head: whether to accept a causal language model too, and give it a random head.
+    With `new_head`, a causal language model is accepted too, and gets a random head.
 
     Raises:
         NotFoundError: there is no model.
@@ -189,11 +183,6 @@ def is_hub_reachable(minute: int) -> bool:
                 "%s does not respond (%s); loading models from the cache", hub.ENDPOINT, error
             )
         return is_reachable
-
-
-def _load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig:
-    with _clear_errors(path, field) as is_local:
-        return AutoConfig.from_pretrained(path, local_files_only=is_local)
 
 
 def _is_single_label_classifier(config: PretrainedConfig) -> bool:

@@ -13,7 +13,7 @@ from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.settings.config import GRPOConfig
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.load import check_language_model, load_tokenizer
+from ludus.trainer.models.load import load_config, load_tokenizer
 
 ModelInput: TypeAlias = "str | Mapping[str, Any]"
 
@@ -81,7 +81,7 @@ def model_section(
             f"transformers or a [model] section, but it is {model!r:.80}"
         )
     if isinstance(model, str):
-        check_language_model(model)
+        load_config(model)
     path = _find_folder(model, processing_class, folder)
     settings = {"kind": "pretrained", "path": path, "lora": lora, **_thinking_settings(args)}
     config = AutoConfig.from_pretrained(path)

@@ -60,7 +60,7 @@ from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
-from ludus.trainer.data.mixture import GroupSeeds, Mixture
+from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
@@ -120,13 +120,7 @@ class Controller:
         self.state = state
         self.stop_request = stop_request or StopRequest()
         self._pause = pause
-        seeds = GroupSeeds(
-            run_seed=run.seed,
-            group_size=run.rollout.group_size,
-            shared=run.rollout.group_seed == "shared",
-            num_tasks=components.num_tasks,
-        )
-        self._mixture = Mixture(run, state.mixture, seeds)
+        self._mixture = Mixture(run, state.mixture, components.num_tasks)
         self._step: _RunningStep | None = None
         """The learner's current step; None between two steps."""
         self._saved_step = state.step
