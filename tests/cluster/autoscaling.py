@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from ludus.env.client.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
 from ludus.services.kubernetes.api import KubernetesApi, resource_path

@@ -9,8 +9,8 @@ import asyncio
 import os
 import sys
 
-from ludus.env.client.client import AsyncEnvClient, AsyncSession
-from ludus.env.transports.interface import ConnectOptions
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.transports.address import ConnectOptions
 from ludus.proto.errors import EnvError
 
 SEAT_S = 12.0

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from ludus.env.client.client import AsyncEnvClient
-from ludus.env.transports.interface import ConnectOptions
+from ludus.env.client import AsyncEnvClient
+from ludus.env.transports.address import ConnectOptions
 from ludus.proto.errors import EnvError
 
 STOP, RESULT = Path("/tmp/stop"), Path("/tmp/result.json")

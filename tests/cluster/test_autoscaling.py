@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from ludus.env.client.client import AsyncEnvClient
-from ludus.env.transports.interface import ConnectOptions
+from ludus.env.client import AsyncEnvClient
+from ludus.env.transports.address import ConnectOptions
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.cluster.autoscaling import COLUMNS, Crowd, Removal, Watch, forward_ports
 from tests.cluster.installed import (

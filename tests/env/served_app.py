@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 
-from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
+from ludus.env.asgi.uvicorn_protocols import DirectWebSocketProtocol
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host

@@ -8,7 +8,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.transports.call_connection import CallConnection
+from ludus.env.transports.websocket import CallConnection
 
 pytestmark = pytest.mark.asyncio
 
@@ -59,7 +59,7 @@ async def test_an_unrequested_frame_is_no_reply() -> None:
 
     async with open_connection(refuse) as socket:
         async with asyncio.timeout(5):
-            while not socket._has_unread:
+            while not socket.has_unread:
                 await asyncio.sleep(0.001)
         assert not socket.send_request(b"x", pytest.fail)
         assert await socket.recv() == "full"

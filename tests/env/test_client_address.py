@@ -14,8 +14,7 @@ from fastapi import FastAPI
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.http.app import build_app
 from ludus.env.security.tls import client_ssl_context
-from ludus.env.transports.address import parse_address
-from ludus.env.transports.interface import RemoteServer
+from ludus.env.transports.address import RemoteServer, parse_address
 from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,

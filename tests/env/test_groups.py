@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from ludus.env.backoff import retry_refused
 from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
-from ludus.env.transports.interface import retry_refused
 from ludus.proto.errors import (
     CapacityError,
     GroupMismatchError,

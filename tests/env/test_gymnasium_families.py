@@ -12,12 +12,11 @@ import pytest
 from gymnasium import spaces
 
 from ludus.env.adapters.gymnasium.guides import GUIDES, Guide, find_guide
-from ludus.env.adapters.gymnasium.pictures import picture_rows
-from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer
+from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer, picture_rows
 from ludus.env.contract.determinism import is_deterministic
 from ludus.env.contract.schema import find_fault
 from ludus.env.encoding import encode_transition
-from ludus.env.messages.openenv import observation_frame
+from ludus.env.messages.openenv import observation_payload
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.sessions.hosts import describe_environment
 from ludus.env.targets.targets import environment_factory
@@ -156,7 +155,8 @@ async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
 def test_pictures_within_an_observation_are_in_upstream_frames_too() -> None:
     environment = make_own(PairOfPicturesEnv)()
     encoded = encode_transition(environment.reset(seed=1), None, 0)
-    eyes = orjson.loads(observation_frame(encoded))["data"]["observation"]["observation"]["eyes"]
+    payload = orjson.loads(orjson.dumps(observation_payload(encoded)))
+    eyes = payload["observation"]["observation"]["eyes"]
     assert [eye["shape"] for eye in eyes] == [[32, 40, 3]] * 2
     assert orjson.loads(encoded.observation_json)["observation"]["eyes"] == [None, None]
 

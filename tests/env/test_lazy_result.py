@@ -7,8 +7,7 @@ import pickle
 import pytest
 
 from ludus.env.encoding import EncodedResult, EncodedText
-from ludus.env.messages.protobuf import fill_result
-from ludus.env.transports.lazy_result import read_result
+from ludus.env.messages.protobuf import fill_result, read_result
 from ludus.env.types import StepResult, TextView
 from ludus.proto.env.v1 import env_pb2 as pb
 

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
-from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.proto.errors import (
     CallTimeoutError,
     CapacityError,
@@ -35,7 +34,7 @@ async def client(legacy):
 
 
 async def test_a_legacy_server_is_recognised_and_played(client: AsyncEnvClient, legacy) -> None:
-    assert isinstance(client.transport, LegacyHttpTransport)
+    assert client.transport.is_legacy
     assert (await client.describe()).max_sessions == 1
     session, first = await client.open()
     assert (first.observation, first.reward, first.step_index) == ({"total": 0}, None, 0)

@@ -11,13 +11,12 @@ import websockets
 from ludus.env.check.check import check_environment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import EncodedResult
-from ludus.env.messages.openenv import observation_frame, observation_payload
-from ludus.env.messages.protobuf import read_encoded
+from ludus.env.messages.openenv import observation_payload
+from ludus.env.messages.protobuf import read_encoded, read_result
 from ludus.env.recording.format import read_recording
 from ludus.env.recording.verify import replay_episode
 from ludus.env.serving.loopback import open_client
-from ludus.env.transports.lazy_result import read_result
-from ludus.env.transports.websocket import WebSocketTransport
+from ludus.env.transports.openenv import OpenEnvTransport
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import CUT_OFF, MET, MISSED, GoalEnv
@@ -85,7 +84,7 @@ async def test_http_reports_success_in_metadata() -> None:
 
 
 async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WebSocketTransport, "has_extras", False)
+    monkeypatch.setattr(OpenEnvTransport, "has_extras", False)
     async with (
         running(GoalEnv) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
@@ -96,9 +95,8 @@ async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.Monk
 
 async def test_success_keeps_other_metadata() -> None:
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
-    for data in (orjson.loads(observation_frame(result))["data"], observation_payload(result)):
-        message = orjson.loads(orjson.dumps(data))
-        assert message["metadata"] == {"note": "k", "success": True}
+    message = orjson.loads(orjson.dumps(observation_payload(result)))
+    assert message["metadata"] == {"note": "k", "success": True}
 
 
 async def test_success_of_an_old_peer_is_none() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from ludus.env.asgi.uvicorn_http import BoundedHttp
+from ludus.env.asgi.uvicorn_protocols import BoundedHttp
 
 
 @asynccontextmanager

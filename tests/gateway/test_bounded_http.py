@@ -11,7 +11,7 @@ import pytest
 import websockets
 from fastapi import FastAPI, Request, WebSocket
 
-from ludus.env.asgi.uvicorn_http import BoundedHttp
+from ludus.env.asgi.uvicorn_protocols import BoundedHttp
 from tests.env.polling import eventually
 from tests.gateway.http_server import serving
 

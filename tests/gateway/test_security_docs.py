@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.asgi.uvicorn_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
+from ludus.env.asgi.uvicorn_protocols import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_CALLS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from ludus.env.sandbox.confine import Layer
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric

@@ -12,7 +12,13 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from ludus.proto.errors import EnvError
+from ludus.proto.errors import (
+    CapacityError,
+    EnvError,
+    ErrorCode,
+    RateLimitError,
+    UnavailableError,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -55,3 +61,28 @@ async def retry(
                 raise
             pause_s = min(error.retry_after_s, _MAX_REQUESTED_PAUSE_S) or next(pauses_s)
         await asyncio.sleep(min(pause_s * random.uniform(1.0, _MAX_JITTER), remaining_s))
+
+
+async def retry_unavailable(attempt: Callable[[], Awaitable[ResultT]], timeout_s: float) -> ResultT:
+    """Return the value of the first attempt that reaches the server.
+
+    Raises:
+        UnavailableError: the attempts failed for `timeout_s`.
+    """
+    return await retry(attempt, lambda error: isinstance(error, UnavailableError), timeout_s)
+
+
+async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], timeout_s: float) -> ResultT:
+    """Return the value of the first attempt that a full server does not refuse.
+
+    Raises:
+        CapacityError: the attempts were refused for `timeout_s`.
+        RateLimitError: the attempts were refused for `timeout_s`.
+        UnavailableError: the server is unavailable, or it drained for `timeout_s`.
+    """
+
+    def is_refusal(error: EnvError) -> bool:
+        is_full = isinstance(error, (CapacityError, RateLimitError))
+        return is_full or error.code == ErrorCode.DRAINING
+
+    return await retry(attempt, is_refusal, timeout_s)

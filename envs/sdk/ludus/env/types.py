@@ -110,7 +110,7 @@ class Transition(Generic[ObservationT]):
         return observation.to_json(), observation.metadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepResult:
     """The result of a `reset` or `step` that a client receives, over any wire."""
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
-from ludus.proto.errors import AuthenticationError, SessionLostError
+from ludus.proto.errors import AuthenticationError, ErrorCode, SessionLostError
 
 SESSION_COOKIE = "ludus_session"
 SESSION_HEADER = "x-session-id"
@@ -27,6 +27,7 @@ TOOLS_SESSION_HEADER = "x-tools-session-id"
 """Response header with the id that can only call the session's tools."""
 UNUSED_TIMEOUT_S = 30.0
 _MAX_ID_CHARS = 512
+_MAX_SHOWN_CHARS = 200
 
 
 def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str | None:
@@ -62,13 +63,41 @@ def forget_header(request: Request) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def fresh_session(sessions: Sessions, reset: ResetArgs | None = None) -> AsyncIterator[str]:
-    """Open a session for one call without a session id, and close it after the call."""
-    session_id = (await sessions.open(OpenArgs(reset, with_text=False))).session_id
-    try:
+async def session_for_call(
+    sessions: Sessions, session_id: str | None, reset: ResetArgs | None = None
+) -> AsyncIterator[str]:
+    """Yield the id of a call's session. A call without an id gets a new session for itself.
+
+    Args:
+        reset: arguments of the first reset of a new session; None opens it without a reset.
+    """
+    if session_id is not None:
         yield session_id
+        return
+    new_id = (await sessions.open(OpenArgs(reset, with_text=False))).session_id
+    try:
+        yield new_id
     finally:
-        await sessions.close(session_id)
+        await sessions.close(new_id)
+
+
+async def require_session(sessions: Sessions, session_id: str) -> None:
+    """Check that a session exists.
+
+    Raises:
+        SessionLostError: the session has ended, or it never existed.
+    """
+    try:
+        await sessions.state(session_id)
+    except (SessionLostError, AuthenticationError):
+        raise SessionLostError(
+            f"Unknown session_id: {shorten(session_id)}", ErrorCode.SESSION_ERROR
+        ) from None
+
+
+def shorten(text: str) -> str:
+    """Return the text, or its beginning if it is long, for a message."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 class EvictableSessions:
@@ -144,24 +173,14 @@ class HttpSessions:
         return opened_session
 
     async def step(self, session_id: str | None, action: bytes, timeout_s: float) -> EncodedResult:
-        """Return the result of an action.
-
-        Raises:
-            SessionLostError: the session has ended.
-        """
-        used_id = self.use(session_id)
-        if used_id is not None:
+        """Return the result of an action."""
+        async with session_for_call(self._sessions, self.use(session_id), ResetArgs()) as used_id:
             return await self._sessions.step(used_id, action, 0, timeout_s)
-        async with fresh_session(self._sessions, ResetArgs()) as fresh_id:
-            return await self._sessions.step(fresh_id, action, 0, timeout_s)
 
     async def state(self, session_id: str | None) -> bytes:
         """Return the session's state, or that of a new environment if there is no session id."""
-        used_id = self.use(session_id)
-        if used_id is not None:
+        async with session_for_call(self._sessions, self.use(session_id)) as used_id:
             return await self._sessions.state(used_id)
-        async with fresh_session(self._sessions) as fresh_id:
-            return await self._sessions.state(fresh_id)
 
     def use(self, session_id: str | None) -> str | None:
         """Mark a call's session as used and return its id, or None if the call has no session."""

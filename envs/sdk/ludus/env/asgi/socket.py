@@ -6,13 +6,14 @@ session ends --SessionEvents--> SessionSockets --> the socket closes and sends t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ludus.env.sessions.interface import SessionEvents
+from ludus.env.sessions.interface import Connection, SessionEvents, Sessions
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
@@ -36,7 +37,7 @@ _CLOSE_CODES = {
 
 
 class DirectConnection(Protocol):
-    """The extension `ludus.direct` of our ASGI server (asgi/uvicorn_websocket.py)."""
+    """The extension `ludus.direct` of our ASGI server (asgi/uvicorn_protocols.py)."""
 
     def set_direct_handler(self, handler: Callable[[bytes], bytes | None]) -> None:
         """Pass text frames to the handler first."""
@@ -155,6 +156,25 @@ class AsgiSocket:
         except (OSError, RuntimeError, TimeoutError) as error:
             # ASGI servers raise OSError for a lost and RuntimeError for a closed connection.
             raise SocketGoneError from error
+
+
+@contextlib.asynccontextmanager
+async def accept_socket(
+    scope: Scope, receive: Receive, send: Send, sessions: Sessions
+) -> AsyncIterator[tuple[AsgiSocket, Connection]]:
+    """Accept a WebSocket; then close it, and release the sessions that end with it."""
+    socket, connection = AsgiSocket(scope, receive, send), Connection()
+    if socket.direct is not None:
+        socket.direct.set_close_callback(lambda: sessions.release(connection))
+    try:
+        await socket.accept()
+        yield socket, connection
+        await socket.close()
+    except SocketGoneError:
+        return
+    finally:
+        socket.abandon()
+        sessions.release(connection)
 
 
 async def _as_coroutine(receive: Receive) -> Message:

@@ -22,7 +22,7 @@ from typing import Literal
 from ludus.env.check.forked_rules import UncheckableError, run_forked
 from ludus.env.check.wire_players import CheckedServer, NotOfferedError
 from ludus.env.check.wire_rules import WIRE_RULES, WireRule
-from ludus.env.client.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient
 from ludus.env.contract.players import ActionSource, CheckedEnvironment, random_legal_action
 from ludus.env.contract.rules import RULES, BrokenRuleError, Rule
 from ludus.env.sessions.hosts import EnvironmentFactory

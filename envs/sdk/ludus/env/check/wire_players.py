@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ludus.env.client.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.contract.schema import random_action
 from ludus.env.recording.format import hash_observation
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult

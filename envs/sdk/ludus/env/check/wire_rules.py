@@ -16,7 +16,7 @@ from ludus.env.check.wire_players import (
     WirePlayer,
     encode_result,
 )
-from ludus.env.client.client import AsyncSession, encode_action
+from ludus.env.client.session import AsyncSession, encode_action
 from ludus.env.contract.rules import expect, expect_same
 from ludus.env.contract.schema import find_fault
 from ludus.env.types import StepResult

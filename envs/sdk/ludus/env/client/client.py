@@ -1,48 +1,34 @@
-"""The asynchronous client for sessions of a remote environment, the same over every wire.
+"""The clients for sessions of a remote environment, the same over every wire.
 
 async with await AsyncEnvClient.connect("grpc://127.0.0.1:18000") as client:
     session, first = await client.open(seed=7)
     result = await session.step({"action_id": 1})
     result = await session.step(text="STAND")
+
+`EnvClient` has the same calls without `await`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 
+from ludus.env.backoff import retry_refused
+from ludus.env.client.loop import LoopThread, keep, synchronous
 from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
-from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, unwritable_error
+from ludus.env.client.session import AsyncSession, OpenedWire, Session
+from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.address import parse_address
-from ludus.env.transports.discovery import HttpClient
+from ludus.env.transports.address import ConnectOptions, RemoteServer, parse_address
 from ludus.env.transports.grpc import GrpcTransport
-from ludus.env.transports.interface import (
-    ConnectOptions,
-    OpenedWire,
-    RemoteServer,
-    Transport,
-    WireSession,
-    retry_refused,
-    retry_unavailable,
-)
-from ludus.env.transports.openenv_01 import LegacyHttpTransport
-from ludus.env.transports.websocket import WebSocketTransport
-from ludus.env.types import Action, EnvironmentDescription, JsonObject, StepResult
-from ludus.proto.errors import (
-    EpisodeStateError,
-    ErrorCode,
-    InfrastructureError,
-    InvalidCallError,
-    SessionLostError,
-)
+from ludus.env.transports.openenv import OpenEnvTransport
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.proto.errors import InvalidCallError
 
 
 class AsyncEnvClient:
     """A connection to an environment server or a gateway, with any number of sessions."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: GrpcTransport | OpenEnvTransport) -> None:
         self.transport = transport
 
     @classmethod
@@ -61,10 +47,11 @@ class AsyncEnvClient:
             AuthenticationError: the token is missing or wrong.
         """
         server = RemoteServer(parse_address(address), options or ConnectOptions())
-        timeout_s = server.options.connect_timeout_s
-        transport = await _make_transport(server, timeout_s)
+        if not server.address.is_grpc:
+            return cls(await OpenEnvTransport.connect(server))
+        transport = GrpcTransport(server)
         try:
-            await transport.connect(timeout_s)
+            await transport.connect(server.options.connect_timeout_s)
         except BaseException:
             await transport.close()
             raise
@@ -112,10 +99,8 @@ class AsyncEnvClient:
             linger_s=linger_s,
             with_text=with_text,
         )
-        if resume:
-            args = await self._require_replayable(args)
-        opened = await retry_refused(lambda: self.transport.open(args), wait_s)
-        return self._make_session(opened, args, resume)
+        [opened] = await self._open(args, None, resume, wait_s)
+        return opened
 
     async def open_group(
         self,
@@ -145,10 +130,7 @@ class AsyncEnvClient:
             linger_s=linger_s,
             with_text=with_text,
         )
-        if resume:
-            args = await self._require_replayable(args)
-        group = await retry_refused(lambda: self.transport.open_group(args, size), wait_s)
-        return [self._make_session(opened, args, resume) for opened in group]
+        return await self._open(args, size, resume, wait_s)
 
     async def open_session(self) -> AsyncSession:
         """Open a session that must be reset before its first step."""
@@ -165,9 +147,22 @@ class AsyncEnvClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _require_replayable(self, args: OpenArgs) -> OpenArgs:
-        check_replayable(await self.transport.describe())
-        return dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
+    async def _open(
+        self, args: OpenArgs, group_size: int | None, resume: bool | ResumeLimits, wait_s: float
+    ) -> list[tuple[AsyncSession, StepResult]]:
+        if resume:
+            check_replayable(await self.transport.describe())
+            args = dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
+
+        async def attempt() -> list[OpenedWire]:
+            if group_size is None:
+                return [await self.transport.open(args)]
+            return [*await self.transport.open_group(args, group_size)]
+
+        return [
+            self._make_session(opened, args, resume)
+            for opened in await retry_refused(attempt, wait_s)
+        ]
 
     def _make_session(
         self, opened: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
@@ -180,179 +175,51 @@ class AsyncEnvClient:
         return AsyncSession(wire, args.close_when_done), first
 
 
-class AsyncSession:
-    """One session of a remote environment, with one call at a time.
+def _make_opened(
+    opened: tuple[AsyncSession, StepResult], loop: LoopThread
+) -> tuple[Session, StepResult]:
+    session, first_result = opened
+    return Session(session, loop), first_result
 
-    Steps are numbered, so that the client can repeat a step without taking it twice. A call that
-    is cancelled or times out ends the session, because its effect is unknown.
+
+def _make_group(
+    group: list[tuple[AsyncSession, StepResult]], loop: LoopThread
+) -> list[tuple[Session, StepResult]]:
+    return [_make_opened(opened_session, loop) for opened_session in group]
+
+
+class EnvClient:
+    """A connection to an environment server or a gateway, with any number of sessions.
+
+    Its methods have the arguments of the methods of `AsyncEnvClient`.
     """
 
-    __slots__ = ("_busy", "_close_when_done", "_gone", "_step_index", "wire")
+    def __init__(self, asynchronous: AsyncEnvClient, loop: LoopThread) -> None:
+        self.asynchronous = asynchronous
+        self.loop = loop
 
-    def __init__(self, wire: WireSession, close_when_done: bool) -> None:
-        self.wire = wire
-        """The session on the wire, for calls that choose their own step number."""
-        self._close_when_done = close_when_done
-        self._step_index = 0
-        self._busy = False
-        self._gone: str | None = None
-
-    @property
-    def id(self) -> str:
-        """The session's id on the server. It changes when the session is rebuilt."""
-        return self.wire.session_id
-
-    @property
-    def tools_id(self) -> str:
-        """The id for an agent, which can only call the session's tools.
-
-        Empty if the environment has no tools, or its server does not support such ids.
-        """
-        return self.wire.tools_session_id
-
-    @property
-    def step_index(self) -> int:
-        """The number of steps taken in this episode."""
-        return self._step_index
-
-    @property
-    def num_resumes(self) -> int:
-        """The number of times that the session was lost and rebuilt by replay."""
-        return self.wire.num_resumes if isinstance(self.wire, ReplayingSession) else 0
-
-    async def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: JsonObject | None = None,
-        episode_id: str = "",
-    ) -> StepResult:
-        """Start a new episode and return its first result."""
-        self._begin()
+    @classmethod
+    def connect(cls, address: str, options: ConnectOptions | None = None) -> EnvClient:
+        """Return a client once the server has responded; see `AsyncEnvClient.connect`."""
+        loop = LoopThread()
         try:
-            outcome = await self.wire.reset(ResetArgs(seed, episode_id, options or {}))
-        except BaseException as error:
-            self._end_step(error)
+            return cls(loop.run(AsyncEnvClient.connect(address, options)), loop)
+        except BaseException:
+            loop.stop()
             raise
-        self._end_step(outcome)
-        return outcome
 
-    async def step(
-        self, action: Action | JsonObject | None = None, *, text: str | None = None
-    ) -> StepResult:
-        """Return the result of an action, which is JSON or a language model's text.
+    describe = synchronous(AsyncEnvClient.describe, keep)
+    open = synchronous(AsyncEnvClient.open, _make_opened)
+    open_group = synchronous(AsyncEnvClient.open_group, _make_group)
+    open_session = synchronous(AsyncEnvClient.open_session, Session)
 
-        Raises:
-            ActionError: the action is invalid; the episode is unchanged.
-            InfrastructureError: the session has ended and its episode is void.
-        """
-        if (action is None) == (text is None):
-            raise InvalidCallError("expected either an action or a text, got both or neither")
-        encoded = encode_action(action if text is None else text)
-        self._begin()
-        try:
-            result = await self.wire.step(encoded, self._step_index + 1)
-        except BaseException as error:
-            self._end_step(error)
-            raise
-        self._end_step(result)
-        return result
+    def close(self) -> None:
+        """Close the connection and all its sessions."""
+        self.loop.run(self.asynchronous.close())
+        self.loop.stop()
 
-    async def state(self) -> JsonObject:
-        """Return the environment's state."""
-        self._begin()
-        try:
-            return await self.wire.state()
-        except BaseException as error:
-            self._drop_on(error)
-            raise
-        finally:
-            self._busy = False
-
-    async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
-        """Call a tool of the environment and return its result; the episode takes no step.
-
-        Raises:
-            ToolError: there is no such tool, or it failed; the episode continues.
-            InfrastructureError: the session has ended and its episode is void.
-        """
-        self._begin()
-        try:
-            return await self.wire.call_tool(name, arguments or {})
-        except BaseException as error:
-            self._drop_on(error)
-            raise
-        finally:
-            self._busy = False
-
-    async def close(self) -> None:
-        """Close the session. Closing a session that has ended is not an error."""
-        if self._gone is None:
-            self._gone = "it was closed"
-            with contextlib.suppress(SessionLostError):
-                await self.wire.close()
-
-    async def __aenter__(self) -> AsyncSession:
+    def __enter__(self) -> EnvClient:
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    def _begin(self) -> None:
-        if self._gone is not None:
-            raise SessionLostError(f"session {self.id!r} has ended: {self._gone}; open a new one")
-        if self._busy:
-            raise EpisodeStateError(
-                f"session {self.id!r} got a second call while the first is pending; await the"
-                " first call",
-                ErrorCode.STEP_CONFLICT,
-            )
-        self._busy = True
-
-    def _end_step(self, outcome: StepResult | BaseException) -> None:
-        self._busy = False
-        if not isinstance(outcome, StepResult):
-            self._drop_on(outcome)
-            return
-        self._step_index = outcome.step_index
-        if self._close_when_done and outcome.done:
-            self._gone = "its episode ended and it was opened with close_when_done"
-
-    def _drop_on(self, error: BaseException) -> None:
-        if isinstance(error, InfrastructureError):
-            self._gone = error.message.removesuffix("; open a new one")
-        elif isinstance(error, asyncio.CancelledError):
-            self._gone = "a pending call was cancelled"
-        else:
-            return
-        self.wire.abandon()
-
-
-def encode_action(action: Action | JsonObject | str | None) -> bytes | str:
-    """Return a text unchanged, and any other action as JSON bytes.
-
-    Raises:
-        InvalidCallError: the action cannot be encoded.
-    """
-    if isinstance(action, Action):
-        try:
-            return action.__pydantic_serializer__.to_json(action)
-        except ValueError as error:
-            raise unwritable_error("an action", error) from None
-    if isinstance(action, str):
-        try:
-            action.encode()
-        except UnicodeEncodeError as error:
-            raise unwritable_error("a text", error) from None
-        return action
-    return plain_json(action, "an action")
-
-
-async def _make_transport(server: RemoteServer, timeout_s: float) -> Transport:
-    """Return the transport for the address. An http:// server is queried for its protocol."""
-    if server.address.is_grpc:
-        return GrpcTransport(server)
-    discovered = await retry_unavailable(HttpClient(server).discover, timeout_s)
-    if discovered.is_legacy and not server.address.is_websocket:
-        return LegacyHttpTransport(server, discovered)
-    return WebSocketTransport(server, discovered)
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -20,13 +20,14 @@ import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
+from ludus.env.backoff import retry_refused
+from ludus.env.client.session import OpenedWire, WireSession
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.interface import OpenedWire, WireSession, retry_refused
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
     CapacityError,
@@ -41,6 +42,7 @@ from ludus.proto.errors import (
 )
 
 ResultT = TypeVar("ResultT")
+OutcomeT = TypeVar("OutcomeT", StepResult, JsonObject)
 Opener = Callable[[OpenArgs], Awaitable[OpenedWire]]
 
 _PAUSE_STEP_S = 0.5
@@ -58,35 +60,14 @@ class ResumeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _RecordedStep:
-    """A step of the current episode."""
-
-    action: bytes | str
-    step_index: int
-    digest: bytes
-
-    async def replay(self, wire: WireSession) -> bytes:
-        """Repeat the step in another session and return the digest of its result."""
-        return digest_outcome(await wire.step(self.action, self.step_index))
-
-    def __str__(self) -> str:
-        return f"step {self.step_index}"
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordedToolCall:
-    """A tool call of the current episode."""
+class _RecordedCall:
+    """A step or a tool call of the current episode."""
 
     name: str
-    arguments: JsonObject
+    repeat: Callable[[WireSession], Awaitable[StepResult | JsonObject]]
+    """Makes the call in a session."""
     digest: bytes
-
-    async def replay(self, wire: WireSession) -> bytes:
-        """Repeat the call in another session and return the digest of its result."""
-        return digest_json(await wire.call_tool(self.name, self.arguments))
-
-    def __str__(self) -> str:
-        return f"the call of tool '{self.name}'"
+    """Digest of the result or error."""
 
 
 def check_replayable(description: EnvironmentDescription) -> None:
@@ -105,14 +86,13 @@ def check_replayable(description: EnvironmentDescription) -> None:
 
 
 class ReplayingSession:
-    """A wire session that is rebuilt when it is lost. Its id then changes."""
+    """A wire session that is rebuilt when it is lost. Its ids then change.
+
+    `WireSession` documents its methods.
+    """
 
     def __init__(
-        self,
-        open_wire: Opener,
-        args: OpenArgs,
-        opened: OpenedWire,
-        limits: ResumeLimits,
+        self, open_wire: Opener, args: OpenArgs, opened: OpenedWire, limits: ResumeLimits
     ) -> None:
         self.num_resumes = 0
         """Number of times that the session was rebuilt."""
@@ -124,21 +104,18 @@ class ReplayingSession:
         assert first is not None, "a reset was requested"
         self._reset = args.reset
         self._first_digest = digest_outcome(first)
-        self._calls: list[_RecordedStep | _RecordedToolCall] = []
+        self._calls: list[_RecordedCall] = []
         """The calls of the current episode, in order."""
 
     @property
     def session_id(self) -> str:
-        """The id of the current wire session."""
         return self._wire.session_id
 
     @property
     def tools_session_id(self) -> str:
-        """The id that can only call the session's tools. It changes when the session is rebuilt."""
         return self._wire.tools_session_id
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """Start a new episode and return its first result."""
         args = DefaultSeeds().fill(args)
         try:
             first = await self._wire.reset(args)
@@ -148,23 +125,25 @@ class ReplayingSession:
         return first
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """Return the result of an action. Bytes are JSON; a str is text."""
-        return await self._resume_on_loss(lambda: self._recorded_step(action, step_index))
+        return await self._resume_on_loss(
+            lambda: self._record(f"step {step_index}", lambda wire: wire.step(action, step_index))
+        )
 
     async def state(self) -> JsonObject:
-        """Return the environment's state."""
         return await self._resume_on_loss(lambda: self._wire.state())
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Call a tool of the environment and return its result."""
-        return await self._resume_on_loss(lambda: self._recorded_call(name, arguments))
+        arguments = copy.deepcopy(arguments)
+        return await self._resume_on_loss(
+            lambda: self._record(
+                f"the call of tool '{name}'", lambda wire: wire.call_tool(name, arguments)
+            )
+        )
 
     async def close(self) -> None:
-        """Close the session."""
         await self._wire.close()
 
     def abandon(self) -> None:
-        """Ask the server to close the session, without waiting for the response."""
         self._wire.abandon()
 
     async def _resume_on_loss(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -179,25 +158,16 @@ class ReplayingSession:
 
             return await self._retry(error, rebuild_and_call)
 
-    async def _recorded_step(self, action: bytes | str, step_index: int) -> StepResult:
-        """Take a step and record it. A failed step is recorded too, as it may have had effects."""
+    async def _record(
+        self, name: str, call: Callable[[WireSession], Awaitable[OutcomeT]]
+    ) -> OutcomeT:
+        """Make a call and record it. A failed call is recorded too, as it may have had effects."""
         try:
-            result = await self._wire.step(action, step_index)
-        except ExecutionError as error:
-            self._calls.append(_RecordedStep(action, step_index, digest_outcome(error)))
-            raise
-        self._calls.append(_RecordedStep(action, step_index, digest_outcome(result)))
-        return result
-
-    async def _recorded_call(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Call a tool and record the call. A failed call is recorded too: it may have effects."""
-        arguments = copy.deepcopy(arguments)
-        try:
-            result = await self._wire.call_tool(name, arguments)
+            result = await call(self._wire)
         except (ToolError, ExecutionError) as error:
-            self._calls.append(_RecordedToolCall(name, arguments, digest_outcome(error)))
+            self._calls.append(_RecordedCall(name, call, digest_outcome(error)))
             raise
-        self._calls.append(_RecordedToolCall(name, arguments, digest_json(result)))
+        self._calls.append(_RecordedCall(name, call, digest_outcome(result)))
         return result
 
     async def _retry(
@@ -235,12 +205,12 @@ class ReplayingSession:
         self._compare("the reset", self._first_digest, digest_outcome(first))
         for call in self._calls:
             try:
-                digest = await call.replay(self._wire)
+                digest = digest_outcome(await call.repeat(self._wire))
             except InfrastructureError:
                 raise
             except EnvError as error:
                 digest = digest_outcome(error)
-            self._compare(str(call), call.digest, digest)
+            self._compare(call.name, call.digest, digest)
         self.num_resumes += 1
 
     async def _open(self, reset: ResetArgs) -> tuple[WireSession, StepResult]:
@@ -265,27 +235,23 @@ class ReplayingSession:
             )
 
 
-def digest_outcome(outcome: StepResult | EnvError) -> bytes:
+def digest_outcome(outcome: StepResult | JsonObject | EnvError) -> bytes:
     """Return a digest that is equal for two outcomes if a player cannot distinguish them."""
     digest = hashlib.blake2b(digest_size=16)
+    visible: Any = outcome
     if isinstance(outcome, EnvError):
-        digest.update(outcome.code.encode())
-        return digest.digest()
-    visible = [
-        outcome.observation,
-        outcome.reward,
-        outcome.terminated,
-        outcome.truncated,
-        outcome.step_index,
-        outcome.success,
-    ]
+        visible = outcome.code
+    elif isinstance(outcome, StepResult):
+        visible = [
+            outcome.observation,
+            outcome.reward,
+            outcome.terminated,
+            outcome.truncated,
+            outcome.step_index,
+            outcome.success,
+        ]
+        for name, array in sorted(outcome.tensors.items()):
+            digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
+            digest.update(array.tobytes())
     digest.update(orjson.dumps(visible, option=_DIGEST_OPTIONS))
-    for name, array in sorted(outcome.tensors.items()):
-        digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
-        digest.update(array.tobytes())
     return digest.digest()
-
-
-def digest_json(value: JsonObject) -> bytes:
-    """Return a digest of a tool's result."""
-    return hashlib.blake2b(orjson.dumps(value, option=_DIGEST_OPTIONS), digest_size=16).digest()

@@ -16,15 +16,16 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel
 
+from ludus.env.client.client import EnvClient
 from ludus.env.client.containers import (
     READY_TIMEOUT_S,
     ContainerProvider,
     LocalContainers,
     hub_image,
 )
-from ludus.env.client.sync import EnvClient, Session
+from ludus.env.client.session import Session
 from ludus.env.security.variables import TOKEN_VARIABLE
-from ludus.env.transports.interface import ConnectOptions
+from ludus.env.transports.address import ConnectOptions
 from ludus.env.types import Action, StepResult, TextView
 
 ActionT = TypeVar("ActionT", bound=Action)

@@ -1,8 +1,8 @@
 """Limits on the pending calls and replies of one stream.
 
-    batches --check_batches--> pending calls --> replies --ReplyWriter--> stream
-                     ^                                        |
-                     +-------- continues below the limits ----+
+    batches --> pending calls --> replies --ReplyWriter--> stream
+       ^                                        |
+       +-------- continues below the limits ----+
 
 The server stops reading from a client that sends calls faster than they can be answered, or that
 does not read its replies. Other clients are not affected.
@@ -11,34 +11,13 @@ does not read its replies. Other clients are not affected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import TypeAlias
 
-from ludus.env.limits import (
-    MAX_BATCH_BYTES,
-    MAX_BYTES_AHEAD,
-    MAX_CALLS_AHEAD,
-    MAX_CALLS_PER_MESSAGE,
-)
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_BYTES_AHEAD, MAX_CALLS_AHEAD
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import InvalidCallError
 
 Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
-
-
-async def check_batches(batches: AsyncIterable[pb.CallBatch]) -> AsyncIterator[pb.CallBatch]:
-    """Yield the batches.
-
-    Raises:
-        InvalidCallError: a batch contains too many calls, which ends its stream.
-    """
-    async for batch in batches:
-        if len(batch.calls) > MAX_CALLS_PER_MESSAGE:
-            raise InvalidCallError(
-                f"expected at most {MAX_CALLS_PER_MESSAGE} calls in one message, got"
-                f" {len(batch.calls)}; send them in several"
-            )
-        yield batch
 
 
 class Backlog:
@@ -141,7 +120,7 @@ class ReadAhead:
     async def read(self) -> None:
         """Read until the batches end or reading raises an error."""
         try:
-            async for batch in check_batches(self._batches):
+            async for batch in self._batches:
                 self._pending.extend(batch.calls)
                 self._num_bytes += batch.ByteSize()
                 self._has_news.set()

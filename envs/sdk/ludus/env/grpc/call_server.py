@@ -11,13 +11,7 @@ import time
 from collections.abc import AsyncIterable, Iterable, Iterator
 
 from ludus.env.encoding import EncodedResult
-from ludus.env.grpc.backlog import (
-    Backlog,
-    ReadAhead,
-    ReplyWriter,
-    Write,
-    check_batches,
-)
+from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter, Write
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
     call_session_id,
@@ -48,6 +42,16 @@ class CallServer:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._immediate = sessions.immediate
+        self._methods = {
+            "open": self._open,
+            "open_group": self._open_group,
+            "reset": self._reset,
+            "step": self._step,
+            "state": self._state,
+            "call_tool": self._call_tool,
+            "detach": self._detach,
+            "close": self._close,
+        }
 
     async def serve(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
@@ -61,50 +65,51 @@ class CallServer:
         finally:
             self._sessions.release(connection)
 
-    async def open(
-        self, request: pb.OpenRequest, response: pb.OpenResponse, connection: Connection | None
-    ) -> None:
-        """Open a session."""
-        fill_opened(response, await self._sessions.open(read_open_args(request), connection))
+    # -- calls -------------------------------------------------------------------------
 
-    async def open_group(
-        self,
-        request: pb.OpenGroupRequest,
-        response: pb.OpenGroupResponse,
-        connection: Connection | None,
-    ) -> None:
-        """Open a group of sessions."""
+    async def _open(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        args = read_open_args(call.open)
+        fill_opened(reply.open, await self._sessions.open(args, connection))
+
+    async def _open_group(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        request = call.open_group
         size = len(request.session_ids) or request.size
         if not 1 <= size <= MAX_GROUP_SIZE:
             raise InvalidCallError(f"a group must have 1 to {MAX_GROUP_SIZE} sessions, got {size}")
         args = read_open_args(request.open)
         ids = list(request.session_ids)
         for opened_session in await self._sessions.open_group(args, size, connection, ids):
-            fill_opened(response.sessions.add(), opened_session)
+            fill_opened(reply.open_group.sessions.add(), opened_session)
 
-    async def _reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
-        args = read_reset_args(request.args)
-        fill_result(
-            response, request.session_id, await self._sessions.reset(request.session_id, args)
-        )
+    async def _reset(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        session_id, args = call.reset.session_id, read_reset_args(call.reset.args)
+        fill_result(reply.result, session_id, await self._sessions.reset(session_id, args))
 
-    async def _step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
-        session_id = request.session_id
+    async def _step(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        step = call.step
         result = await self._sessions.step(
-            session_id, read_action(request), request.step_index, request.timeout_s
+            step.session_id, read_action(step), step.step_index, step.timeout_s
         )
-        fill_result(response, session_id, result)
+        fill_result(reply.result, step.session_id, result)
 
-    async def _state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
-        response.state_json = await self._sessions.state(request.session_id)
-        response.session_id = request.session_id
+    async def _state(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        reply.state.state_json = await self._sessions.state(call.state.session_id)
+        reply.state.session_id = call.state.session_id
 
-    async def _call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
+    async def _call_tool(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        request = call.call_tool
         arguments = read_object(request.arguments_json, "arguments_json")
-        response.result_json = await self._sessions.call_tool(
-            request.session_id, request.name, arguments
-        )
-        response.session_id = request.session_id
+        result_json = await self._sessions.call_tool(request.session_id, request.name, arguments)
+        reply.call_tool.result_json = result_json
+        reply.call_tool.session_id = request.session_id
+
+    async def _detach(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        await self._sessions.detach(call.detach.session_id, connection)
+        reply.close.SetInParent()
+
+    async def _close(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        await self._sessions.close(call.close.session_id)
+        reply.close.SetInParent()
 
     # -- streams -----------------------------------------------------------------------
 
@@ -133,10 +138,11 @@ class CallServer:
     ) -> None:
         response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
         self._sessions.attach(called_sessions(calls), connection)
-        turn = _Turn()
+        turn_end_s = time.monotonic() + TURN_S
         for call in calls:
-            if turn.is_over():
-                await turn.next()
+            if time.monotonic() >= turn_end_s:
+                await asyncio.sleep(0)  # other tasks run
+                turn_end_s = time.monotonic() + TURN_S
             if num_bytes > MAX_BATCH_BYTES or num_replies >= _ENOUGH_REPLIES:
                 await write(response)
                 response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
@@ -158,7 +164,7 @@ class CallServer:
         tasks: set[asyncio.Task[None]] = set()
         writing = asyncio.create_task(replies.write_forever())
         try:
-            async for batch in check_batches(batches):
+            async for batch in batches:
                 self._sessions.attach(called_sessions(batch.calls), connection)
                 for call in batch.calls:
                     await backlog.wait_for_room()
@@ -188,47 +194,18 @@ class CallServer:
             backlog.remove(num_bytes)
 
     async def _answer(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
-        if call.HasField("trace"):
-            name = f"ludus.env/{call.WhichOneof('call')}"
-            with server_span(name, call.trace.traceparent, call.trace.request_id):
-                await self._answer_untraced(call, reply, connection)
-        else:
-            await self._answer_untraced(call, reply, connection)
-
-    async def _answer_untraced(
-        self, call: pb.Call, reply: pb.Reply, connection: Connection
-    ) -> None:
-        try:
-            match call.WhichOneof("call"):
-                case "step":
-                    await self._step(call.step, reply.result)
-                case "open":
-                    await self.open(call.open, reply.open, connection)
-                case "open_group":
-                    await self.open_group(call.open_group, reply.open_group, connection)
-                case "reset":
-                    await self._reset(call.reset, reply.result)
-                case "state":
-                    await self._state(call.state, reply.state)
-                case "call_tool":
-                    await self._call_tool(call.call_tool, reply.call_tool)
-                case "close" | "detach":
-                    await self._end(call, reply, connection)
-                case _:
+        name, trace = f"ludus.env/{call.WhichOneof('call')}", call.trace
+        with server_span(name, trace.traceparent, trace.request_id):
+            try:
+                method = self._methods.get(call.WhichOneof("call"))
+                if method is None:
                     raise InvalidCallError(
-                        "expected one of open, open_group, reset, step, state,"
-                        " call_tool, detach, close; got an empty call",
+                        f"expected one of {', '.join(self._methods)}; got an empty call",
                         ErrorCode.UNKNOWN_TYPE,
                     )
-        except Exception as error:  # noqa: BLE001 - one call's failure must not end the stream
-            fill_failure(reply, error, call_session_id(call))
-
-    async def _end(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
-        if call.HasField("close"):
-            await self._sessions.close(call.close.session_id)
-        else:
-            await self._sessions.detach(call.detach.session_id, connection)
-        reply.close.SetInParent()
+                await method(call, reply, connection)
+            except Exception as error:  # noqa: BLE001 - one call's failure must not end the stream
+                fill_error(reply.error, to_env_error(error), call_session_id(call))
 
 
 def _step_now(
@@ -242,30 +219,9 @@ def _step_now(
         result = immediate.step_now(session_id, action, request.step_index)
         fill_result(reply.result, session_id, result)
     except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
-        fill_failure(reply, error, session_id)
+        fill_error(reply.error, to_env_error(error), session_id)
         return None
     return result
-
-
-class _Turn:
-    """A limited stretch of work, after which the event loop can run other tasks."""
-
-    def __init__(self) -> None:
-        self._ends_s = time.monotonic() + TURN_S
-
-    def is_over(self) -> bool:
-        """Return True after the time limit."""
-        return time.monotonic() >= self._ends_s
-
-    async def next(self) -> None:
-        """Let other tasks run, and start the next turn."""
-        await asyncio.sleep(0)
-        self._ends_s = time.monotonic() + TURN_S
-
-
-def fill_failure(reply: pb.Reply, error: Exception, session_id: str) -> None:
-    """Write an error into a reply, which replaces an incomplete result."""
-    fill_error(reply.error, to_env_error(error), session_id)
 
 
 def called_sessions(calls: Iterable[pb.Call]) -> Iterator[str]:

@@ -37,15 +37,26 @@ _CONNECTING_TIMEOUT_S = 5.0
 """Time limit of one connection attempt. With TLS, an attempt takes four round trips."""
 
 
-def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOptions:
-    """Return the options of a channel to a server.
+def open_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str | None,
+    *,
+    keepalive_s: float,
+    keepalive_timeout_s: float,
+    options: ChannelOptions = (),
+) -> grpc.aio.Channel:
+    """Open a channel to host:port, which uses no TLS if there are no credentials.
 
     Args:
+        server_name: name in the TLS certificate. Default: the host.
         keepalive_s: time without traffic after which the connection is probed.
         keepalive_timeout_s: time limit for the response to the probe.
+        options: further options of gRPC.
     """
     timeout_ms = round(keepalive_timeout_s * 1000)
-    return (
+    options = (
+        *options,
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),
@@ -61,24 +72,11 @@ def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOp
         # Without this limit, a bandwidth probe without a response delays the keepalive by a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
     )
-
-
-def server_name_options(server_name: str | None) -> ChannelOptions:
-    """Return options that expect another name in a TLS certificate than the address's host."""
-    if not server_name:
-        return ()
-    return (
-        ("grpc.ssl_target_name_override", server_name),
-        ("grpc.default_authority", server_name),
-    )
-
-
-def open_channel(
-    target: str, credentials: grpc.ChannelCredentials | None, options: ChannelOptions
-) -> grpc.aio.Channel:
-    """Open a channel to host:port, which uses no TLS if there are no credentials."""
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
+    if server_name:
+        overrides = ("grpc.ssl_target_name_override", "grpc.default_authority")
+        options += tuple((name, server_name) for name in overrides)
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 

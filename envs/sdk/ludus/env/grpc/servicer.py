@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ludus.env.grpc.call_server import CallServer
-from ludus.env.limits import MAX_CALL_FIELDS
+from ludus.env.limits import MAX_CALL_FIELDS, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.protobuf import CONNECTED_KEY, describe_message
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.messages.wire_format import check_fields
@@ -67,10 +67,17 @@ async def parse_batches(
     """Yield the batches of calls in a stream, and parse the messages that are still bytes.
 
     Raises:
-        InvalidCallError: a message is malformed, or has far too many fields to be parsed.
+        InvalidCallError: a message is malformed, has far too many fields to be parsed, or contains
+            too many calls. The error ends the stream.
     """
     async for message in messages:
-        yield message if isinstance(message, pb.CallBatch) else _parse(message)
+        batch = message if isinstance(message, pb.CallBatch) else _parse(message)
+        if len(batch.calls) > MAX_CALLS_PER_MESSAGE:
+            raise InvalidCallError(
+                f"expected at most {MAX_CALLS_PER_MESSAGE} calls in one message, got"
+                f" {len(batch.calls)}; send them in several"
+            )
+        yield batch
 
 
 def _parse(message: bytes) -> pb.CallBatch:

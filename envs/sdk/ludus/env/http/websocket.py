@@ -25,8 +25,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.sessions import EvictableSessions
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGoneError
+from ludus.env.asgi.sessions import EvictableSessions, require_session, shorten
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, accept_socket
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
@@ -40,16 +40,15 @@ from ludus.env.messages.openenv import (
     error_data,
     frame,
     ludus_payload,
-    observation_frame,
+    observation_payload,
     reset_args,
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
-from ludus.env.sessions.interface import Connection, OpenArgs, OpenResult, Sessions
+from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
 from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
-    AuthenticationError,
     EnvError,
     ErrorCode,
     InvalidCallError,
@@ -57,7 +56,6 @@ from ludus.proto.errors import (
     to_env_error,
 )
 
-_MAX_SHOWN_CHARS = 200
 _MESSAGE_TYPES: dict[str, type[BaseModel]] = {
     "reset": ResetMessage,
     "step": StepMessage,
@@ -89,41 +87,23 @@ class WebSocketWire:
         upstream = query.get("ludus") != ["1"]
         with_text = not upstream and query.get("text") != ["0"]
         existing_id = query.get("session_id", [""])[0]
-        socket = AsgiSocket(scope, receive, send)
-        connection = Connection()
-        if socket.direct is not None:
-            socket.direct.set_close_callback(lambda: self._sessions.release(connection))
-        try:
-            await socket.accept()
+        async with accept_socket(scope, receive, send, self._sessions) as (socket, connection):
             try:
-                opened = (
-                    OpenResult(existing_id, None)
-                    if existing_id
-                    else await self._open(socket, connection, with_text)
-                )
+                opened = OpenResult(existing_id, None)
+                if not existing_id:
+                    opening = self._sessions.open(OpenArgs(with_text=with_text), connection)
+                    opened = await socket.run_while_connected(opening)
                 server = _WebSocketServer(socket, self._sessions, self._mcp, opened, upstream)
                 await self._serve(server, opened.session_id, is_guest=bool(existing_id))
             except EnvError as error:
                 data = error_data(error, self._sessions, upstream=upstream)
                 await socket.send(frame("error", data))
-            await socket.close()
-        except SocketGoneError:
-            return
-        finally:
-            socket.abandon()
-            self._sessions.release(connection)
-
-    async def _open(
-        self, socket: AsgiSocket, connection: Connection, with_text: bool
-    ) -> OpenResult:
-        return await socket.run_while_connected(
-            self._sessions.open(OpenArgs(with_text=with_text), connection)
-        )
 
     async def _serve(self, server: _WebSocketServer, session_id: str, *, is_guest: bool) -> None:
         """Serve the connection; a guest does not close the session at the end."""
         if is_guest:
-            await self._check_exists(session_id)
+            await require_session(self._sessions, session_id)
+            self._evictable.mark_used(session_id)
         if not self._sockets.claim(session_id, server):
             raise SessionLostError(
                 f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
@@ -134,15 +114,6 @@ class WebSocketWire:
             must_close = self._sockets.remove(session_id) or not is_guest
             if must_close:
                 await self._sessions.close(session_id)
-
-    async def _check_exists(self, session_id: str) -> None:
-        try:
-            await self._sessions.state(session_id)
-        except (SessionLostError, AuthenticationError):
-            raise SessionLostError(
-                f"Unknown session_id: {_shorten(session_id)}", ErrorCode.SESSION_ERROR
-            ) from None
-        self._evictable.mark_used(session_id)
 
 
 class _WebSocketServer:
@@ -233,14 +204,10 @@ class _WebSocketServer:
                 return None
             return self._first_frame(self._immediate.reset_now(self._session_id, args))
         action, step_index = plain
-        if isinstance(action, str):
-            result = self._immediate.step_now(self._session_id, action, step_index)
-        elif self._mcp.understands(action):
+        if isinstance(action, dict) and self._mcp.understands(action):
             return None
-        else:
-            encoded_action = action_json(action)
-            result = self._immediate.step_now(self._session_id, encoded_action, step_index)
-        return self._result_frame(result)
+        encoded = action if isinstance(action, str) else action_json(action)
+        return self._result_frame(self._immediate.step_now(self._session_id, encoded, step_index))
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
         plain = _plain_step(raw, self._upstream)
@@ -249,14 +216,18 @@ class _WebSocketServer:
         kind = raw.get("type", "")
         message_type = self._message_types.get(kind) if isinstance(kind, str) else None
         if message_type is None:
-            text = f"Unknown message type: {_shorten(kind)}"
-            raise InvalidCallError(text, ErrorCode.UNKNOWN_TYPE)
+            raise InvalidCallError(
+                f"Unknown message type: {shorten(str(kind))}", ErrorCode.UNKNOWN_TYPE
+            )
         message = message_type.model_validate(raw)
         match message:
             case StepMessage():
                 return await self._step(message.data, 0)
             case LudusStepMessage():
-                return await self._ludus_step(message)
+                action = message.text if message.data is None else message.data
+                if action is None or (message.text is not None and message.data is not None):
+                    raise InvalidCallError("a step needs either data or text, got both or neither")
+                return await self._step(action, message.step_index)
             case ResetMessage():
                 args = reset_args(message.data, self._sessions.description, lenient=self._upstream)
                 return self._first_frame(await self._sessions.reset(self._session_id, args))
@@ -269,22 +240,11 @@ class _WebSocketServer:
         return None
 
     async def _step(self, action: JsonObject | str, step_index: int) -> bytes:
-        if isinstance(action, str):
-            step = self._sessions.step(self._session_id, action, step_index)
-            return self._result_frame(await step)
-        if self._mcp.understands(action):
-            data = await self._mcp.step(self._session_id, action)
-            return frame("observation", orjson.Fragment(data))
-        step = self._sessions.step(self._session_id, action_json(action), step_index)
-        return self._result_frame(await step)
-
-    async def _ludus_step(self, message: LudusStepMessage) -> bytes:
-        if (message.text is None) == (message.data is None):
-            raise InvalidCallError("a step needs either data or text, got both or neither")
-        if message.data is not None:
-            return await self._step(message.data, message.step_index)
-        assert message.text is not None, "the message has either data or text"
-        return await self._step(message.text, message.step_index)
+        if isinstance(action, dict) and self._mcp.understands(action):
+            payload_json = await self._mcp.step(self._session_id, action)
+            return frame("observation", orjson.Fragment(payload_json))
+        encoded = action if isinstance(action, str) else action_json(action)
+        return self._result_frame(await self._sessions.step(self._session_id, encoded, step_index))
 
     def _first_frame(self, result: EncodedResult) -> bytes:
         if self._upstream or not self._tools_session_id:
@@ -293,9 +253,8 @@ class _WebSocketServer:
         return frame("observation", payload)
 
     def _result_frame(self, result: EncodedResult) -> bytes:
-        if self._upstream:
-            return observation_frame(result)
-        return frame("observation", ludus_payload(result))
+        payload = observation_payload(result) if self._upstream else ludus_payload(result)
+        return frame("observation", payload)
 
     def _error_data(self, error: EnvError) -> JsonObject:
         return error_data(error, self._sessions, upstream=self._upstream)
@@ -349,8 +308,3 @@ def _run_in_current_context(
         return handler
     context = contextvars.copy_context()
     return lambda text: context.run(handler, text)
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

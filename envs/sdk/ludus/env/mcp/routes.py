@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGoneError
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, accept_socket
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
     McpCaller,
@@ -75,34 +75,19 @@ class McpSocket:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then close its session."""
-        socket = AsgiSocket(scope, receive, send)
-        connection = Connection()
-        caller = McpCaller(is_managed=True, connection=connection)
-        if socket.direct is not None:
-            socket.direct.set_close_callback(lambda: self._sessions.release(connection))
-        server = _McpSocketServer(socket, self._mcp, caller, self._sockets)
-        try:
-            await socket.accept()
-            await server.serve()
-            await socket.close()
-        except SocketGoneError:
-            return
-        finally:
-            socket.abandon()
-            if caller.session_id is not None:
-                self._sockets.remove(caller.session_id)
-            self._sessions.release(connection)
+        async with accept_socket(scope, receive, send, self._sessions) as (socket, connection):
+            await _McpSocketServer(socket, self._mcp, connection, self._sockets).serve()
 
 
 class _McpSocketServer:
     """The server's side of one connection."""
 
     def __init__(
-        self, socket: AsgiSocket, mcp: McpServer, caller: McpCaller, sockets: SessionSockets
+        self, socket: AsgiSocket, mcp: McpServer, connection: Connection, sockets: SessionSockets
     ) -> None:
         self._socket = socket
         self._mcp = mcp
-        self._caller = caller
+        self._caller = McpCaller(is_managed=True, connection=connection)
         self._sockets = sockets
         self._closing: asyncio.Task[None] | None = None
 
@@ -113,15 +98,16 @@ class _McpSocketServer:
 
     async def serve(self) -> None:
         """Answer frames until a frame violates the protocol."""
-        while True:
-            try:
-                text = await self._socket.receive()
-            except SessionLostError as error:
-                await self._socket.send(orjson.dumps(_invalid_request(error.message)))
-                return
-            response = await self._answer(text)
-            if response is not None:
-                await self._socket.send(orjson.dumps(response))
+        try:
+            while True:
+                response = await self._answer(await self._socket.receive())
+                if response is not None:
+                    await self._socket.send(orjson.dumps(response))
+        except SessionLostError as error:
+            await self._socket.send(orjson.dumps(_invalid_request(error.message)))
+        finally:
+            if self._caller.session_id is not None:
+                self._sockets.remove(self._caller.session_id)
 
     async def _answer(self, text: str) -> Any:
         try:

@@ -20,13 +20,17 @@ from typing import Any
 
 import orjson
 
-from ludus.env.asgi.sessions import EvictableSessions, fresh_session
+from ludus.env.asgi.sessions import (
+    EvictableSessions,
+    require_session,
+    session_for_call,
+    shorten,
+)
 from ludus.env.asgi.socket import SessionSockets
 from ludus.env.mcp.tools import (
-    call_environment_tool,
+    call_tool,
     is_tool_action,
     list_tools,
-    play,
     play_tools,
     step_with_tools,
 )
@@ -34,7 +38,6 @@ from ludus.env.messages.openenv import error_data
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
-    AuthenticationError,
     CapacityError,
     EnvError,
     ErrorCode,
@@ -51,7 +54,7 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 SERVER_ERROR = -32000
-_MAX_SHOWN_CHARS = 200
+_NO_TOOLS = "Environment does not support MCP"
 _INSTRUCTIONS = (
     "Call start_episode, then take_action until the result contains done: true. Results contain"
     " the observations of the player."
@@ -134,7 +137,7 @@ class McpServer:
                 raise McpError(INVALID_PARAMS, "Params must be an object")
             call = self._methods.get(method)
             if call is None:
-                raise McpError(METHOD_NOT_FOUND, f"Method not found: {_shorten(method)}")
+                raise McpError(METHOD_NOT_FOUND, f"Method not found: {shorten(method)}")
             return {"jsonrpc": "2.0", "id": request_id, "result": await call(params, caller)}
         except McpError as error:
             return error_response(request_id, error)
@@ -154,10 +157,10 @@ class McpServer:
 
     async def step(self, session_id: str | None, action: JsonObject) -> bytes:
         """Take a step with OpenEnv's action for tools, and return the payload as JSON."""
-        if session_id is not None or action["type"] == "list_tools":
+        if action["type"] == "list_tools":
             return await step_with_tools(self._sessions, session_id or "", action)
-        async with fresh_session(self._sessions) as session:
-            return await step_with_tools(self._sessions, session, action)
+        async with session_for_call(self._sessions, session_id) as used_id:
+            return await step_with_tools(self._sessions, used_id, action)
 
     # -- session ids of clients that may play ------------------------------------------
 
@@ -210,7 +213,7 @@ class McpServer:
         description = self._sessions.description
         tools = [*description.tools, *(play_tools(description) if caller.may_play else ())]
         if not tools:
-            raise McpError(INTERNAL_ERROR, "Environment does not support MCP")
+            raise McpError(INTERNAL_ERROR, _NO_TOOLS)
         return {"tools": list_tools(tools)}
 
     async def _call_tool(self, params: JsonObject, caller: McpCaller) -> JsonObject:
@@ -225,13 +228,14 @@ class McpServer:
         is_environment_tool = any(tool.name == name for tool in description.tools)
         is_play = caller.may_play and any(t.name == name for t in play_tools(description))
         if not is_environment_tool and not is_play:
-            raise self._unknown_tool(name, caller)
-        call = call_environment_tool if is_environment_tool else play
+            is_missing = not caller.may_play and not description.tools
+            raise McpError(
+                INVALID_PARAMS if caller.may_play else INTERNAL_ERROR,
+                _NO_TOOLS if is_missing else f"Unknown tool: {shorten(name)!r}",
+            )
         session_id = await self._session_for(params, caller)
-        if session_id is not None:
-            return await call(self._sessions, session_id, name, arguments)
-        async with fresh_session(self._sessions) as session:
-            return await call(self._sessions, session, name, arguments)
+        async with session_for_call(self._sessions, session_id) as used_id:
+            return await call_tool(self._sessions, used_id, name, arguments, is_play=is_play)
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
@@ -249,7 +253,10 @@ class McpServer:
             )
         if self._sockets.close_later(session_id):
             return {"session_id": session_id, "closed": False, "closing": True}
-        await self._check_exists(session_id)
+        try:
+            await require_session(self._sessions, session_id)
+        except SessionLostError as error:
+            raise McpError(INVALID_PARAMS, error.message) from None
         await self._sessions.close(session_id)
         return {"session_id": session_id, "closed": True}
 
@@ -273,20 +280,7 @@ class McpServer:
             caller.session_id, caller.tools_session_id = reply.session_id, reply.tools_session_id
         return caller.session_id
 
-    async def _check_exists(self, session_id: str) -> None:
-        try:
-            await self._sessions.state(session_id)
-        except (SessionLostError, AuthenticationError):
-            raise McpError(INVALID_PARAMS, f"Unknown session_id: {_shorten(session_id)}") from None
-
     # -- errors ------------------------------------------------------------------------
-
-    def _unknown_tool(self, name: str, caller: McpCaller) -> McpError:
-        if caller.may_play:
-            return McpError(INVALID_PARAMS, f"Unknown tool: {_shorten(name)!r}")
-        if not self._sessions.description.tools:
-            return McpError(INTERNAL_ERROR, "Environment does not support MCP")
-        return McpError(INTERNAL_ERROR, f"Unknown tool: {_shorten(name)!r}")
 
     def _convert_error(self, error: EnvError) -> McpError:
         data = error_data(error, self._sessions, upstream=True)
@@ -325,7 +319,3 @@ def _request_id(request: JsonObject) -> Any:
     if request_id is not None and not is_id:
         raise McpError(INVALID_REQUEST, "Invalid request: expected id to be a string or number")
     return request_id
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -69,13 +69,18 @@ def list_tools(tools: Iterable[Tool]) -> list[JsonObject]:
     ]
 
 
-async def play(sessions: Sessions, session_id: str, name: str, arguments: JsonObject) -> JsonObject:
-    """Call a play tool. An error of the player is a result too.
+async def call_tool(
+    sessions: Sessions, session_id: str, name: str, arguments: JsonObject, *, is_play: bool
+) -> JsonObject:
+    """Call a play tool or a tool of the environment. A failure of the tool is a result too.
 
     Raises:
         InfrastructureError: the session has ended or cannot be reached.
     """
     try:
+        if not is_play:
+            plain_json(arguments, "arguments")
+            return _tool_result(await sessions.call_tool(session_id, name, arguments), [])
         if name == GET_STATE:
             return _tool_result(await sessions.state(session_id), [])
         if name == START_EPISODE:
@@ -85,25 +90,12 @@ async def play(sessions: Sessions, session_id: str, name: str, arguments: JsonOb
     except InfrastructureError:
         raise
     except EnvError as error:
-        return _failed_result(error)
+        return {
+            "content": [{"type": "text", "text": f"{error.message} (code: {error.code})"}],
+            "isError": True,
+            "is_error": True,
+        }
     return _tool_result(_result_json(result), _text_messages(result))
-
-
-async def call_environment_tool(
-    sessions: Sessions, session_id: str, name: str, arguments: JsonObject
-) -> JsonObject:
-    """Call a tool of the environment. A failure of the tool is a result too.
-
-    Raises:
-        InfrastructureError: the session has ended or cannot be reached.
-    """
-    try:
-        plain_json(arguments, "arguments")
-        return _tool_result(await sessions.call_tool(session_id, name, arguments), [])
-    except InfrastructureError:
-        raise
-    except EnvError as error:
-        return _failed_result(error)
 
 
 def is_tool_action(action: JsonObject) -> bool:
@@ -193,12 +185,4 @@ def _tool_result(result_json: bytes, messages: list[str]) -> JsonObject:
         "data": data,
         "isError": False,
         "is_error": False,
-    }
-
-
-def _failed_result(error: EnvError) -> JsonObject:
-    return {
-        "content": [{"type": "text", "text": f"{error.message} (code: {error.code})"}],
-        "isError": True,
-        "is_error": True,
     }

@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
-from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet
+from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, error_message
 
 MAX_FAULTS_BYTES = 65_536
 """Size of validation errors above which the rejected input is left out."""
+_METADATA_FIELDS = ("name", "description", "version")
+_SCHEMAS = ("action", "observation", "state")
+_DESCRIPTIONS = TypeAdapter(EnvironmentDescription)
 
 
 class ResetRequest(BaseModel):
@@ -124,24 +127,6 @@ def action_json(action: JsonObject) -> bytes:
     return plain_json(action, "an action")
 
 
-def observation_frame(result: EncodedResult) -> bytes:
-    """Return the WebSocket frame for upstream clients, without a dictionary on this hot path."""
-    reward = result.reward
-    tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
-    if metadata_json := _encode_metadata(result):
-        tail += b',"metadata":' + metadata_json
-    return b"".join(
-        (
-            b'{"type":"observation","data":{"observation":',
-            _insert_tensors(result),
-            b',"reward":',
-            b"null" if reward is None else orjson.dumps(reward),
-            tail,
-            b"}}",
-        )
-    )
-
-
 def observation_payload(result: EncodedResult) -> JsonObject:
     """Return the payload of a reset or step for upstream clients; it contains JSON fragments."""
     return _payload(result, _insert_tensors(result))
@@ -222,27 +207,20 @@ def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
 
 def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
     """Return the `ludus` value of /metadata. Its presence shows that the extensions exist."""
-    reset_options = description.reset_options
-    return {
-        "has_text_view": description.has_text_view,
-        "max_sessions": description.max_sessions,
-        "options": description.options,
-        "reset_options": None if reset_options is None else sorted(reset_options),
-        "is_deterministic": description.is_deterministic,
-        "tools": [asdict(tool) for tool in description.tools],
-        "server_id": description.server_id,
-        "idle_timeout_s": description.idle_timeout_s,
-        "tasks": None if description.tasks is None else asdict(description.tasks),
-        "takes_any_text": description.takes_any_text,
-    }
+    content = asdict(description)
+    for name in (*_METADATA_FIELDS, *(f"{name}_schema" for name in _SCHEMAS), "linger_s"):
+        del content[name]
+    if description.reset_options is not None:
+        content["reset_options"] = sorted(description.reset_options)
+    return content
 
 
-def read_tasks(metadata: JsonObject) -> TaskSet | None:
-    """Read the tasks in the `ludus` value of /metadata, or return None if it has none."""
-    tasks = metadata.get("tasks")
-    if tasks is None:
-        return None
-    return TaskSet(tasks["num_tasks"], tasks["num_test_tasks"], tuple(tasks["columns"]))
+def read_metadata(metadata: JsonObject, schema: JsonObject) -> EnvironmentDescription:
+    """Return the description in the responses of /metadata and /schema, of any server."""
+    content = {"has_text_view": False, "max_sessions": 0, **(metadata.get("ludus") or {})}
+    content |= {name: metadata.get(name) or "" for name in _METADATA_FIELDS}
+    content |= {f"{name}_schema": schema.get(name) or {} for name in _SCHEMAS}
+    return _DESCRIPTIONS.validate_python(content)
 
 
 def frame(kind: str, data: Any) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
 from ludus.env.sessions.interface import OpenArgs, OpenResult
-from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet, Tool
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TaskSet, TextView, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     EnvError,
@@ -25,6 +26,9 @@ CONNECTED_KEY = "ludus-connected"
 """Key in the initial metadata of a Connect stream that the server has accepted."""
 ENVIRONMENT_KEY = "ludus-env"
 """Metadata key that selects an environment at a gateway."""
+_JSON_FIELDS = ("action_schema", "observation_schema", "state_schema", "options", "tools")
+"""Fields of a description that are JSON in the message, where their names end with `_json`."""
+_RESULT_FIELDS = tuple(field.name for field in fields(StepResult))
 
 
 def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
@@ -67,6 +71,66 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
         text=EncodedText(text.messages_json, list(text.legal_answers)) if text else None,
         success=message.success if message.HasField("success") else None,
     )
+
+
+class LazyStepResult(StepResult):
+    """A StepResult that is parsed on first access, and equal to an eager one with its values.
+
+    A loop over hundreds of sessions reads rewards and flags, and a language model's player reads
+    the text. Few callers read everything, and parsing everything costs the client as much as the
+    call. It keeps bytes instead of the message, because a message would keep its whole batch in
+    memory.
+    """
+
+    _observation_json: bytes
+    _info_json: bytes
+    _encoded_text: tuple[bytes, list[str]] | None
+
+    @cached_property
+    def observation(self) -> JsonObject:
+        observation: JsonObject = orjson.loads(self._observation_json)
+        return observation
+
+    @cached_property
+    def info(self) -> JsonObject:
+        return orjson.loads(self._info_json) if self._info_json else {}
+
+    @cached_property
+    def text(self) -> TextView | None:
+        if self._encoded_text is None:
+            return None
+        messages_json, legal_answers = self._encoded_text
+        return TextView(orjson.loads(messages_json), legal_answers)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepResult):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _RESULT_FIELDS)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
+        return StepResult, tuple(getattr(self, name) for name in _RESULT_FIELDS)
+
+
+def read_result(message: pb.StepResult) -> StepResult:
+    """Read a result for a client."""
+    result = LazyStepResult.__new__(LazyStepResult)
+    text = None
+    if message.HasField("text"):
+        text = (message.text.messages_json, list(message.text.legal_answers))
+    result.__dict__.update(
+        reward=message.reward if message.HasField("reward") else None,
+        terminated=message.terminated,
+        truncated=message.truncated,
+        step_index=message.step_index,
+        tensors=read_tensors(message.tensors) if message.tensors else {},
+        success=message.success if message.HasField("success") else None,
+        _observation_json=message.observation_json,
+        _info_json=message.info_json,
+        _encoded_text=text,
+    )
+    return result
 
 
 def call_session_id(call: pb.Call) -> str:
@@ -126,6 +190,27 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
     message.episode_id = args.episode_id
     if args.options:
         message.options_json = plain_json(args.options, "reset options")
+
+
+def fill_step(
+    message: pb.StepRequest, session_id: str, action: bytes | str, step_index: int
+) -> None:
+    """Write a step into a message in place."""
+    message.session_id = session_id
+    message.step_index = step_index
+    if isinstance(action, bytes):
+        message.action_json = action
+    else:
+        message.action_text = action
+
+
+def fill_call_tool(
+    message: pb.CallToolRequest, session_id: str, name: str, arguments: JsonObject
+) -> None:
+    """Write a tool call into a message in place."""
+    message.session_id = session_id
+    message.name = name
+    message.arguments_json = plain_json(arguments, "arguments")
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
@@ -192,57 +277,32 @@ def read_error(message: pb.Error) -> EnvError:
 
 def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse:
     """Convert a description to a message."""
-    return pb.DescribeResponse(
-        name=description.name,
-        description=description.description,
-        version=description.version,
-        action_schema_json=orjson.dumps(description.action_schema),
-        observation_schema_json=orjson.dumps(description.observation_schema),
-        state_schema_json=orjson.dumps(description.state_schema),
-        has_text_view=description.has_text_view,
-        max_sessions=description.max_sessions,
-        options_json=orjson.dumps(description.options),
-        reset_options=sorted(description.reset_options or ()),
-        takes_any_option=description.reset_options is None,
-        is_deterministic=description.is_deterministic,
-        tools_json=orjson.dumps([asdict(tool) for tool in description.tools]),
-        server_id=description.server_id,
-        linger_s=description.linger_s,
-        idle_timeout_s=description.idle_timeout_s,
-        tasks=_task_set_message(description.tasks),
-        takes_any_text=description.takes_any_text,
-    )
+    content = asdict(description)
+    for name in _JSON_FIELDS:
+        content[f"{name}_json"] = orjson.dumps(content.pop(name))
+    content["takes_any_option"] = description.reset_options is None
+    content["reset_options"] = sorted(description.reset_options or ())
+    return pb.DescribeResponse(**content)
 
 
 def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
     """Read a description."""
-    return EnvironmentDescription(
-        name=message.name,
-        description=message.description,
-        version=message.version,
-        action_schema=orjson.loads(message.action_schema_json),
-        observation_schema=orjson.loads(message.observation_schema_json),
-        state_schema=orjson.loads(message.state_schema_json),
-        has_text_view=message.has_text_view,
-        max_sessions=message.max_sessions,
-        options=orjson.loads(message.options_json or b"{}"),
-        reset_options=None if message.takes_any_option else frozenset(message.reset_options),
-        is_deterministic=message.is_deterministic,
-        tools=[Tool(**tool) for tool in orjson.loads(message.tools_json or b"[]")],
-        server_id=message.server_id,
-        linger_s=message.linger_s,
-        idle_timeout_s=message.idle_timeout_s,
-        tasks=_read_task_set(message.tasks) if message.HasField("tasks") else None,
-        takes_any_text=message.takes_any_text,
-    )
-
-
-def _task_set_message(tasks: TaskSet | None) -> pb.TaskSet | None:
-    return None if tasks is None else pb.TaskSet(**asdict(tasks))
-
-
-def _read_task_set(message: pb.TaskSet) -> TaskSet:
-    return TaskSet(message.num_tasks, message.num_test_tasks, tuple(message.columns))
+    content = {
+        field.name: getattr(message, field.name)
+        for field in fields(EnvironmentDescription)
+        if field.name not in _JSON_FIELDS
+    }
+    for name in _JSON_FIELDS:
+        content[name] = orjson.loads(getattr(message, f"{name}_json") or b"{}")
+    content["tools"] = [Tool(**tool) for tool in content["tools"]]
+    content["reset_options"] = frozenset(message.reset_options)
+    if message.takes_any_option:
+        content["reset_options"] = None
+    content["tasks"] = None
+    if message.HasField("tasks"):
+        tasks = message.tasks
+        content["tasks"] = TaskSet(tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns))
+    return EnvironmentDescription(**content)
 
 
 def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:

@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from ludus.env.backoff import retry_unavailable
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.options import Isolation, ServerOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
-from ludus.env.transports.interface import retry_unavailable
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0

@@ -1,4 +1,4 @@
-"""Addresses of environment servers and gateways, with optional credentials.
+"""Addresses of environment servers and gateways, and the options for connecting to them.
 
 grpc://host:port[/NAME]            grpcs:// with TLS; NAME is an environment at a gateway
 http://[user:token@]host:port[/path]   likewise https://, ws:// and wss://
@@ -7,9 +7,14 @@ http://[user:token@]host:port[/path]   likewise https://, ws:// and wss://
 from __future__ import annotations
 
 import base64
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import grpc
+
+from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.proto.errors import ConfigError
 
 GRPC_SCHEMES = ("grpc", "grpcs")
@@ -101,3 +106,86 @@ def _malformed_error(address: str, expected: str) -> ConfigError:
         "expected an address like grpc://host:port or http://host:port with"
         f" {expected}; got {without_credentials.partition('?')[0]!r}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectOptions:
+    """Options for connecting to a server, the same over every wire."""
+
+    token: str | None = field(default=None, repr=False)
+    """Bearer token for servers that require one."""
+    timeout_s: float = 60.0
+    """Time limit of one call. A call that takes longer ends its session."""
+    connect_timeout_s: float = 10.0
+    """Time limit for the first response of the server."""
+    reconnect_timeout_s: float = 60.0
+    """Maximum wait for an unavailable server, by an open or by a call of a session that outlives a
+    broken connection."""
+    ca_file: str | None = None
+    """PEM file of the authorities that may sign a TLS server's certificate. Default: the
+    system's authorities."""
+    cert_file: str | None = None
+    """PEM file of the certificate for TLS servers that require one from the client."""
+    key_file: str | None = None
+    """PEM file of the private key of `cert_file`."""
+    server_name: str | None = None
+    """Name in the certificate of a TLS server. Default: the host of the address."""
+    keepalive_s: float = 10.0
+    """Time without traffic after which a gRPC connection is probed. The connection is closed if
+    the probe gets no response within the same time."""
+    allow_ignored_seed: bool = False
+    """Allows seeds for OpenEnv 0.1 servers, which ignore them, so that their episodes cannot be
+    repeated. By default such a seed is a ConfigError."""
+    max_calls_per_message: int = 0
+    """Maximum number of calls in one gRPC message. 0 sends all pending calls in one message."""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError(
+                "cert_file and key_file must be set together, got"
+                f" {self.cert_file!r} and {self.key_file!r}; set both or neither"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """A server's address and the options for connecting to it."""
+
+    address: ServerAddress
+    options: ConnectOptions = field(default_factory=ConnectOptions)
+
+    def __post_init__(self) -> None:
+        if self.options.token and self.address.credentials:
+            raise ConfigError(
+                f"{self.address} must have one way to authenticate, got a token and credentials in"
+                " the address; remove one of them"
+            )
+
+    @property
+    def authorization(self) -> str | None:
+        """The value of the `authorization` header."""
+        token = self.options.token
+        return f"Bearer {token}" if token else self.address.credentials
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS.
+
+        Raises:
+            ConfigError: a file is missing or unusable.
+        """
+        return client_ssl_context(*self._tls_files()) if self.address.is_secure else None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Return the TLS credentials for gRPC, or None if the address uses no TLS.
+
+        Raises:
+            ConfigError: a file is missing or unusable.
+        """
+        return client_channel_credentials(*self._tls_files()) if self.address.is_secure else None
+
+    def _tls_files(self) -> tuple[Path | None, TlsFiles | None]:
+        options = self.options
+        identity = None
+        if options.cert_file and options.key_file:
+            identity = TlsFiles(Path(options.cert_file), Path(options.key_file))
+        return Path(options.ca_file) if options.ca_file else None, identity

@@ -23,24 +23,20 @@ from collections.abc import Callable
 import grpc
 import orjson
 
-from ludus.env.backoff import retry
-from ludus.env.encoding import ResetArgs, plain_json
+from ludus.env.backoff import retry, retry_unavailable
+from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import (
-    ServerPort,
-    channel_options,
-    open_channel,
-    server_name_options,
+from ludus.env.grpc.server_port import ServerPort, open_channel
+from ludus.env.messages.protobuf import (
+    ENVIRONMENT_KEY,
+    fill_call_tool,
+    fill_open_args,
+    fill_reset_args,
+    fill_step,
+    read_result,
 )
-from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.interface import (
-    OpenedWire,
-    RemoteServer,
-    check_group,
-    retry_unavailable,
-)
-from ludus.env.transports.lazy_result import read_result
+from ludus.env.transports.address import RemoteServer
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
@@ -57,8 +53,8 @@ class GrpcTransport:
     """A connection to the gRPC port of a server or a gateway."""
 
     def __init__(self, server: RemoteServer) -> None:
-        self.reconnect_timeout_s = server.options.reconnect_timeout_s
         self.server = server
+        self.reconnect_timeout_s = server.options.reconnect_timeout_s
         self._port = ServerPort(
             _open_channel(server),
             str(server.address),
@@ -86,14 +82,16 @@ class GrpcTransport:
         """Return the server's description of its environment."""
         return await self._port.describe()
 
-    async def open(self, args: OpenArgs) -> OpenedWire:
+    async def open(self, args: OpenArgs) -> tuple[GrpcSession, StepResult | None]:
         """Open a session on the live stream. A broken stream is replaced first."""
         stream, reply = await self.call_anywhere(
             lambda call: fill_open_args(call.open, args), self.reconnect_timeout_s
         )
         return self._add_session(stream, reply.open, args)
 
-    async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
+    async def open_group(
+        self, args: OpenArgs, size: int
+    ) -> list[tuple[GrpcSession, StepResult | None]]:
         """Open `size` sessions with one seed and equal first results, or none of them."""
 
         def fill(call: pb.Call) -> None:
@@ -101,16 +99,8 @@ class GrpcTransport:
             call.open_group.size = size
 
         stream, reply = await self.call_anywhere(fill, self.reconnect_timeout_s)
-        pairs = [
-            self._add_session(stream, response, args) for response in reply.open_group.sessions
-        ]
-        try:
-            check_group((result for _, result in pairs), args.reset.seed if args.reset else None)
-        except EnvError:
-            for session, _ in pairs:
-                session.abandon()
-            raise
-        return pairs
+        sessions = reply.open_group.sessions
+        return [self._add_session(stream, opened, args) for opened in sessions]
 
     async def close(self) -> None:
         """Close the stream and all sessions, including those that would outlive the stream."""
@@ -167,7 +157,7 @@ class GrpcTransport:
 
     def _add_session(
         self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs
-    ) -> OpenedWire:
+    ) -> tuple[GrpcSession, StepResult | None]:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
         session = GrpcSession(self, stream, message, linger_s)
         if session.survives_disconnect:
@@ -215,34 +205,20 @@ class GrpcTransport:
 
 
 class GrpcSession:
-    """One session. It ends with its stream, unless it has a linger time."""
+    """One session, which ends with its stream unless it has a linger time.
 
-    __slots__ = (
-        "__weakref__",
-        "_stream",
-        "linger_s",
-        "session_id",
-        "tools_session_id",
-        "transport",
-    )
+    `WireSession` documents its methods.
+    """
 
     def __init__(
-        self,
-        transport: GrpcTransport,
-        stream: CallStream,
-        opened: pb.OpenResponse,
-        linger_s: float,
+        self, transport: GrpcTransport, stream: CallStream, opened: pb.OpenResponse, linger_s: float
     ) -> None:
         self.transport = transport
         self._stream = stream
         self.session_id = opened.session_id
         self.tools_session_id = opened.tools_session_id
         self.linger_s = linger_s
-
-    @property
-    def survives_disconnect(self) -> bool:
-        """True if the session outlives its stream."""
-        return self.linger_s > 0
+        self.survives_disconnect = linger_s > 0
 
     def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
         """Call the session on another stream, and return the future of the reply."""
@@ -251,8 +227,6 @@ class GrpcSession:
         return future
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """Start a new episode and return its first result."""
-
         def fill(call: pb.Call) -> None:
             call.reset.session_id = self.session_id
             fill_reset_args(call.reset.args, args)
@@ -260,55 +234,33 @@ class GrpcSession:
         return read_result((await self._call(fill)).result)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """Return the result of an action. Bytes are JSON; a str is text."""
-
         def fill(call: pb.Call) -> None:
-            message = call.step
-            message.session_id = self.session_id
-            message.step_index = step_index
-            if isinstance(action, bytes):
-                message.action_json = action
-            else:
-                message.action_text = action
+            fill_step(call.step, self.session_id, action, step_index)
 
         return read_result((await self._call(fill)).result)
 
     async def state(self) -> JsonObject:
-        """Return the environment's state."""
         reply = await self._call(self._fill_state)
         state: JsonObject = orjson.loads(reply.state.state_json)
         return state
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Call a tool and return its result.
-
-        A tool call has no number, so it cannot be repeated safely. It fails when the connection
-        breaks.
-        """
-
         def fill(call: pb.Call) -> None:
-            call.call_tool.session_id = self.session_id
-            call.call_tool.name = name
-            call.call_tool.arguments_json = plain_json(arguments, "arguments")
+            fill_call_tool(call.call_tool, self.session_id, name, arguments)
 
+        # A tool call has no number, so it cannot be repeated when the connection breaks.
         reply = await self._stream.begin(fill)
         result: JsonObject = orjson.loads(reply.call_tool.result_json)
         return result
 
     async def close(self) -> None:
-        """Close the session, unless its broken stream has already closed it."""
-
-        def fill(call: pb.Call) -> None:
-            call.close.session_id = self.session_id
-
         if self._stream.broken is None:
             await self._stream.send_close(self.session_id)
         elif self.survives_disconnect:
             with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
-                await self.transport.call_anywhere(fill, _CLOSE_TIMEOUT_S)
+                await self.transport.call_anywhere(self._fill_close, _CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Ask the server to close the session, without waiting for the response."""
         if self._stream.broken is None:
             self._stream.send_close(self.session_id)
 
@@ -326,6 +278,9 @@ class GrpcSession:
 
     def _fill_state(self, call: pb.Call) -> None:
         call.state.session_id = self.session_id
+
+    def _fill_close(self, call: pb.Call) -> None:
+        call.close.session_id = self.session_id
 
 
 async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
@@ -352,8 +307,7 @@ def _open_channel(server: RemoteServer) -> grpc.aio.Channel:
     return open_channel(
         server.address.authority,
         server.channel_credentials(),
-        (
-            *channel_options(options.keepalive_s, options.keepalive_s),
-            *server_name_options(options.server_name if server.address.is_secure else None),
-        ),
+        options.server_name,
+        keepalive_s=options.keepalive_s,
+        keepalive_timeout_s=options.keepalive_s,
     )

@@ -18,12 +18,7 @@ import grpc
 
 from ludus.env.backoff import doubling
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import (
-    ServerPort,
-    channel_options,
-    open_channel,
-    server_name_options,
-)
+from ludus.env.grpc.server_port import ServerPort, open_channel
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -37,10 +32,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _REFUSAL_POLL_DELAY_S = 0.1
 """Delay from a server's refusal to the next poll, because many refusals may come together."""
-_CHANNEL_OPTIONS = (
-    *channel_options(keepalive_s=10.0, keepalive_timeout_s=5.0),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+_KEEPALIVE_S = 10.0
+_KEEPALIVE_TIMEOUT_S = 5.0
 
 
 class ServerLink:
@@ -394,6 +387,12 @@ def _make_port(endpoint: ServerEndpoint, options: ServersSection) -> ServerPort:
     credentials = options.credentials
     if credentials is None and scheme == "grpcs":
         credentials = grpc.ssl_channel_credentials()
-    name = server_name_options(options.server_name if credentials else None)
-    channel = open_channel(target, credentials, (*_CHANNEL_OPTIONS, *name))
+    channel = open_channel(
+        target,
+        credentials,
+        options.server_name,
+        keepalive_s=_KEEPALIVE_S,
+        keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S,
+        options=(("grpc.http2.max_pings_without_data", 0),),
+    )
     return ServerPort(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)

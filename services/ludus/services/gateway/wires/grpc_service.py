@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
 from typing import Any
 
-from ludus.env.grpc.backlog import Backlog, ReplyWriter, check_batches
+from ludus.env.grpc.backlog import Backlog, ReplyWriter
 from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.servicer import Context, abort, parse_batches, status_message
@@ -94,7 +94,7 @@ class _ClientStream:
         """Serve the stream until it ends."""
         writing = asyncio.create_task(self._replies.write_forever())
         try:
-            async for batch in check_batches(batches):
+            async for batch in batches:
                 for call in batch.calls:
                     await self._backlog.wait_for_room()
                     await self._replies.wait_for_room()

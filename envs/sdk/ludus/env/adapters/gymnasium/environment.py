@@ -27,7 +27,6 @@ from pydantic import Field, create_model
 
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium.guides import Guide, find_guide
-from ludus.env.adapters.gymnasium.pictures import picture_rows, require_picture
 from ludus.env.adapters.gymnasium.spaces import (
     AnySpace,
     SpaceCodec,
@@ -39,10 +38,20 @@ from ludus.env.adapters.gymnasium.success import FinalStep, find_success
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
+    picture_rows,
     replace_colors,
+    require_picture,
 )
 from ludus.env.environment import AnyEnvironment, Builder, Environment
-from ludus.env.types import Action, JsonObject, Observation, State, Transition
+from ludus.env.types import (
+    Action,
+    ActionT,
+    JsonObject,
+    Observation,
+    ObservationT,
+    State,
+    Transition,
+)
 from ludus.proto.errors import (
     ConfigError,
     EpisodeStateError,
@@ -63,10 +72,80 @@ class GymnasiumState(State):
     episode_return: float = 0.0
 
 
-class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
-    """A Gymnasium environment, with a subclass for each id and its options."""
+class GymnasiumEpisodes(Environment[ActionT, ObservationT, GymnasiumState]):
+    """The part of an environment that plays the episodes of a Gymnasium environment."""
 
     state_type = GymnasiumState
+
+    def __init__(self, environment: AnyGymnasium) -> None:
+        self.gymnasium = environment
+        self._is_playing = False
+        self._state = GymnasiumState()
+
+    @property
+    def state(self) -> GymnasiumState:
+        """The number of steps and the return until now."""
+        return self._state
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.gymnasium.close()
+
+    def start_episode(self, seed: int | None, options: JsonObject) -> tuple[Any, JsonObject]:
+        """Reset the Gymnasium environment, and return its first element and info."""
+        if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
+            seed = secrets.randbits(_SEED_BITS)
+        self._is_playing = False
+        self.gymnasium.action_space.seed(seed)
+        element, info = self.gymnasium.reset(seed=seed, options=options or None)
+        self._is_playing = True
+        self._state = GymnasiumState()
+        return element, info
+
+    def require_episode(self) -> None:
+        """Check that an episode is running.
+
+        Raises:
+            EpisodeStateError: no episode is running.
+        """
+        if not self._is_playing:
+            raise EpisodeStateError(
+                "a step needs a running episode; call reset",
+                ErrorCode.EPISODE_OVER,
+            )
+
+    def make_transition(
+        self,
+        observation: ObservationT,
+        rewards: Sequence[float],
+        is_terminated: bool,
+        is_truncated: bool,
+        info: JsonObject,
+        tensors: Tensors,
+    ) -> Transition[ObservationT]:
+        """Return the result of a step, with the sum of the rewards and the episode's success."""
+        self._is_playing = not (is_terminated or is_truncated)
+        self._state.step_count += 1
+        self._state.episode_return += sum(rewards)
+        success = None
+        if not self._is_playing:
+            episode_return = self._state.episode_return
+            success = find_success(
+                FinalStep(self.gymnasium, is_terminated, rewards[-1], episode_return, info)
+            )
+        return Transition(
+            observation,
+            sum(rewards),
+            is_terminated,
+            is_truncated,
+            info=json_safe(info),
+            tensors=tensors,
+            success=success,
+        )
+
+
+class GymnasiumEnvironment(GymnasiumEpisodes[Action, Observation]):
+    """A Gymnasium environment, with a subclass for each id and its options."""
 
     env_id: ClassVar[str]
     make_options: ClassVar[JsonObject]
@@ -77,11 +156,9 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
     """Width of the picture in digits; 0 means no picture."""
 
     def __init__(self) -> None:
-        self._gymnasium = make_gymnasium(self.env_id, self.make_options)
-        self._space = self._gymnasium.action_space
-        self._is_text = self._gymnasium.render_mode == _ANSI
-        self._is_playing = False
-        self._state = GymnasiumState()
+        super().__init__(make_gymnasium(self.env_id, self.make_options))
+        self._space = self.gymnasium.action_space
+        self._is_text = self.gymnasium.render_mode == _ANSI
         has_text = self._is_text or self.picture_columns or not self.observation_codec.is_tensor
         self.text_renderer = self.renderer if has_text else None
 
@@ -92,14 +169,9 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[Observation]:
         """Return the first observation; `options` are passed to Gymnasium."""
-        if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
-            seed = secrets.randbits(_SEED_BITS)
-        self._is_playing = False
-        self._space.seed(seed)
-        element, info = self._gymnasium.reset(seed=seed, options=options or None)
-        self._is_playing = True
-        self._state = GymnasiumState()
-        return self._transition(element, info)
+        element, info = self.start_episode(seed, options)
+        observation, tensors = self._observe(element, info, is_over=False)
+        return Transition(observation, info=json_safe(info), tensors=tensors)
 
     def step(self, action: Action) -> Transition[Observation]:
         """Take an action and return its result.
@@ -107,67 +179,33 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         Raises:
             IllegalActionError: the action is not in the action space.
         """
-        if not self._is_playing:
-            raise EpisodeStateError(
-                "a step needs a running episode; call reset",
-                ErrorCode.EPISODE_OVER,
-            )
+        self.require_episode()
         value: Any = dict(action)["action"]
         element = self.action_codec.decode(value)
         if element not in self._space:
             raise IllegalActionError(
                 f"expected an action in {self._space}, got {value}; see /schema"
             )
-        observation, reward, terminated, truncated, info = self._gymnasium.step(element)
-        self._is_playing = not (terminated or truncated)
-        self._state.step_count += 1
-        self._state.episode_return += float(reward)
-        success = None
-        if not self._is_playing:
-            total = self._state.episode_return
-            final_step = FinalStep(self._gymnasium, bool(terminated), float(reward), total, info)
-            success = find_success(final_step)
-        return self._transition(
-            observation, info, float(reward), bool(terminated), bool(truncated), success
+        element, reward, terminated, truncated, info = self.gymnasium.step(element)
+        observation, tensors = self._observe(element, info, is_over=terminated or truncated)
+        return self.make_transition(
+            observation, [float(reward)], bool(terminated), bool(truncated), info, tensors
         )
 
-    @property
-    def state(self) -> GymnasiumState:
-        """The number of steps and the return until now."""
-        return self._state
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._gymnasium.close()
-
-    def _transition(
-        self,
-        element: Any,
-        info: JsonObject,
-        reward: float | None = None,
-        terminated: bool = False,
-        truncated: bool = False,
-        success: bool | None = None,
-    ) -> Transition[Observation]:
+    def _observe(
+        self, element: Any, info: JsonObject, *, is_over: bool
+    ) -> tuple[Observation, Tensors]:
         tensors: Tensors = {}
         fields: JsonObject = {"observation": self.observation_codec.encode(element, tensors)}
         if isinstance(self._space, spaces.Discrete):
-            fields |= _legal_fields(self._space, info, terminated or truncated)
+            fields |= _legal_fields(self._space, info, is_over)
         if self.picture_columns:
             fields["picture"] = picture_rows(np.asarray(element), self.picture_columns)
         if self._is_text:
             fields["rendered"] = replace_colors(
-                str(self._gymnasium.render()), self.renderer.guide.marks
+                str(self.gymnasium.render()), self.renderer.guide.marks
             )
-        return Transition(
-            self.observation_type.model_validate(fields),
-            reward,
-            terminated,
-            truncated,
-            info=json_safe(info),
-            tensors=tensors,
-            success=success,
-        )
+        return self.observation_type.model_validate(fields), tensors
 
 
 def gymnasium_builder(env_id: str) -> Builder:

@@ -2,7 +2,8 @@
 
 Discrete actions are answered by name, or by number if they have no names. Other actions are JSON.
 The numbers of observations have names if there is a guide to the environment. An environment that
-can draw itself as text (`render_mode="ansi"`) is shown as that text.
+can draw itself as text (`render_mode="ansi"`) is shown as that text. Pictures are rows of digits,
+for language models without vision.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from gymnasium import spaces
+
 from ludus.env.adapters.gymnasium.guides import Guide
+from ludus.env.adapters.gymnasium.spaces import AnySpace
 from ludus.env.text.answers import extract_answer
 from ludus.env.types import Action, JsonObject, Message, Observation
-from ludus.proto.errors import ActionParseError
+from ludus.proto.errors import ActionParseError, ConfigError
 
 _COLORED = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
@@ -24,6 +29,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 MAX_LISTED_ACTIONS = 256
 """Number of discrete actions above which the text contains only their range."""
+_NUM_SHADES = 10
 _DIGITS = "You see it as rows of digits, from 0 for black to 9 for white."
 
 
@@ -136,6 +142,41 @@ def replace_colors(picture: str, marks: Mapping[str, str]) -> str:
         return f"[{meaning} {match[2].strip()}".rstrip() + "]" if meaning else f"[{match[2]}]"
 
     return _ESCAPE.sub("", _COLORED.sub(mark, picture)).strip("\n")
+
+
+def require_picture(space: AnySpace, num_columns: int) -> None:
+    """Check that a space consists of pictures with at least `num_columns` columns.
+
+    Raises:
+        ConfigError: its elements are not pictures, or they are narrower.
+    """
+    is_picture = isinstance(space, spaces.Box) and space.dtype == np.uint8
+    shape = space.shape or ()
+    if not is_picture or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)):
+        raise ConfigError(
+            "picture_columns needs pictures of height x width, gray or with three colors,"
+            f" got observations in {space}; remove it"
+        )
+    if type(num_columns) is not int or not 1 <= num_columns <= shape[1]:
+        raise ConfigError(
+            f"picture_columns must be 1 to {shape[1]}, the picture's width, got {num_columns!r}"
+        )
+
+
+def picture_rows(picture: np.ndarray, num_columns: int) -> str:
+    """Draw a picture with `num_columns` columns and a proportional number of rows.
+
+    Each digit is the mean brightness of its part, from 0 (black) to 9 (white).
+    """
+    gray = picture if picture.ndim == 2 else picture.mean(axis=2)
+    num_rows = max(1, round(num_columns * gray.shape[0] / gray.shape[1]))
+    tops = np.arange(num_rows) * gray.shape[0] // num_rows
+    lefts = np.arange(num_columns) * gray.shape[1] // num_columns
+    sums = np.add.reduceat(np.add.reduceat(gray.astype(np.float64), tops, 0), lefts, 1)
+    heights = np.diff(np.append(tops, gray.shape[0]))
+    widths = np.diff(np.append(lefts, gray.shape[1]))
+    shades = (sums / np.outer(heights, widths) * _NUM_SHADES / 256).astype(int)
+    return "\n".join("".join(map(str, row)) for row in shades)
 
 
 def _format_value(value: Any) -> str:

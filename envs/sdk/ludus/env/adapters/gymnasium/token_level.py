@@ -12,9 +12,8 @@ response were then sampled without seeing them.
 
 from __future__ import annotations
 
-import secrets
 import sys
-import threading
+from collections import defaultdict
 from typing import Annotated, Any, ClassVar
 
 import gymnasium
@@ -26,21 +25,12 @@ from pydantic import Field
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium.environment import (
     AnyGymnasium,
-    GymnasiumState,
+    GymnasiumEpisodes,
     make_gymnasium,
 )
 from ludus.env.adapters.gymnasium.spaces import json_safe
-from ludus.env.adapters.gymnasium.success import FinalStep, find_success
-from ludus.env.environment import Environment
 from ludus.env.types import Action, JsonObject, Observation, Transition
-from ludus.proto.errors import (
-    ConfigError,
-    EpisodeStateError,
-    ErrorCode,
-    IllegalActionError,
-)
-
-_SEED_BITS = 32
+from ludus.proto.errors import ConfigError, IllegalActionError
 
 
 class TokenAnswer(Action):
@@ -58,7 +48,7 @@ class TokenObservation(Observation):
     """Reward for each used token of the response; empty after a reset."""
 
 
-class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, GymnasiumState]):
+class TokenLevelEnvironment(GymnasiumEpisodes[TokenAnswer, TokenObservation]):
     """A Gymnasium environment whose actions are tokens, with one step per response.
 
     Args:
@@ -73,7 +63,6 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
 
     action_type = TokenAnswer
     observation_type = TokenObservation
-    state_type = GymnasiumState
     name: ClassVar[str] = f"{GYMNASIUM}-tokens"
     description: ClassVar[str] = "A token-level Gymnasium environment, an answer at a time"
 
@@ -92,12 +81,11 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
         if entry_point is not None:
             _register(env_id, entry_point)
         self._key = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
-        self._gymnasium = _idle.take(self._key) or make_gymnasium(env_id, options)
-        self._num_tokens = count_tokens(self._gymnasium)
+        idle = _idle_environments[self._key]
+        super().__init__(idle.pop() if idle else make_gymnasium(env_id, options))
+        self._num_tokens = count_tokens(self.gymnasium)
         self._token_ids: list[int] = []
-        self._is_playing = False
         self._is_reusable = True
-        self._state = GymnasiumState()
 
     @property
     def options(self) -> JsonObject:
@@ -106,12 +94,9 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[TokenObservation]:
         """Return the environment's first tokens; `options` are passed to Gymnasium."""
-        if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
-            seed = secrets.randbits(_SEED_BITS)
-        self._is_playing, self._is_reusable = False, False
-        element, info = self._gymnasium.reset(seed=seed, options=options or None)
-        self._is_playing, self._is_reusable = True, True
-        self._state = GymnasiumState()
+        self._is_reusable = False
+        element, info = self.start_episode(seed, options)
+        self._is_reusable = True
         self._token_ids = _to_token_ids(element)
         observation = TokenObservation(token_ids=self._token_ids, rewards=[])
         return Transition(observation, info=json_safe(info))
@@ -129,52 +114,31 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
         self._is_reusable = False
         for token_id in action.token_ids:
             expected = [*self._token_ids, token_id]
-            element, reward, terminated, truncated, info = self._gymnasium.step(token_id)
+            element, reward, terminated, truncated, info = self.gymnasium.step(token_id)
             rewards.append(float(reward))
             self._token_ids = _to_token_ids(element)
             if terminated or truncated or self._token_ids != expected:
                 break
         self._is_reusable = True
-        self._is_playing = not (terminated or truncated)
-        self._state.step_count += 1
-        self._state.episode_return += sum(rewards)
-        success = None
-        if not self._is_playing:
-            total = self._state.episode_return
-            success = find_success(FinalStep(self._gymnasium, terminated, rewards[-1], total, info))
-        return Transition(
-            TokenObservation(token_ids=self._token_ids, rewards=rewards),
-            sum(rewards),
-            bool(terminated),
-            bool(truncated),
-            info=json_safe(info),
-            success=success,
+        observation = TokenObservation(token_ids=self._token_ids, rewards=rewards)
+        return self.make_transition(
+            observation, rewards, bool(terminated), bool(truncated), info, {}
         )
-
-    @property
-    def state(self) -> GymnasiumState:
-        """The number of responses and the return until now."""
-        return self._state
 
     def close(self) -> None:
         """Keep the environment for the next session, as it may have loaded a model."""
         if self._is_reusable:
-            _idle.add(self._key, self._gymnasium)
+            _idle_environments[self._key].append(self.gymnasium)
         else:
-            self._gymnasium.close()
+            self.gymnasium.close()
 
     def _check(self, token_ids: list[int]) -> None:
-        if not self._is_playing:
-            raise EpisodeStateError(
-                "a step needs a running episode; call reset",
-                ErrorCode.EPISODE_OVER,
-            )
+        self.require_episode()
         unknown_ids = [token_id for token_id in token_ids if not 0 <= token_id < self._num_tokens]
         if unknown_ids:
             raise IllegalActionError(
-                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown_ids[0]}; a model with "
-                "more"
-                " embeddings than its tokenizer has tokens can sample tokens that do not exist"
+                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown_ids[0]}; a model with"
+                " more embeddings than its tokenizer has tokens can sample tokens that do not exist"
             )
 
 
@@ -197,26 +161,8 @@ def count_tokens(environment: AnyGymnasium) -> int:
     return int(actions.n)
 
 
-class _IdleEnvironments:
-    """Environments whose session is over, by the arguments of their constructor."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._environments: dict[bytes, list[AnyGymnasium]] = {}
-
-    def take(self, key: bytes) -> AnyGymnasium | None:
-        """Remove and return an environment, or return None if there is none."""
-        with self._lock:
-            environments = self._environments.get(key)
-            return environments.pop() if environments else None
-
-    def add(self, key: bytes, environment: AnyGymnasium) -> None:
-        """Keep an environment for the next session."""
-        with self._lock:
-            self._environments.setdefault(key, []).append(environment)
-
-
-_idle = _IdleEnvironments()
+_idle_environments: defaultdict[bytes, list[AnyGymnasium]] = defaultdict(list)
+"""Environments whose session is over, by the arguments of their constructor."""
 
 
 def _register(env_id: str, entry_point: str) -> None:

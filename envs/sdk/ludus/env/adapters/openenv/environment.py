@@ -14,10 +14,16 @@ REQUIRES_SINGLE_THREAD_EXECUTOR share one thread.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, cast
+
+from pydantic import ValidationError
 
 from ludus.env.adapters.openenv.models import (
     ForeignAction,
@@ -27,16 +33,90 @@ from ludus.env.adapters.openenv.models import (
     read_fields,
 )
 from ludus.env.adapters.openenv.source import OpenEnvSource, find_source
-from ludus.env.adapters.openenv.text import OpenEnvRenderer
-from ludus.env.adapters.openenv.thread import EnvironmentThread
 from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
-from ludus.env.types import JsonObject, Tool, Transition
-from ludus.proto.errors import CapacityError, EpisodeStateError, ErrorCode, ToolError
+from ludus.env.text.fields import FieldsText
+from ludus.env.types import Action, JsonObject, Message, Observation, Tool, Transition
+from ludus.proto.errors import (
+    ActionParseError,
+    CapacityError,
+    EpisodeStateError,
+    ErrorCode,
+    ToolError,
+)
 
-_RESET_ARGUMENTS = frozenset({"self", "seed"})
 _LEAVE_TIMEOUT_S = 0.5
 _TRUNCATED_KEYS = ("truncated", "TimeLimit.truncated")
+
+
+class EnvironmentThread:
+    """A thread that runs calls one after another while their callers wait."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._start()
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a call, await its value if it is awaitable, and return the value."""
+        if self._pid != os.getpid():  # a fork does not copy threads
+            self._start()
+        return self._executor.submit(self._run, call).result()
+
+    def stop(self) -> None:
+        """Stop the thread after the running call, without waiting for it."""
+        self._executor.submit(self._close_loop)
+        self._executor.shutdown(wait=False)
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._executor = ThreadPoolExecutor(1, f"openenv {self._name}")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        value = call()
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:  # all calls share one loop, because connections belong to a loop
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await value
+
+        return self._loop.run_until_complete(wait())
+
+    def _close_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+            self._loop = None
+
+
+class OpenEnvRenderer:
+    """A text renderer for one environment, based on the schema of `action_type`."""
+
+    def __init__(self, name: str, action_type: type[Action]) -> None:
+        self._action_type = action_type
+        self._text = FieldsText(name, action_type.model_json_schema())
+
+    def render(self, observation: Observation, *, first: bool) -> list[Message]:
+        """Return one message with a field per line, and after a reset with instructions."""
+        content = self._text.content(observation.model_dump(mode="json"), first=first)
+        return [{"role": "user", "content": content}]
+
+    def parse(self, text: str, observation: Observation) -> Action:
+        """Parse a text to an action."""
+        data = self._text.action(text, observation.model_extra or {})
+        try:
+            return self._action_type.model_validate(data)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_context=False)[0]["msg"]
+            raise ActionParseError(
+                f"expected an action as described, got {text[-200:]!r}: {fault}"
+            ) from None
+
+    def legal_answers(self, observation: Observation) -> list[str]:
+        """Return the observation's `legal_actions` as text, or the values of an enum."""
+        return self._text.legal_answers(observation.model_extra or {})
 
 
 class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignState]):
@@ -72,20 +152,14 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         """Return the first observation; the seed is passed to environments that accept one."""
         self._is_over = False
         arguments = {"seed": seed, **options} if seed is not None else options
-        if not self.source.takes_any("reset"):
-            arguments = {
-                name: value for name, value in arguments.items() if self.source.takes("reset", name)
-            }
+        if not self.source.takes_any_argument:
+            names = arguments.keys() & self.source.reset_arguments
+            arguments = {name: arguments[name] for name in names}
         transition = self._transition(self._call("reset", arguments))
-        if transition.reward is None:
-            return transition
-        return Transition(
-            transition.observation,
-            None,
-            transition.terminated,
-            transition.truncated,
-            info={**transition.info, "reset_reward": transition.reward},
-        )
+        if transition.reward is not None:
+            transition.info["reset_reward"] = transition.reward
+            transition.reward = transition.success = None
+        return transition
 
     def step(self, action: ForeignAction) -> Transition[ForeignObservation]:
         """Take an action and return its result."""
@@ -202,18 +276,22 @@ def openenv_builder(target: str, imported: Any) -> Builder:
 
 
 def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
+    description = (inspect.getdoc(source.kind) or source.kind.__name__).strip().split("\n")[0]
+    version = getattr(source.kind, "version", "")
+    is_concurrent = getattr(source.kind, "SUPPORTS_CONCURRENT_SESSIONS", False)
+    needs_single_thread = getattr(source.kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False)
     attributes: JsonObject = {
-        "__doc__": source.description,
+        "__doc__": description,
         "name": target,
-        "description": source.description,
-        "version": source.version,
+        "description": description,
+        "version": version if isinstance(version, str) and version else "1.0.0",
         "source": source,
         "action_type": _subclass(ForeignAction, source.action),
         "observation_type": _subclass(ForeignObservation, source.observation),
         "state_type": _subclass(ForeignState, source.state),
         "num_instances": [0],
-        "one_per_process": not source.is_concurrent,
-        "shared_thread": EnvironmentThread(target) if source.needs_single_thread else None,
+        "one_per_process": not is_concurrent,
+        "shared_thread": EnvironmentThread(target) if needs_single_thread else None,
         "reset": _make_reset(source),
     }
     return type("OpenEnvEnvironment", (OpenEnvEnvironment,), attributes)
@@ -232,11 +310,11 @@ def _make_reset(source: OpenEnvSource) -> Any:
     ) -> Transition[ForeignObservation]:
         return OpenEnvEnvironment.reset(self, seed=seed, **options)
 
-    names = [name for name in source.arguments("reset") if name not in _RESET_ARGUMENTS]
     keyword, self_kind = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter("self", self_kind)]
-    parameters += [inspect.Parameter(name, keyword, default=None) for name in ["seed", *names]]
-    if source.takes_any("reset"):
+    names = dict.fromkeys(["seed", *source.reset_arguments])
+    parameters += [inspect.Parameter(name, keyword, default=None) for name in names]
+    if source.takes_any_argument:
         parameters.append(inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD))
     reset.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return reset

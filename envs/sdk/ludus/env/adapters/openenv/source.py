@@ -43,47 +43,25 @@ class OpenEnvSource:
     """Type of the action that calls a tool; None if the environment has no tools."""
 
     @property
-    def description(self) -> str:
-        """The first line of the class's docstring."""
-        return (inspect.getdoc(self.kind) or self.kind.__name__).strip().split("\n")[0]
+    def reset_arguments(self) -> tuple[str, ...]:
+        """The names of the arguments of `reset`."""
+        parameters = self._reset_parameters.items()
+        return tuple(name for name, parameter in parameters if parameter.kind in _NAMED)[1:]
 
     @property
-    def version(self) -> str:
-        """The version of the class; 1.0.0 if it has none."""
-        version = getattr(self.kind, "version", "")
-        return version if isinstance(version, str) and version else "1.0.0"
-
-    @property
-    def is_concurrent(self) -> bool:
-        """True if a process may have several instances."""
-        return bool(getattr(self.kind, "SUPPORTS_CONCURRENT_SESSIONS", False))
-
-    @property
-    def needs_single_thread(self) -> bool:
-        """True if all instances of a process must run in one thread."""
-        return bool(getattr(self.kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False))
+    def takes_any_argument(self) -> bool:
+        """True if `reset` accepts arguments with any name."""
+        parameters = self._reset_parameters.values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
     def method(self, name: str) -> str:
         """Return the name of `reset` or `step`, or of its async form if the class defines it."""
         is_async = _is_overridden(self.kind, f"{name}_async")
         return f"{name}_async" if is_async else name
 
-    def arguments(self, name: str) -> list[str]:
-        """Return the names of the method's arguments."""
-        parameters = self._parameters(name)
-        return [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
-
-    def takes(self, name: str, argument: str) -> bool:
-        """Return True if the method has the argument."""
-        return argument in self.arguments(name)
-
-    def takes_any(self, name: str) -> bool:
-        """Return True if the method accepts arguments with any name."""
-        parameters = self._parameters(name).values()
-        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-    def _parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(getattr(self.kind, self.method(name))).parameters
+    @property
+    def _reset_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(getattr(self.kind, self.method("reset"))).parameters
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

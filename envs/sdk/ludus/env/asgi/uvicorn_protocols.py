@@ -1,0 +1,209 @@
+"""The protocols of our HTTP server: uvicorn's with limits on heads, and with a direct path.
+
+    bytes --> WebSocket parser --> frame --+--> queue --> task of the connection --> send
+                                           |
+                                           +--> direct handler --> bytes     no task, no queue
+
+uvicorn leaves limits on the size and time of request heads to a proxy. The server checks the token
+only after a complete head. Without limits, any client could fill the memory with one endless
+header, or keep connections open without ever sending a request.
+
+The direct path answers frames that need no wait. It is used only while the connection's task waits
+for a frame and the client reads its replies. Replies therefore keep their order and do not
+accumulate. A connection that does not close in time is aborted, because a peer that no longer reads
+would keep it open forever. A disconnected peer is reported immediately, even while its last call is
+running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+from websockets.http11 import Request
+from websockets.protocol import State
+
+from ludus.env.asgi.socket import DIRECT_EXTENSION
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Maximum size of the request line and headers, checked after each read."""
+HEAD_TIMEOUT_S = 20.0
+"""Time limit for a head, from the connection or from the first byte of a later request."""
+_REFUSAL = (
+    b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%s"
+)
+GOING_AWAY = 1001
+_ABORT_AFTER_S = 0.5
+"""Time for the close frame to arrive before the connection is aborted."""
+_SHUTTING_DOWN = "the server is shutting down"
+DirectHandler = Callable[[bytes], bytes | None]
+"""Returns the reply to a text frame, or None to pass the frame to the connection's task."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """The protocol of uvicorn with limits on heads: `uvicorn.Config(http=BoundedHttp)`."""
+
+    max_head_bytes = MAX_HEAD_BYTES
+    head_timeout_s = HEAD_TIMEOUT_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timer of the first head."""
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the data and count the bytes of an incomplete head."""
+        super().data_received(data)
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > self.max_head_bytes:
+            self._refuse(
+                b"431 Request Header Fields Too Large",
+                b"the request line and headers must have at most %d bytes" % self.max_head_bytes,
+            )
+
+    def on_message_begin(self) -> None:
+        """Start to count the bytes of a head."""
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        if self._head_timer is None:
+            self._start_head_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep headers, and ignore trailers after a body, which have no limit and no use."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Stop counting, because the head is complete."""
+        self._is_in_head = False
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._refuse_late_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse_late_head(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            text = b"the request head was not complete within %d s" % self.head_timeout_s
+            self._refuse(b"408 Request Timeout", text)
+
+    def _refuse(self, status: bytes, message: bytes) -> None:
+        self._is_in_head = False
+        self._stop_head_timer()
+        code = b"TIMEOUT" if status.startswith(b"408") else b"VALIDATION_ERROR"
+        body = b'{"detail":{"message":"%s","code":"%s"}}' % (message, code)
+        self.transport.write(_REFUSAL % (status, len(body), body))
+        self.transport.close()
+
+
+class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
+    """A connection that offers itself to the application as the extension `ludus.direct`."""
+
+    _direct: DirectHandler | None = None
+    _close_callback: Callable[[], None] | None = None
+    _is_app_waiting = False
+
+    def set_direct_handler(self, handler: DirectHandler) -> None:
+        """Pass text frames to the handler first."""
+        self._direct = handler
+
+    def set_close_callback(self, callback: Callable[[], None]) -> None:
+        """Call the callback when the connection is lost."""
+        self._close_callback = callback
+
+    def write_now(self, frame: bytes) -> bool:
+        """Send a text frame and return True, or return False if that requires a wait."""
+        if not self._can_write():
+            return False
+        self.conn.send_text(frame)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Notify the connection's task and the callback."""
+        super().connection_lost(exc)
+        self._direct = None
+        callback, self._close_callback = self._close_callback, None
+        if callback is not None:
+            callback()
+
+    def handle_connect(self, event: Request) -> None:
+        """Start the connection's task and offer it the direct path."""
+        super().handle_connect(event)
+        if not self.handshake_complete:
+            extensions: dict[str, Any] = self.scope["extensions"]
+            extensions[DIRECT_EXTENSION] = self
+
+    def handle_text(self, event: Frame) -> None:
+        """Answer the frame, or queue it."""
+        if (
+            self._direct is not None
+            and event.fin
+            and self._is_app_waiting
+            and self.queue.empty()
+            and self._can_write()
+        ):
+            reply = self._direct(bytes(event.data))
+            if reply is not None:
+                self.write_now(reply)
+                return
+        super().handle_text(event)
+
+    async def receive(self) -> Any:
+        """Return the next event for the connection's task."""
+        self._is_app_waiting = True
+        try:
+            return await super().receive()
+        finally:
+            self._is_app_waiting = False
+
+    def shutdown(self) -> None:
+        """Close the connection with the reason that the server is shutting down."""
+        if not self.handshake_complete or self.conn.state is not State.OPEN:
+            super().shutdown()
+            return
+        self.stop_keepalive()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
+        self.conn.send_close(GOING_AWAY, _SHUTTING_DOWN)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.close()
+
+    def keepalive_timeout(self) -> None:
+        """Abort a connection whose peer does not respond to a ping."""
+        super().keepalive_timeout()
+        self.loop.call_later(_ABORT_AFTER_S, self.transport.abort)
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Abort the connection if it has not closed in time."""
+        super().on_task_complete(task)
+        if not self.disconnected:
+            self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def _can_write(self) -> bool:
+        is_open = self.conn.state is State.OPEN and not self.disconnected
+        return is_open and self.writable.is_set()

@@ -1,0 +1,247 @@
+"""The calls of one session of a remote environment.
+
+    Session --LoopThread--> AsyncSession --> [ReplayingSession] --> WireSession --> gRPC or OpenEnv
+
+A call that times out ends its wire session, so that a late response is never taken for the response
+to the next call. A broken connection also ends the wire session, unless the session outlives its
+connection on the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from ludus.env.client.loop import LoopThread, keep, synchronous
+from ludus.env.encoding import ResetArgs, plain_json, unwritable_error
+from ludus.env.types import Action, JsonObject, StepResult
+from ludus.proto.errors import (
+    EpisodeStateError,
+    ErrorCode,
+    InfrastructureError,
+    InvalidCallError,
+    SessionLostError,
+)
+
+ResultT = TypeVar("ResultT")
+
+
+class WireSession(Protocol):
+    """One session on a wire. Every method raises EnvError with the code from the wire."""
+
+    @property
+    def session_id(self) -> str:
+        """The session's id on the server."""
+
+    @property
+    def tools_session_id(self) -> str:
+        """The id that can only call the session's tools; empty if the session has no such id."""
+
+    def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
+        """Start a new episode and return its first result."""
+
+    def step(self, action: bytes | str, step_index: int) -> Awaitable[StepResult]:
+        """Return the result of an action. Bytes are JSON; a str is text."""
+
+    def state(self) -> Awaitable[JsonObject]:
+        """Return the environment's state."""
+
+    def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
+        """Call a tool of the environment and return its result."""
+
+    def close(self) -> Awaitable[None]:
+        """Close the session."""
+
+    def abandon(self) -> None:
+        """Ask the server to close the session, without waiting for the response."""
+
+
+OpenedWire = tuple[WireSession, StepResult | None]
+"""A session, and its first result if a reset was requested."""
+
+
+class AsyncSession:
+    """One session of a remote environment, with one call at a time.
+
+    Steps are numbered, so that the client can repeat a step without taking it twice. A call that
+    is cancelled or times out ends the session, because its effect is unknown.
+    """
+
+    def __init__(self, wire: WireSession, close_when_done: bool) -> None:
+        self.wire = wire
+        """The session on the wire, for calls that choose their own step number."""
+        self._close_when_done = close_when_done
+        self._step_index = 0
+        self._busy = False
+        self._gone: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The session's id on the server. It changes when the session is rebuilt."""
+        return self.wire.session_id
+
+    @property
+    def tools_id(self) -> str:
+        """The id for an agent, which can only call the session's tools.
+
+        Empty if the environment has no tools, or its server does not support such ids.
+        """
+        return self.wire.tools_session_id
+
+    @property
+    def step_index(self) -> int:
+        """The number of steps taken in this episode."""
+        return self._step_index
+
+    @property
+    def num_resumes(self) -> int:
+        """The number of times that the session was lost and rebuilt by replay."""
+        return getattr(self.wire, "num_resumes", 0)
+
+    async def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: JsonObject | None = None,
+        episode_id: str = "",
+    ) -> StepResult:
+        """Start a new episode and return its first result."""
+        args = ResetArgs(seed, episode_id, options or {})
+        return self._record(await self._call(lambda: self.wire.reset(args)))
+
+    async def step(
+        self, action: Action | JsonObject | None = None, *, text: str | None = None
+    ) -> StepResult:
+        """Return the result of an action, which is JSON or a language model's text.
+
+        Raises:
+            ActionError: the action is invalid; the episode is unchanged.
+            InfrastructureError: the session has ended and its episode is void.
+        """
+        if (action is None) == (text is None):
+            raise InvalidCallError("expected either an action or a text, got both or neither")
+        encoded = encode_action(action if text is None else text)
+        step_index = self._step_index + 1
+        return self._record(await self._call(lambda: self.wire.step(encoded, step_index)))
+
+    async def state(self) -> JsonObject:
+        """Return the environment's state."""
+        return await self._call(lambda: self.wire.state())
+
+    async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
+        """Call a tool of the environment and return its result; the episode takes no step.
+
+        Raises:
+            ToolError: there is no such tool, or it failed; the episode continues.
+            InfrastructureError: the session has ended and its episode is void.
+        """
+        return await self._call(lambda: self.wire.call_tool(name, arguments or {}))
+
+    async def close(self) -> None:
+        """Close the session. Closing a session that has ended is not an error."""
+        if self._gone is None:
+            self._gone = "it was closed"
+            with contextlib.suppress(SessionLostError):
+                await self.wire.close()
+
+    async def __aenter__(self) -> AsyncSession:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _call(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        if self._gone is not None:
+            raise SessionLostError(f"session {self.id!r} has ended: {self._gone}; open a new one")
+        if self._busy:
+            raise EpisodeStateError(
+                f"session {self.id!r} got a second call while the first is pending; await the"
+                " first call",
+                ErrorCode.STEP_CONFLICT,
+            )
+        self._busy = True
+        try:
+            return await call()
+        except InfrastructureError as error:
+            self._abandon(error.message.removesuffix("; open a new one"))
+            raise
+        except asyncio.CancelledError:
+            self._abandon("a pending call was cancelled")
+            raise
+        finally:
+            self._busy = False
+
+    def _record(self, result: StepResult) -> StepResult:
+        self._step_index = result.step_index
+        if self._close_when_done and result.done:
+            self._gone = "its episode ended and it was opened with close_when_done"
+        return result
+
+    def _abandon(self, reason: str) -> None:
+        self._gone = reason
+        self.wire.abandon()
+
+
+class Session:
+    """One session of a remote environment.
+
+    Its methods have the arguments of the methods of `AsyncSession`.
+    """
+
+    def __init__(self, asynchronous: AsyncSession, loop: LoopThread) -> None:
+        self.asynchronous = asynchronous
+        self.loop = loop
+
+    @property
+    def id(self) -> str:
+        """The session's id on the server. It changes when the session is rebuilt."""
+        return self.asynchronous.id
+
+    @property
+    def tools_id(self) -> str:
+        """The id for an agent, which can only call the session's tools."""
+        return self.asynchronous.tools_id
+
+    @property
+    def step_index(self) -> int:
+        """The number of steps taken in this episode."""
+        return self.asynchronous.step_index
+
+    @property
+    def num_resumes(self) -> int:
+        """The number of times that the session was lost and rebuilt by replay."""
+        return self.asynchronous.num_resumes
+
+    reset = synchronous(AsyncSession.reset, keep)
+    step = synchronous(AsyncSession.step, keep)
+    state = synchronous(AsyncSession.state, keep)
+    call_tool = synchronous(AsyncSession.call_tool, keep)
+    close = synchronous(AsyncSession.close, keep)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def encode_action(action: Action | JsonObject | str | None) -> bytes | str:
+    """Return a text unchanged, and any other action as JSON bytes.
+
+    Raises:
+        InvalidCallError: the action cannot be encoded.
+    """
+    if isinstance(action, Action):
+        try:
+            return action.__pydantic_serializer__.to_json(action)
+        except ValueError as error:
+            raise unwritable_error("an action", error) from None
+    if isinstance(action, str):
+        try:
+            action.encode()
+        except UnicodeEncodeError as error:
+            raise unwritable_error("a text", error) from None
+        return action
+    return plain_json(action, "an action")

@@ -1,0 +1,239 @@
+"""HTTP requests to a server: detection of its kind, refusals as typed errors, and OpenEnv 0.1.
+
+    GET /openapi.json --> GET /schema, GET /metadata --> OpenEnv 0.2 or later: `/ws`
+                              | both 404, and /reset exists
+                              v
+                          OpenEnv 0.1: stateful HTTP
+
+A 0.1 server with its web page enabled accepts `/ws` too, for another purpose. The client therefore
+never opens a socket only to find out whether it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import orjson
+
+from ludus.env.security.tracing import trace_headers
+from ludus.env.transports.address import RemoteServer, ServerAddress
+from ludus.env.types import JsonObject
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    EnvError,
+    ExecutionError,
+    InvalidCallError,
+    RateLimitError,
+    UnavailableError,
+    error_from_wire,
+)
+
+_DISCOVERY_TIMEOUT_S = 10.0
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredServer:
+    """A server's own description over HTTP."""
+
+    metadata: JsonObject
+    schema: JsonObject
+    is_legacy: bool = False
+    """True for OpenEnv 0.1: one environment, used by plain HTTP calls."""
+
+
+class HttpReply(NamedTuple):
+    """The response to a request."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+class HttpClient:
+    """A client for HTTP requests, each on a new connection.
+
+    It ignores proxies and follows no redirects, because a redirect could send the token elsewhere.
+    """
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self._tls = server.ssl_context()
+        self._headers = {"content-type": "application/json"}
+        if server.authorization:
+            self._headers["authorization"] = server.authorization
+
+    async def discover(self) -> DiscoveredServer:
+        """Return the server's description.
+
+        Raises:
+            UnavailableError: the server does not respond.
+            AuthenticationError: the server refuses the token.
+        """
+        paths = ("/openapi.json", "/schema", "/metadata")
+        api, schema, metadata = await asyncio.gather(*map(self._get_or_none, paths))
+        has_reset = "/reset" in ((api or {}).get("paths") or {})
+        is_legacy = schema is None and metadata is None and has_reset
+        is_legacy = is_legacy and not self.server.address.is_websocket
+        return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
+
+    async def request(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> HttpReply:
+        """Send a request and return the response.
+
+        Raises:
+            TimeoutError: the server is too slow.
+            UnavailableError: the server cannot be reached.
+        """
+        headers = {**self._headers, **trace_headers()}
+        url = self.server.address.path + path
+        try:
+            return await asyncio.to_thread(self._request, method, url, body, headers, timeout_s)
+        except TimeoutError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self.server.address, error) from error
+
+    async def _get_or_none(self, path: str) -> JsonObject | None:
+        """Return the JSON object at the path, or None if the server has no such path."""
+        address = self.server.address
+        timeout_s = min(self.server.options.timeout_s, _DISCOVERY_TIMEOUT_S)
+        try:
+            reply = await self.request("GET", path, None, timeout_s)
+        except TimeoutError as error:
+            raise unreachable(address, error) from error
+        if reply.status in (401, 403, 429, 503):
+            raise refusal(address, reply.status, reply.headers.get("retry-after"), reply.body)
+        if 300 <= reply.status < 400:
+            raise ConfigError(
+                f"expected an environment server at {address}, got a redirect to"
+                f" {reply.headers.get('location', '')}; use the address it leads to"
+            )
+        if reply.status >= 400:
+            return None
+        content = _parse_json(address, reply.body)
+        return content if isinstance(content, dict) else {}
+
+    def _request(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> HttpReply:
+        location = urlsplit(f"//{self.server.address.authority}")
+        host, port = location.hostname or "", location.port or (443 if self._tls else 80)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        try:
+            connection.connect()
+            if self._tls is not None:
+                name = self.server.options.server_name or host
+                connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=name)
+            connection.request(method, url, body, headers)
+            response = connection.getresponse()
+            return HttpReply(response.status, response.headers, response.read(_MAX_BODY_BYTES))
+        finally:
+            connection.close()
+
+
+class HttpChannel:
+    """The calls to an OpenEnv 0.1 server. All its callers play in the same episode.
+
+    POST /reset {}               --> {"observation", "reward", "done"}
+    POST /step  {"action": ...}  --> the same
+    GET  /state                  --> the state
+
+    The server reports every failure as a bare status 500.
+    """
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+
+    async def call(self, message: JsonObject) -> JsonObject:
+        """Send a message of OpenEnv's WebSocket as a request, and return the JSON in the response.
+
+        Raises:
+            TimeoutError: the server is too slow.
+        """
+        method, path, body = "POST", f"/{message['type']}", None
+        match message["type"]:
+            case "reset":
+                body = orjson.dumps(message["data"])
+            case "step":
+                body = orjson.dumps({"action": message["data"]})
+            case _:
+                method = "GET"
+        server = self._client.server
+        reply = await self._client.request(method, path, body, server.options.timeout_s)
+        if reply.status >= 300:
+            raise _call_error(server.address, path, reply)
+        content = _parse_json(server.address, reply.body)
+        if not isinstance(content, dict):
+            raise ExecutionError(f"expected a JSON object from {path}, got {reply.body[:80]!r}")
+        return content
+
+    async def close(self) -> None:
+        """Do nothing: the server keeps its environment."""
+
+
+def refusal(address: ServerAddress, status: int, wait: str | None, body: bytes) -> EnvError:
+    """Return the error for an HTTP status. An error code in the body has precedence.
+
+    Args:
+        wait: value of the `retry-after` header.
+    """
+    wait = wait or ""
+    retry_after_s = float(wait) if wait.isdecimal() else 0.0
+    detail = _read_detail(body)
+    if "code" in detail:
+        wait_s = detail.get("retry_after_s") or retry_after_s
+        return error_from_wire(str(detail["code"]), str(detail.get("message", "")), float(wait_s))
+    if status in (401, 403):
+        return AuthenticationError(f"{address} refused the token; pass its token to the client")
+    if status == 429:
+        return RateLimitError(
+            f"{address} returned status 429: too many requests; try again later",
+            retry_after_s=retry_after_s,
+        )
+    return UnavailableError(
+        f"expected an environment server at {address}, got HTTP status {status};"
+        " check the address and that the server runs",
+        retry_after_s=retry_after_s,
+    )
+
+
+def unreachable(address: ServerAddress, error: Exception) -> UnavailableError:
+    """Return the error for a server that does not respond."""
+    return UnavailableError(
+        f"could not reach an environment server at {address}: {error}; check the address and that"
+        " the server runs"
+    )
+
+
+def _call_error(address: ServerAddress, path: str, reply: HttpReply) -> EnvError:
+    if reply.status == 500:
+        return ExecutionError(
+            f"{path} failed on {address}: the environment raised an error, or the action is"
+            " not valid (OpenEnv 0.1 does not report which); see the server's log"
+        )
+    if reply.status in (400, 422):
+        return InvalidCallError(f"{path} was refused: {reply.body[:500].decode(errors='replace')}")
+    return refusal(address, reply.status, reply.headers.get("retry-after"), reply.body)
+
+
+def _parse_json(address: ServerAddress, body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise unreachable(address, error) from error
+
+
+def _read_detail(body: bytes) -> JsonObject:
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    detail = content.get("detail") if isinstance(content, dict) else None
+    return detail if isinstance(detail, dict) else {}

@@ -1,0 +1,340 @@
+"""The client's wire to OpenEnv's protocol, and to Ludus servers by the same protocol.
+
+    server                 calls                   extensions
+    Ludus                  WebSocket `/ws`         text, step numbers, separate flags
+    OpenEnv 0.2 or later   WebSocket `/ws`         none; the client renders the text from fields
+    OpenEnv 0.1            HTTP, 1 session         none, and no seeds, reset options or tools
+
+A session ends with its connection. Upstream servers reject unknown keys, so the client requests the
+extensions of Ludus only if the server's /metadata contains `ludus`. All callers of an OpenEnv 0.1
+server play in the same episode, so the client opens only one session at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import orjson
+
+from ludus.env.backoff import retry_unavailable
+from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, read_success
+from ludus.env.messages.openenv import read_metadata, read_tensors_json, upstream_metadata
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.text.fields import FieldsText
+from ludus.env.transports.address import RemoteServer
+from ludus.env.transports.http import DiscoveredServer, HttpChannel, HttpClient
+from ludus.env.transports.websocket import SocketChannel
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView
+from ludus.proto.errors import (
+    ActionParseError,
+    CallTimeoutError,
+    CapacityError,
+    ConfigError,
+    GroupMismatchError,
+    InvalidCallError,
+    SessionLostError,
+    ToolError,
+)
+
+
+class _Channel(Protocol):
+    """The connection of one session."""
+
+    async def call(self, message: JsonObject) -> JsonObject:
+        """Send a message of OpenEnv's WebSocket, and return the data of the reply."""
+
+    async def close(self) -> None:
+        """Close the connection, which ends the session."""
+
+
+class OpenEnvTransport:
+    """A server's address and description; each session has its own channel."""
+
+    def __init__(self, client: HttpClient, discovered: DiscoveredServer) -> None:
+        self.server = client.server
+        self._client = client
+        self._metadata, self._schema = discovered.metadata, discovered.schema
+        self.is_legacy = discovered.is_legacy
+        """True for OpenEnv 0.1."""
+        self.sessions: set[OpenEnvSession] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def has_extras(self) -> bool:
+        """True if the server supports the extensions of Ludus."""
+        return "ludus" in self._metadata
+
+    @classmethod
+    async def connect(cls, server: RemoteServer) -> OpenEnvTransport:
+        """Return a transport once the server has described itself.
+
+        Raises:
+            UnavailableError: the server did not respond within `options.connect_timeout_s`.
+        """
+        client = HttpClient(server)
+        timeout_s = server.options.connect_timeout_s
+        return cls(client, await retry_unavailable(client.discover, timeout_s))
+
+    async def describe(self) -> EnvironmentDescription:
+        """Return the server's description; upstream servers provide only a part of it."""
+        if not self.is_legacy:
+            return read_metadata(self._metadata, self._schema)
+        description = "An OpenEnv 0.1 server, which does not describe itself."
+        ludus = {"max_sessions": 1, "reset_options": []}
+        return read_metadata({"description": description, "ludus": ludus}, {})
+
+    async def open(self, args: OpenArgs) -> tuple[OpenEnvSession, StepResult | None]:
+        """Open a session, and return it with its first result if a reset was requested.
+
+        Raises:
+            CapacityError: the only session of an OpenEnv 0.1 server is already open.
+            ConfigError: `linger_s` is set, which this wire does not support.
+        """
+        if args.linger_s > 0:
+            raise ConfigError(
+                f"linger_s must be 0 for {self.server.address}, got {args.linger_s:g}: over"
+                " OpenEnv's protocol a session ends with its connection; use the server's grpc://"
+                " address, or resume=True"
+            )
+        if self.is_legacy and self.sessions:
+            raise self._capacity_error(1)
+        session = OpenEnvSession(self, await self._open_channel(args.with_text), args)
+        self.sessions.add(session)
+        try:
+            if args.reset is not None:
+                return session, await session.reset(args.reset)
+            if not self.is_legacy:
+                await session.state()  # a full server refuses only the first call
+        except BaseException:
+            session.abandon()
+            raise
+        return session, None
+
+    async def open_group(
+        self, args: OpenArgs, size: int
+    ) -> list[tuple[OpenEnvSession, StepResult | None]]:
+        """Open `size` sessions with one seed and equal first results, or none of them."""
+        if self.is_legacy:
+            if size != 1:
+                raise self._capacity_error(size)
+            return [await self.open(args)]
+        args = replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
+        opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
+        try:
+            group = await asyncio.gather(*opening)
+            _check_group([first for _, first in group if first is not None], args)
+        except BaseException:
+            for future in opening:
+                future.cancel()
+            for outcome in await asyncio.gather(*opening, return_exceptions=True):
+                if not isinstance(outcome, BaseException):
+                    outcome[0].abandon()
+            raise
+        return group
+
+    async def close(self) -> None:
+        """Close all sessions."""
+        for session in list(self.sessions):
+            session.abandon()
+        while self._closing:
+            await asyncio.gather(*self._closing)
+
+    def make_fields_text(self) -> FieldsText | None:
+        """Return a renderer for upstream servers, unless the server's actions are tools."""
+        schema = self._schema.get("action") or {}
+        fields = schema.get("properties", {}).keys() - {"metadata"}
+        if self.has_extras or not fields or "tool_name" in fields:
+            return None
+        return FieldsText(self._metadata.get("name") or "", schema)
+
+    def forget(self, session: OpenEnvSession) -> None:
+        """Close a session's channel in the background."""
+        if session in self.sessions:
+            self.sessions.remove(session)
+            task = asyncio.get_running_loop().create_task(session.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _open_channel(self, with_text: bool) -> _Channel:
+        if self.is_legacy:
+            return HttpChannel(self._client)
+        query = ""
+        if self.has_extras:
+            query = "?ludus=1" if with_text else "?ludus=1&text=0"
+        return await retry_unavailable(
+            lambda: SocketChannel.open(self.server, query), self.server.options.reconnect_timeout_s
+        )
+
+    def _capacity_error(self, size: int) -> CapacityError:
+        return CapacityError(
+            f"{self.server.address}, an OpenEnv 0.1 server, supports only 1 session, but"
+            f" {size + len(self.sessions)} are needed; close the other session first,"
+            " start more servers, or rebuild the environment with OpenEnv 0.2 or later"
+        )
+
+
+class OpenEnvSession:
+    """One session on its own channel. `WireSession` documents its methods."""
+
+    def __init__(self, transport: OpenEnvTransport, channel: _Channel, args: OpenArgs) -> None:
+        self.session_id = uuid.uuid4().hex
+        self.tools_session_id = ""
+        self.channel = channel
+        self._transport = transport
+        self._close_when_done = args.close_when_done
+        self._with_text = args.with_text
+        self._fields_text = transport.make_fields_text() if args.with_text else None
+        self._observation: JsonObject = {}
+        """The last observation, for reading a text action on the client."""
+
+    async def reset(self, args: ResetArgs) -> StepResult:
+        if self._transport.is_legacy:
+            _refuse_ignored(self._transport.server, args)
+        message = dict(args.options)
+        if args.seed is not None:
+            message["seed"] = args.seed
+        if args.episode_id:
+            message["episode_id"] = args.episode_id
+        encoded_message = orjson.Fragment(plain_json(message, "reset options"))
+        reply = await self._call({"type": "reset", "data": encoded_message})
+        self.tools_session_id = reply.get("tools_session_id", self.tools_session_id)
+        return self._read_result(reply, 0)
+
+    async def step(self, action: bytes | str, step_index: int) -> StepResult:
+        with self._parse_errors(action):
+            reply = await self._call(self._step_message(action, step_index))
+        result = self._read_result(reply, step_index)
+        if self._close_when_done and result.done:
+            self.abandon()
+        return result
+
+    async def state(self) -> JsonObject:
+        return await self._call({"type": "state"})
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        if self._transport.is_legacy:
+            raise ToolError(
+                f"cannot call tool '{name}': an OpenEnv 0.1 server has no tools; rebuild the"
+                " environment with OpenEnv 0.2 or later"
+            )
+        encoded_arguments = orjson.Fragment(plain_json(arguments, "arguments"))
+        action = {"type": "call_tool", "tool_name": name, "arguments": encoded_arguments}
+        reply = await self._call({"type": "step", "data": action})
+        observation = reply.get("observation") or {}
+        if error := observation.get("error"):
+            raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
+        result = observation.get("result")
+        structured = result.get("structured_content") if isinstance(result, dict) else None
+        return structured if isinstance(structured, dict) else {"result": result}
+
+    async def close(self) -> None:
+        self.abandon()
+        await self.channel.close()
+
+    def abandon(self) -> None:
+        self._transport.forget(self)
+
+    async def _call(self, message: JsonObject) -> JsonObject:
+        server = self._transport.server
+        if self not in self._transport.sessions:
+            raise SessionLostError("the session was closed; open a new session")
+        try:
+            async with asyncio.timeout(server.options.timeout_s):
+                return await self.channel.call(message)
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"{server.address} did not respond within {server.options.timeout_s:g} s; the"
+                " session is closed"
+            ) from None
+
+    def _step_message(self, action: bytes | str, step_index: int) -> JsonObject:
+        message: JsonObject = {"type": "step"}
+        if isinstance(action, bytes):
+            message["data"] = orjson.Fragment(action)
+        elif self._fields_text is not None:
+            message["data"] = self._fields_text.action(action, self._observation)
+        elif self._transport.has_extras:
+            message["text"] = action
+        else:
+            raise InvalidCallError(
+                f"{self._transport.server.address}, an upstream OpenEnv server, does not accept"
+                " text; send a JSON action"
+            )
+        if self._transport.has_extras:
+            message["step_index"] = step_index
+        return message
+
+    def _read_result(self, payload: JsonObject, step_index: int) -> StepResult:
+        """Convert a payload. Upstream servers send no separate flags and no step numbers."""
+        reward = payload.get("reward")
+        is_done = bool(payload.get("done"))
+        if self._transport.has_extras:
+            info, success = payload.get("info", {}), payload.get("success")
+        else:
+            info = upstream_metadata(payload)
+            success = read_success(info, is_done=is_done)
+        return StepResult(
+            observation=payload.get("observation") or {},
+            reward=None if reward is None else float(reward),
+            terminated=payload.get("terminated", is_done),
+            truncated=payload.get("truncated", False),
+            info=info,
+            step_index=payload.get("step_index", step_index),
+            text=self._render_text(payload, is_first=step_index == 0),
+            tensors=read_tensors_json(payload.get("tensors", [])),
+            success=success,
+        )
+
+    @contextlib.contextmanager
+    def _parse_errors(self, action: bytes | str) -> Iterator[None]:
+        """Convert an upstream server's refusal of an action from text to an ActionParseError."""
+        try:
+            yield
+        except InvalidCallError as error:
+            if isinstance(action, bytes) or self._fields_text is None:
+                raise
+            raise ActionParseError(f"{error.message}, from the text {action[-200:]!r}") from None
+
+    def _render_text(self, payload: JsonObject, *, is_first: bool) -> TextView | None:
+        if self._fields_text is not None:
+            observation = self._observation = payload["observation"]
+            content = self._fields_text.content(observation, first=is_first)
+            answers = self._fields_text.legal_answers(observation)
+            return TextView([{"role": "user", "content": content}], answers)
+        text = payload.get("text") if self._with_text else None
+        return TextView(text["messages"], text["legal_answers"]) if text else None
+
+
+def _refuse_ignored(server: RemoteServer, args: ResetArgs) -> None:
+    """Refuse the seed and the options of a reset, which an OpenEnv 0.1 server would ignore."""
+    if args.options:
+        raise ConfigError(
+            f"{server.address} would ignore the reset options {', '.join(sorted(args.options))},"
+            " because it is an OpenEnv 0.1 server; set the options when the server is started"
+        )
+    if args.seed is not None and not server.options.allow_ignored_seed:
+        raise ConfigError(
+            f"{server.address} would ignore the seed {args.seed}, because it is an OpenEnv 0.1"
+            " server: episodes cannot be repeated, and the sessions of a group start"
+            " differently; remove the seed, or connect with allow_ignored_seed=True"
+        )
+
+
+def _check_group(first_results: list[StepResult], args: OpenArgs) -> None:
+    """Check that the sessions of a group start with the same observation.
+
+    Raises:
+        GroupMismatchError: their first results differ.
+    """
+    views = [(result.observation, result.text) for result in first_results]
+    if any(view != views[0] for view in views[1:]):
+        seed = args.reset.seed if args.reset else None
+        raise GroupMismatchError(
+            f"{len(views)} sessions with seed {seed} returned different first observations; the"
+            " environment's reset must depend on its seed alone; see: ludus env check"
+        )
