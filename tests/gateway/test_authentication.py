@@ -179,7 +179,7 @@ async def test_gateway_without_tokens_serves_every_caller() -> None:
 
 async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
     async with run_gateway() as (gateway, servers):
-        bare = build_gateway_app(gateway, mcp_key=b"k" * 32)
+        bare = build_gateway_app(gateway.environments, gateway.metrics, mcp_key=b"k" * 32)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(bare), base_url="http://test"
         ) as client:

@@ -249,7 +249,7 @@ async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypa
         late = Gateway(make_config(server.grpc_address), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())
         await eventually(lambda: late.grpc_address)
-        assert not late.is_ready
+        assert not late.environments.is_ready
         async with Raw(late) as other:
             stepping = asyncio.create_task(other.step(session_id))
             await asyncio.wait([stepping], timeout=0.05)
@@ -257,5 +257,5 @@ async def test_call_after_the_start_waits_for_the_first_list_of_servers(monkeypa
             is_known.set()
             assert await stepping == 2.0
         await starting
-        assert late.is_ready
+        assert late.environments.is_ready
         await late.stop()

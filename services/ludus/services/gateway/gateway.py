@@ -42,6 +42,7 @@ from ludus.services.gateway.config import (
     read_variable,
 )
 from ludus.services.gateway.fleet.sources import EndpointSource, StaticSource, SubprocessSource
+from ludus.services.gateway.sessions.environments import Environments
 from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
@@ -80,7 +81,7 @@ class Gateway:
         self.metrics = GatewayMetrics(config.environments, self._read_loads)
         self.access.on_failure = self.metrics.count_auth_failure
         self.quotas = Quotas(clock, renew=self.access.renew)
-        self.environments: dict[str, GatewaySessions] = {}
+        self.environments = Environments()
         self.sources: dict[str, EndpointSource] = dict(sources or {})
         self.http_address = ""
         """HTTP address, for example http://127.0.0.1:8000."""
@@ -107,7 +108,9 @@ class Gateway:
             self._build_environments()
             self._listeners = [HttpListener(self._build_app(), sockets[0], config.tls)]
             if config.admin_port is not None:
-                self._listeners.append(HttpListener(build_admin_app(self), sockets[1]))
+                self._listeners.append(
+                    HttpListener(build_admin_app(self.environments, self.metrics), sockets[1])
+                )
             self.grpc_server, grpc_port = build_grpc_server(
                 config.host,
                 bound_grpc_port(config.port, config.grpc_port),
@@ -142,19 +145,13 @@ class Gateway:
         await self._shut_down()
 
     @property
-    def is_ready(self) -> bool:
-        """True when every source has published its first list of servers."""
-        return all(sessions.fleet.is_published for sessions in self.environments.values())
-
-    @property
     def num_sessions(self) -> int:
         """The number of open sessions that were opened through this gateway."""
-        return sum(len(sessions.tracked) for sessions in self.environments.values())
+        return self.environments.num_sessions
 
     def drain(self) -> None:
         """Refuse new sessions from now on; existing sessions continue."""
-        for sessions in self.environments.values():
-            sessions.drain()
+        self.environments.drain()
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -183,7 +180,8 @@ class Gateway:
     def _build_app(self) -> AddRequestIds:
         # Derived from the session key, but useless as a session key if it leaks.
         mcp_key = hmac.digest(self._key.encode(), b"ludus mcp sessions", "sha256")
-        return AddRequestIds(Authenticate(build_gateway_app(self, mcp_key), self.access))
+        app = build_gateway_app(self.environments, self.metrics, mcp_key)
+        return AddRequestIds(Authenticate(app, self.access))
 
     def _set_addresses(self, grpc_port: int) -> None:
         host, secure = self.config.host, "s" if self.config.tls else ""

@@ -12,19 +12,7 @@ objects. kubernetes_asyncio needs 0.8 s and 37 MiB more to import. Its watch req
 again that is gone, it reads the CA only once, and its leader election relies on the wall clock and
 keeps leading while the API server is silent.
 
-Permissions that the gateway's Role needs, only in its own namespace:
-
-    discovery.k8s.io      endpointslices   list, watch
-    ""                    pods             patch               (pod deletion cost)
-    coordination.k8s.io   leases           create
-    coordination.k8s.io   leases           get, update         (resourceNames: the lease's name)
-
-and for environments with sandboxes:
-
-    extensions.agents.x-k8s.io   sandboxclaims      create, delete, list, watch
-    extensions.agents.x-k8s.io   sandboxwarmpools   get          (resourceNames: the pools')
-
-docs/submit.md lists the permissions for submitting runs.
+The chart's Role lists the permissions of a gateway, and docs/submit.md those of submitting runs.
 
 Credentials appear in no message, log or repr. Redirects are not followed, so that only the API
 server receives the token.

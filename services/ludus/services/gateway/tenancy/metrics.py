@@ -7,17 +7,9 @@ Counting a call costs a few additions; everything else happens at the scrape. Ev
 environment starts at zero, so that rates and alerts never see a series appear. Labels come from
 fixed sets: no label contains a session, tenant or token.
 
-All gateways of a release report the same servers, so values from servers must not be summed:
-
-    saturation   max by (env) (ludus_gateway_sessions{state="active"})
-                   / max by (env) (ludus_gateway_session_capacity)
-    waiting      sum by (env) (ludus_gateway_sessions{state="pending"})
-    sessions to  max by (env) (ludus_gateway_sessions{state="active"})
-    provide for    + sum by (env) (ludus_gateway_sessions{state="pending"})
-    lost ratio   sum by (env) (rate(ludus_gateway_sessions_lost_total[5m]))
-                   / sum by (env) (rate(ludus_gateway_opens_total{outcome="opened"}[5m]))
-
-Scale on "sessions to provide for", divided by the maximum sessions of one server.
+All gateways of a release report the same servers, so values from servers must not be summed.
+docs/security.md has the queries. Scale on the sessions to provide for, divided by the maximum
+sessions of one server.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ caller first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine
 from typing import Any
 
 from ludus.env.grpc.backlog import Backlog, ReplyWriter
@@ -30,8 +30,8 @@ from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError
+from ludus.services.gateway.sessions.environments import Environments
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from ludus.services.gateway.wires.requests import find_environment
 
 _RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
 
@@ -39,7 +39,7 @@ _RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
 class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
     """The EnvService of all environments."""
 
-    def __init__(self, environments: Mapping[str, GatewaySessions]) -> None:
+    def __init__(self, environments: Environments) -> None:
         self._environments = environments
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
@@ -69,7 +69,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         """Return the environment named in the metadata; no name selects the only environment."""
         metadata = dict(context.invocation_metadata() or ())
         try:
-            return find_environment(self._environments, str(metadata.get(ENVIRONMENT_KEY, "")))
+            return self._environments.find(str(metadata.get(ENVIRONMENT_KEY, "")))
         except EnvError as error:
             await abort(context, error)
 

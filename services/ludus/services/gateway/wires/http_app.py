@@ -10,8 +10,7 @@ server, and no response is a redirect. `authentication.Authenticate` checks the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Path, Request, Response
@@ -21,59 +20,37 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ludus.env.http.app import build_app
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
-from ludus.services.gateway.sessions.sessions import GatewaySessions
+from ludus.services.gateway.sessions.environments import Environments, UnknownEnvironmentError
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.tenants import current_tenant
-from ludus.services.gateway.wires.requests import (
-    UnknownEnvironmentError,
-    error_response,
-    find_environment,
-    refuse,
-)
+from ludus.services.gateway.wires.requests import error_response, refuse
 
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
 """Paths of the gateway itself, which no environment has."""
 _EnvironmentName = Annotated[str, Path(max_length=63)]
 
 
-class ServedGateway(Protocol):
-    """The gateway behind an application."""
-
-    environments: dict[str, GatewaySessions]
-    metrics: GatewayMetrics
-
-    @property
-    def is_ready(self) -> bool:
-        """True when every source has published its first list of servers."""
-
-    @property
-    def num_sessions(self) -> int:
-        """Number of open sessions that were opened through this gateway."""
-
-    def drain(self) -> None:
-        """Refuse new sessions from now on."""
-
-
-def build_gateway_app(gateway: ServedGateway, mcp_key: bytes) -> FastAPI:
+def build_gateway_app(
+    environments: Environments, metrics: GatewayMetrics, mcp_key: bytes
+) -> FastAPI:
     """Build the ASGI application of a gateway.
 
     Args:
         mcp_key: key that signs ids of MCP sessions; the same on every gateway.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
-    _add_own_routes(app, gateway, ["POST"])
-    _add_environment_routes(app, gateway.environments)
-    mounts = _EnvironmentMounts(gateway.environments, mcp_key)
-    app.router.routes.append(Mount("/envs/{name}", app=mounts))
+    _add_own_routes(app, environments, metrics, ["POST"])
+    _add_environment_routes(app, environments)
+    app.router.routes.append(Mount("/envs/{name}", app=_EnvironmentMounts(environments, mcp_key)))
     app.add_exception_handler(EnvError, _respond_with_error)
     return app
 
 
-def build_admin_app(gateway: ServedGateway) -> FastAPI:
+def build_admin_app(environments: Environments, metrics: GatewayMetrics) -> FastAPI:
     """Build an application with only probes, drain and metrics; it checks no token."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
     # A preStop hook can only send GET. On the public port any web page could trigger a GET.
-    _add_own_routes(app, gateway, ["GET", "POST"])
+    _add_own_routes(app, environments, metrics, ["GET", "POST"])
     return app
 
 
@@ -83,7 +60,7 @@ class _EnvironmentMounts:
     Each tenant has separate applications, because an application stores data of its clients.
     """
 
-    def __init__(self, environments: Mapping[str, GatewaySessions], mcp_key: bytes) -> None:
+    def __init__(self, environments: Environments, mcp_key: bytes) -> None:
         self._environments = environments
         self._mcp_key = mcp_key
         self._apps: dict[tuple[str, str], ASGIApp] = {}
@@ -99,7 +76,7 @@ class _EnvironmentMounts:
 
     async def _find_app(self, scope: Scope) -> ASGIApp:
         name = scope["path_params"]["name"]
-        sessions = find_environment(self._environments, name)
+        sessions = self._environments.find(name)
         path = scope["path"].removeprefix(scope["root_path"])
         if path in _OWN_PATHS:
             raise UnknownEnvironmentError(
@@ -114,7 +91,9 @@ class _EnvironmentMounts:
         return self._apps[key]
 
 
-def _add_own_routes(app: FastAPI, gateway: ServedGateway, drain_methods: list[str]) -> None:
+def _add_own_routes(
+    app: FastAPI, environments: Environments, metrics: GatewayMetrics, drain_methods: list[str]
+) -> None:
     @app.get("/health", include_in_schema=False)
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
@@ -123,22 +102,22 @@ def _add_own_routes(app: FastAPI, gateway: ServedGateway, drain_methods: list[st
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
         # A draining gateway stays ready, because its sessions still need its address.
-        if gateway.is_ready:
+        if environments.is_ready:
             return _json({"status": "ok"})
         return _json({"status": "waiting for the first list of servers"}, 503)
 
     @app.api_route("/drain", methods=drain_methods, include_in_schema=False)
     async def drain() -> Response:
-        gateway.drain()
-        return _json({"is_draining": True, "num_sessions": gateway.num_sessions})
+        environments.drain()
+        return _json({"is_draining": True, "num_sessions": environments.num_sessions})
 
     @app.get("/metrics", include_in_schema=False)
-    async def metrics(request: Request) -> Response:
-        body, content_type = await gateway.metrics.render(request.headers.get("accept", ""))
+    async def scrape(request: Request) -> Response:
+        body, content_type = await metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
 
-def _add_environment_routes(app: FastAPI, environments: Mapping[str, GatewaySessions]) -> None:
+def _add_environment_routes(app: FastAPI, environments: Environments) -> None:
     @app.get("/v1/envs")
     async def list_environments() -> Response:
         loads = [_load_json(sessions.environment_load) for sessions in environments.values()]
@@ -146,7 +125,7 @@ def _add_environment_routes(app: FastAPI, environments: Mapping[str, GatewaySess
 
     @app.get("/v1/envs/{name}")
     async def show_environment(name: _EnvironmentName) -> Response:
-        sessions = find_environment(environments, name)
+        sessions = environments.find(name)
         await sessions.admission.wait_described()
         description = sessions.description
         return _json(

@@ -1,4 +1,4 @@
-"""Common parts of HTTP requests: ids, the environment they name, and errors as responses.
+"""Common parts of HTTP requests: ids, and errors as responses.
 
 AddRequestIds --> Authenticate --> the application
  x-request-id      401, 403         413, 408 for bodies that are too large or too slow
@@ -9,18 +9,17 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from ludus.env.messages.protobuf import ENVIRONMENT_KEY
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tracing import MAX_REQUEST_ID_CHARS, REQUEST_ID
 from ludus.env.types import JsonObject
-from ludus.proto.errors import EnvError, InvalidCallError
-from ludus.services.gateway.sessions.sessions import GatewaySessions
+from ludus.proto.errors import EnvError
+from ludus.services.gateway.sessions.environments import UnknownEnvironmentError
 
 _Header = tuple[bytes, bytes]
 _REQUEST_ID_HEADER = REQUEST_ID.encode()
@@ -28,28 +27,6 @@ _VALID_ID = re.compile(rb"[A-Za-z0-9._-]{1,%d}" % MAX_REQUEST_ID_CHARS)
 _RESPONSE_STARTS = frozenset(
     {"http.response.start", "websocket.accept", "websocket.http.response.start"}
 )
-
-
-class UnknownEnvironmentError(InvalidCallError):
-    """The gateway serves no environment of that name."""
-
-
-def find_environment(environments: Mapping[str, GatewaySessions], name: str) -> GatewaySessions:
-    """Return the sessions of the named environment; an empty name selects the only environment.
-
-    Raises:
-        UnknownEnvironmentError: the name is unknown, or it is empty and there are several.
-    """
-    if not name and len(environments) == 1:
-        return next(iter(environments.values()))
-    sessions = environments.get(name)
-    if sessions is None:
-        shown_name = f"'{name}'" if name else "no name"
-        raise UnknownEnvironmentError(
-            f"expected one of the environments {', '.join(sorted(environments)) or '(none)'},"
-            f" got {shown_name}; over gRPC set it in the metadata {ENVIRONMENT_KEY}"
-        )
-    return sessions
 
 
 class AddRequestIds:
