@@ -96,13 +96,13 @@ class FleetAdmission:
 
         Raises:
             UnavailableError: the gateway is draining.
-            InvalidCallError: the group is too large.
+            InvalidCallError: the group is empty or too large.
         """
         if self.is_draining:
             raise self._draining_error()
-        if size > self._limits.max_group_size:
+        if not 1 <= size <= self._limits.max_group_size:
             raise InvalidCallError(
-                f"a group may have at most {self._limits.max_group_size} sessions, got {size}"
+                f"a group must have 1 to {self._limits.max_group_size} sessions, got {size}"
             )
 
     async def reserve(
@@ -118,7 +118,6 @@ class FleetAdmission:
         Raises:
             CapacityError: no capacity became free in time, or the queue is full.
             UnavailableError: the gateway is draining.
-            InvalidCallError: the group is too large.
         """
         self.check(size)
         if excluded and not self._queue:

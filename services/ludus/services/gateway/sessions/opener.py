@@ -26,7 +26,6 @@ from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,
     GroupMismatchError,
-    InvalidCallError,
     SessionLostError,
     UnavailableError,
 )
@@ -71,21 +70,6 @@ class SessionOpener:
         self._seeds = DefaultSeeds()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def check(self, args: OpenArgs, size: int) -> None:
-        """Check an open before it is sent to a server.
-
-        Raises:
-            InvalidCallError: the open is malformed or too large.
-            UnavailableError: the gateway is draining.
-        """
-        if args.session_id:
-            raise InvalidCallError(
-                "an open must not contain a session id, because the gateway chooses it"
-            )
-        if size < 1:
-            raise InvalidCallError(f"a group must have at least 1 session, got {size}")
-        self._admission.check(size)
-
     async def open(
         self, args: OpenArgs, size: int, tenant: Tenant, *, is_group: bool
     ) -> list[PlacedSession]:
@@ -113,8 +97,7 @@ class SessionOpener:
                 break
         raise self._admission.capacity_error()
 
-    def sign_id(self, link: ServerLink, tenant: Tenant) -> str:
-        """Sign and return an id for a new session on the link's server."""
+    def _sign_id(self, link: ServerLink, tenant: Tenant) -> str:
         return self._key.sign(
             self._environment, link.server_id, tenant=tenant.name, lifetime_s=self._id_lifetime_s
         )
@@ -123,7 +106,7 @@ class SessionOpener:
         self, shares: list[Share], args: OpenArgs, tenant: Tenant
     ) -> list[PlacedSession]:
         link = shares[0].link
-        args = dataclasses.replace(args, session_id=self.sign_id(link, tenant))
+        args = dataclasses.replace(args, session_id=self._sign_id(link, tenant))
         reply = await _call_server(link, lambda call: fill_open_args(call.open, args))
         return [self._make_placed(link, reply.open)]
 
@@ -156,7 +139,7 @@ class SessionOpener:
         self, share: Share, args: OpenArgs, tenant: Tenant
     ) -> list[PlacedSession]:
         link = share.link
-        ids = [self.sign_id(link, tenant) for _ in range(share.num_sessions)]
+        ids = [self._sign_id(link, tenant) for _ in range(share.num_sessions)]
 
         def write(call: pb.Call) -> None:
             fill_open_args(call.open_group.open, args)

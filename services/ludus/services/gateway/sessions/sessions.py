@@ -179,7 +179,7 @@ class GatewaySessions:
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> OpenResult:
         """Open a session; see `Sessions`."""
-        return (await self._open(args, 1, connection, is_group=False))[0]
+        return (await self._open(args, 1, connection))[0]
 
     async def open_group(
         self,
@@ -189,20 +189,21 @@ class GatewaySessions:
         session_ids: Sequence[str] = (),
     ) -> list[OpenResult]:
         """Open sessions with one seed, all or none, on one server if possible."""
-        if session_ids:
-            raise InvalidCallError(
-                f"an open must not contain session ids, got {len(session_ids)}, because the gateway"
-                " chooses them"
-            )
-        return await self._open(args, size, connection, is_group=True)
+        return await self._open(args, size, connection, session_ids, is_group=True)
 
     async def _open(
-        self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool
+        self,
+        args: OpenArgs,
+        size: int,
+        connection: Connection | None,
+        session_ids: Sequence[str] = (),
+        *,
+        is_group: bool = False,
     ) -> list[OpenResult]:
         tenant = self._authorize()
         linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
-        self._admit(args, size, tenant)
+        self._admit((args.session_id, *session_ids), size, tenant)
         started_s = self._loop.time()
         try:
             await self._make_room(size)
@@ -220,10 +221,14 @@ class GatewaySessions:
             self.release(connection)
         return [session.opened for session in placed]
 
-    def _admit(self, args: OpenArgs, size: int, tenant: Tenant) -> None:
+    def _admit(self, session_ids: Sequence[str], size: int, tenant: Tenant) -> None:
         """Check the open and reserve the tenant's quota, before room is made for it."""
         try:
-            self.opener.check(args, size)
+            if any(session_ids):
+                raise InvalidCallError(
+                    "an open must not contain a session id, because the gateway chooses it"
+                )
+            self.admission.check(size)
             self._quotas.reserve(tenant, size)
         except EnvError as error:
             self._metrics.count_open(self.environment, error.code, size)
