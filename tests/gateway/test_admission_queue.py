@@ -17,16 +17,17 @@ class Room:
         self.num_places = self.num_taken = 0
         self.queue = AdmissionQueue(self._take, self._give_back, timeout_s=0.01, max_waiting=9)
 
-    def _take(self, size: int) -> bool:
-        has_room = self.num_taken + size <= self.num_places
-        self.num_taken += size * has_room
-        return has_room
+    def _take(self, size: int) -> int | None:
+        if self.num_taken + size > self.num_places:
+            return None
+        self.num_taken += size
+        return size
 
     def _give_back(self, size: int) -> None:
         self.num_taken -= size
 
 
-async def waiting(room: Room) -> asyncio.Task[bool]:
+async def waiting(room: Room) -> asyncio.Task[int | None]:
     """Start a waiting caller whose timeout ends before the next turn of the event loop."""
     caller = asyncio.create_task(room.queue.take())
     while not room.queue:

@@ -9,36 +9,39 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ludus.env.sessions.interface import Load, SessionEvents
 from ludus.env.sessions.options import CoreOptions
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
 
+GrantT = TypeVar("GrantT")
+
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _Waiter(Generic[GrantT]):
     size: int
-    admitted: asyncio.Future[None]
+    grant: asyncio.Future[GrantT]
 
 
-class AdmissionQueue:
+class AdmissionQueue(Generic[GrantT]):
     """Callers that wait until `size` units can be taken together.
 
     The order is strict, so that small requests cannot starve a large request at the head.
 
     Args:
-        take: takes `size` units and returns True, or takes nothing and returns False.
-        give_back: undoes a `take` whose caller was cancelled.
+        take: takes `size` units and returns their grant, or takes nothing and returns None.
+        give_back: gives a grant back whose caller was cancelled.
         timeout_s: maximum wait of a caller; 0 does not wait.
         max_waiting: maximum number of waiting callers; more are refused immediately.
     """
 
     def __init__(
         self,
-        take: Callable[[int], bool],
-        give_back: Callable[[int], None],
+        take: Callable[[int], GrantT | None],
+        give_back: Callable[[GrantT], None],
         *,
         timeout_s: float,
         max_waiting: int,
@@ -47,7 +50,7 @@ class AdmissionQueue:
         self._give_back = give_back
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[_Waiter[GrantT]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -57,47 +60,47 @@ class AdmissionQueue:
         """Number of units that all callers wait for."""
         return sum(waiter.size for waiter in self._waiters)
 
-    async def take(self, size: int = 1) -> bool:
-        """Return True after taking `size` units, or False if they did not become free in time.
+    async def take(self, size: int = 1) -> GrantT | None:
+        """Take `size` units and return their grant, or None if they did not become free in time.
 
         Raises the error that `refuse_all` was called with.
         """
-        if not self._waiters and self._take(size):
-            return True
+        if not self._waiters and (grant := self._take(size)) is not None:
+            return grant
         if self._timeout_s <= 0 or len(self._waiters) >= self._max_waiting:
-            return False
-        waiter = _Waiter(size, asyncio.get_running_loop().create_future())
+            return None
+        waiter = _Waiter[GrantT](size, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
-            await asyncio.wait_for(waiter.admitted, self._timeout_s)
+            return await asyncio.wait_for(waiter.grant, self._timeout_s)
         except TimeoutError:
             # A caller admitted in the same turn of the event loop as its timeout has been admitted.
-            return not waiter.admitted.cancelled() and waiter.admitted.result() is None
+            return None if waiter.grant.cancelled() else waiter.grant.result()
         except asyncio.CancelledError:
-            if waiter.admitted.done() and not waiter.admitted.cancelled():
-                self._give_back(size)
+            if waiter.grant.done() and not waiter.grant.cancelled():
+                self._give_back(waiter.grant.result())
             raise
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
                 self.advance()
-        return True
 
     def advance(self) -> None:
         """Admit callers from the head; call this whenever units became free."""
         while self._waiters:
             waiter = self._waiters[0]
-            if not waiter.admitted.done():
-                if not self._take(waiter.size):
+            if not waiter.grant.done():
+                grant = self._take(waiter.size)
+                if grant is None:
                     return
-                waiter.admitted.set_result(None)
+                waiter.grant.set_result(grant)
             self._waiters.popleft()
 
     def refuse_all(self, error: Exception) -> None:
         """End all waits with an error."""
         for waiter in self._waiters:
-            if not waiter.admitted.done():
-                waiter.admitted.set_exception(error)
+            if not waiter.grant.done():
+                waiter.grant.set_exception(error)
         self._waiters.clear()
 
 
@@ -136,7 +139,7 @@ class SessionSlots:
             )
         await self._events.make_room(self._num_taken + len(self._queue) + size - self._capacity)
         self._refuse_while_draining()
-        if not await self._queue.take(size):
+        if await self._queue.take(size) is None:
             raise CapacityError(
                 f"Server at capacity: {self._num_taken}/{self._capacity} sessions active."
                 " Cannot accept new connections.",
@@ -153,11 +156,11 @@ class SessionSlots:
         self._is_draining = True
         self._queue.refuse_all(self._draining_error())
 
-    def _take_now(self, size: int) -> bool:
+    def _take_now(self, size: int) -> int | None:
         if self._num_taken + size > self._capacity:
-            return False
+            return None
         self._num_taken += size
-        return True
+        return size
 
     def _refuse_while_draining(self) -> None:
         if self._is_draining:

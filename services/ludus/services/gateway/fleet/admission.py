@@ -9,7 +9,7 @@ Opens wait in order of arrival until closed sessions, polls or new servers free 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -54,17 +54,15 @@ class FleetAdmission:
         self.is_draining = False
         self.supply: Supply | None = None
         self._environment = environment
-        self._queue = AdmissionQueue(
-            self._reserve_waiting,
-            self._cancel_waiting,
+        self._queue: AdmissionQueue[list[Share]] = AdmissionQueue(
+            self._reserve_now,
+            self._cancel,
             timeout_s=limits.queue_timeout_s,
             max_waiting=limits.queue_size,
         )
         self.num_waiting_for_description = 0
         """Number of callers that wait for the first server to respond."""
         self.fleet = Fleet(servers, self._queue.advance, lambda: bool(self._queue))
-        self._shares_by_size: defaultdict[int, deque[list[Share]]] = defaultdict(deque)
-        """Shares reserved for waiting opens, by size, until the opens receive them."""
 
     @property
     def num_waiting(self) -> int:
@@ -126,16 +124,16 @@ class FleetAdmission:
                 return shares
         loop = asyncio.get_running_loop()
         started_s = loop.time()
+        shares = None
         try:
-            async with asyncio.timeout_at(deadline_s):
-                is_admitted = await self._queue.take(size)
-        except TimeoutError:
-            is_admitted = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline_s):
+                    shares = await self._queue.take(size)
         finally:
             self._on_wait(loop.time() - started_s)
-        if not is_admitted:
+        if shares is None:
             raise self.capacity_error()
-        return self._shares_by_size[size].popleft()
+        return shares
 
     def deadline_s(self) -> float:
         """Return the event-loop time at which an open that starts now is refused."""
@@ -205,19 +203,17 @@ class FleetAdmission:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _reserve_waiting(self, size: int) -> bool:
+    def _reserve_now(self, size: int) -> list[Share] | None:
         shares = self.fleet.reserve(size)
         if shares is None:
             self._wake_supply()
-            return False
-        self._shares_by_size[size].append(shares)
-        return True
+        return shares
 
     def _wake_supply(self) -> None:
         if self.supply is not None:
             self.supply.wake()
 
-    def _cancel_waiting(self, size: int) -> None:
-        for share in self._shares_by_size[size].popleft():
+    def _cancel(self, shares: list[Share]) -> None:
+        for share in shares:
             share.cancel()
         self._queue.advance()
