@@ -158,11 +158,7 @@ class ServersSection(_Section):
 
     @cached_property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS credentials. None uses TLS only with grpcs:// addresses.
-
-        Raises:
-            ConfigError: a certificate or key file is not usable.
-        """
+        """TLS credentials. None uses TLS only with grpcs:// addresses."""
         if self.cert_file is not None and self.key_file is not None:
             identity = TlsFiles(self.cert_file, self.key_file)
             return client_channel_credentials(self.ca_file, identity)
@@ -201,12 +197,7 @@ class GatewayConfig(_Section):
 
     @classmethod
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
-        """Read the configuration from a TOML file; `overrides` replace its top-level fields.
-
-        Raises:
-            NotFoundError: the file does not exist.
-            ConfigError: the file is not valid; names the field, the value and the expectation.
-        """
+        """Read the configuration from a TOML file; `overrides` replace its top-level fields."""
         try:
             content = tomllib.loads(path.read_text())
         except FileNotFoundError:
@@ -217,11 +208,7 @@ class GatewayConfig(_Section):
 
     @classmethod
     def parse(cls, raw: JsonObject, source: str = "gateway") -> GatewayConfig:
-        """Validate raw values and return the configuration; `source` is their origin in messages.
-
-        Raises:
-            ConfigError: a value is not valid.
-        """
+        """Validate raw values and return the configuration; messages contain their `source`."""
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

@@ -194,11 +194,7 @@ class Gateway:
         return [sessions.environment_load for sessions in self.environments.values()]
 
     async def _start_watching(self) -> None:
-        """Watch the sources, and wait a limited time for the first servers.
-
-        Raises:
-            UserError: a source cannot work.
-        """
+        """Watch the sources, and wait a limited time for the first servers."""
         for name in self.config.environments:
             if name not in self.sources:
                 self.sources[name] = self._make_source(name)
@@ -265,11 +261,7 @@ class Gateway:
         await asyncio.gather(*(fleet.wait_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
-        """Watch a source until cancelled; retry after failures that the user did not cause.
-
-        Raises:
-            UserError: the source cannot work at all.
-        """
+        """Watch a source until cancelled; retry after failures that the user did not cause."""
         fleet = self.environments[name].fleet
         while True:
             try:

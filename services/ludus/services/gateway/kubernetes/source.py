@@ -166,11 +166,7 @@ class EndpointSliceSource:
 
 
 def parse_slice(raw: JsonObject) -> SliceEndpoints:
-    """Parse the endpoints of an EndpointSlice object.
-
-    Raises:
-        ConfigError: the object has no port that could be the servers' port.
-    """
+    """Parse the endpoints of an EndpointSlice object."""
     members = raw.get("endpoints") or ()
     http_port, grpc_port = _choose_ports(raw) if members else (None, 0)
     version = str(raw["metadata"].get("resourceVersion", ""))

@@ -126,11 +126,7 @@ class GatewaySessions:
 
     @property
     def description(self) -> EnvironmentDescription:
-        """The environment's description, with the capacity of the whole fleet.
-
-        Raises:
-            UnavailableError: no server was reached yet.
-        """
+        """The environment's description, with the capacity of the whole fleet."""
         description = self.fleet.description
         if description is None:
             raise UnavailableError(

@@ -96,11 +96,7 @@ class TenantAccess:
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
-        """Return a TenantAccess with one token that has every scope.
-
-        Raises:
-            ConfigError: the token is not acceptable; see `check_token`.
-        """
+        """Return a TenantAccess with one token that has every scope."""
         digest = token_digest(check_token(token, "the gateway's token"))
         return cls(Tenants({"": ANONYMOUS}, {digest: ANONYMOUS}))
 
@@ -109,20 +105,12 @@ class TenantAccess:
         """Read the tenants from a TOML file, and again after each change.
 
         A change that is not valid is logged, and the previous tenants remain.
-
-        Raises:
-            NotFoundError: the file does not exist.
-            ConfigError: the file is not valid. The message names file, field, value and remedy.
         """
         source = TenantsFile(path)
         return cls(source.read(), source, clock=clock)
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
-        """Check that a gateway with this access may listen on the host.
-
-        Raises:
-            ConfigError: other machines can reach the host and would need no token.
-        """
+        """Check that a gateway with this access may listen on the host."""
         if self._tenants is None and not insecure and not _is_loopback(host):
             raise ConfigError(
                 f"listening on {host}, which other machines can reach, needs tenants or a token;"

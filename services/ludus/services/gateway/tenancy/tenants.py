@@ -75,11 +75,7 @@ _CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
 
 
 def current_tenant() -> Tenant:
-    """Return the tenant of the request that is being served.
-
-    Raises:
-        AuthenticationError: the wire did not check a token.
-    """
+    """Return the tenant of the request that is being served."""
     try:
         return _CURRENT.get()
     except LookupError:
@@ -145,12 +141,7 @@ class TenantsFile:
         return file_signatures(self._watched) != self._signature
 
     def read(self) -> Tenants:
-        """Read the tenants.
-
-        Raises:
-            NotFoundError: the file does not exist.
-            ConfigError: the file is not valid; names file, field, value and remedy.
-        """
+        """Read the tenants."""
         # Signed before the contents are read, so that the next check sees a change made meanwhile.
         signature = file_signatures((self.path,))
         self._signature = file_signatures(self._watched)
@@ -205,12 +196,7 @@ def token_digest(token: str | bytes) -> bytes:
 
 
 def check_token(token: str, location: str) -> str:
-    """Return the token if it is hard to guess and valid in every header and URL.
-
-    Raises:
-        ConfigError: the token is too short, too long, or has characters that URLs or headers
-            cannot contain.
-    """
+    """Return the token if it is hard to guess and valid in every header and URL."""
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS:
         raise ConfigError(
             f"{location}: a token must have {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters, got"

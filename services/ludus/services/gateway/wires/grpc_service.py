@@ -140,11 +140,7 @@ class _ClientStream:
         future.add_done_callback(self._make_reply_callback(call, kind, session_id))
 
     def _find_live_stream(self, kind: str, session_id: str) -> CallStream | None:
-        """Return the live stream to the session's server, or None if a call must wait for it.
-
-        Raises:
-            EnvError: the id is not valid for this tenant and environment.
-        """
+        """Return the live stream to the session's server, or None if a call must wait for it."""
         route = self._sessions.route(session_id, for_tools=kind == "call_tool")
         if route.is_tools_only:
             return None  # the server knows the session by another id
