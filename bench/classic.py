@@ -47,11 +47,12 @@ from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, NetworkRun, load_run_config
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
-from ludus.trainer.classic.agent import PpoAgent, torch_threads
+from ludus.trainer.classic.agent import PpoAgent
 from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.classic.run import open_network_run
+from ludus.trainer.core.devices import torch_threads
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs"

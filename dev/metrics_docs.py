@@ -15,7 +15,7 @@ from ludus.proto.metrics import (
     TrainSeries,
     prometheus_name,
 )
-from ludus.trainer.run.sinks.prometheus import make_series
+from ludus.trainer.run.prometheus import make_series
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 INTRODUCTION = """# Metrics of a run

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ludus.proto.config import ClipLoss, FunctionLoss, GrpoConfig, TokenTis
 from ludus.proto.errors import ConfigError
-from ludus.trainer.checks.names import check_names
 from ludus.trainer.core.functions import function_path
+from ludus.trainer.driver.checks import check_names
 from ludus.trainer.driver.trainer import Trainer
 from tests.algorithms.test_policy_loss import gradient, run
 

@@ -52,7 +52,7 @@ async def call_in_worker(
 async def train(config: Path, overrides: list[str]) -> None:
     """Train to the end; break a worker after each of two steps."""
     async with Trainer(config, overrides=overrides) as trainer:
-        workers = trainer._components.workers
+        workers = trainer.components.workers
         assert isinstance(workers, RolloutWorkers)
         async for step in trainer.steps():
             if step.number == BREACH_STEP:

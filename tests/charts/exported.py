@@ -19,7 +19,7 @@ from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.options import CoreOptions
 from ludus.proto.metrics import EnvServerMetric
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
-from ludus.trainer.run.sinks.prometheus import RunSeries
+from ludus.trainer.run.prometheus import RunSeries
 from tests.env.counting_env import CountingEnv
 from tests.sinks.mixed_run import run_config
 

@@ -20,7 +20,7 @@ import yaml
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric
 from ludus.proto.runs import MetricsRow, Phase
-from ludus.trainer.run.sinks.prometheus import PrometheusExporter
+from ludus.trainer.run.prometheus import PrometheusExporter
 from tests.charts.promtool import program
 from tests.sinks.mixed_run import phase, run_config, weights_row
 

@@ -24,6 +24,7 @@ from ludus.proto.config import (
     run_config_from,
 )
 from ludus.proto.errors import ConfigError, LudusError, NotFoundError
+from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Resume, Summary, read_metrics, read_transcripts
 from ludus.trainer.algorithms.advantages import gae, stream_gae
 from ludus.trainer.classic.agent import PpoAgent, evaluate_policy
@@ -184,7 +185,8 @@ def test_cartpole_example_reaches_its_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", ["frozen_lake", "lunar_lander", "pendulum"])
 def test_example_can_start(example: str) -> None:
-    check(load_run_config(EXAMPLES / example / "ppo.toml"), Resume.NEVER)
+    run = load_run_config(EXAMPLES / example / "ppo.toml")
+    check(run, resume=Resume.NEVER, overwrite=False)
 
 
 def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_batches_without_a_finite_gradient_stop_the_training() -> None:
     gymnasium.register("Blind-v0", lambda **options: Blind(), max_episode_steps=500)
     agent = make_agent("Blind-v0", NetworkPpoConfig(**SMALL))
     for _ in range(9):
-        assert agent.train().metrics.num_skipped > 0
+        assert agent.train().metrics[TrainMetric.NUM_SKIPPED_UPDATES] > 0
     with pytest.raises(LudusError, match="10 updates in a row were skipped"):
         agent.train()
 

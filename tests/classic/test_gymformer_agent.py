@@ -146,7 +146,7 @@ def test_run_file_cannot_make_the_networks_of_a_program(tmp_path: Path) -> None:
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)
     run = run_config_from(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
     with pytest.raises(ConfigError, match=r"train_agent\(..., resume=True\)"):
-        check(run, Resume.NEVER)
+        check(run, resume=Resume.NEVER, overwrite=False)
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.reward_models import CHECKPOINT_FILE, RewardModelMetrics
+from ludus.proto.reward_models import RewardModelMetrics
 from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_reward_model_is_trained_stopped_and_continued(
     assert child.returncode == 130
     assert "continue with the same command and --resume" in errors
     assert not output.exists()
-    assert (progress.parent / CHECKPOINT_FILE).is_file()
+    assert list(progress.parent.glob("checkpoints/step-*/state.json"))
     ended = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "epoch 11/12" in ended.stderr

@@ -21,7 +21,6 @@ from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LM
 from ludus.trainer.compat.gymformer.trainer.language_run import make_run
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.run.folder import run_path
 from tests.compat.readme_environment import SummarizationEnv as ReadmeEnvironment
 from tests.compat.tiny_models import tiny_model
 
@@ -193,5 +192,5 @@ async def test_training_inside_an_event_loop_changes_the_models_in_place(
     assert done != truncated and episode == 10
     assert running == pytest.approx(returns.running[9])
     [folder] = [path for path in tmp_path.iterdir() if (path / "metrics.jsonl").is_file()]
-    assert run_path(make_test_run(request, model)) == folder
+    assert make_test_run(request, model).folder == folder
     assert (folder / "summary.json").is_file()

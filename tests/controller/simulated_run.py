@@ -40,7 +40,7 @@ from ludus.trainer.run.checkpoint import (
     find_newest_checkpoint,
     read_state,
 )
-from ludus.trainer.run.folder import RunFolder
+from ludus.trainer.run.lifecycle import RunFolder
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
@@ -233,9 +233,11 @@ class SimulatedWorkers:
         return {0: WorkerWeights(report, 0.0, 0.0, 0)}
 
     async def _play_and_put(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
-        return await self.buffer.put(await asyncio.gather(*(self._play(spec) for spec in specs)))
+        return await self.buffer.put(
+            await asyncio.gather(*(self.play_group(spec) for spec in specs))
+        )
 
-    async def _play(self, spec: GroupSpec) -> RolloutGroup:
+    async def play_group(self, spec: GroupSpec) -> RolloutGroup:
         assert self.published_weights is not None
         version = self.published_weights.manifest.version
         self.started_groups.append((spec, version))
@@ -300,7 +302,7 @@ class SimulatedRun:
         components = Components(
             run=run,
             metrics=metrics,
-            checkpoints=CheckpointFolder(folder.checkpoints, keep=2),
+            checkpoints=CheckpointFolder(folder.path / "checkpoints", keep=2),
             learners=self.learner,
             workers=workers,
             buffer=buffer,

@@ -240,7 +240,7 @@ async def test_failed_restart_saves_no_checkpoint(
 def test_command_line_prints_the_step_to_continue_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def fail(*_: object, **__: object) -> Path:
+    def fail(*_: object, **__: object) -> Path:
         error = UnavailableError("the server is away")
         error.add_note("continue with --resume from step 7")
         raise error

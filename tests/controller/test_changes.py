@@ -12,8 +12,7 @@ from ludus.proto.config.changes import describe_changes
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
 from ludus.trainer.driver.trainer import Trainer
-from ludus.trainer.run.folder import RunFolder
-from ludus.trainer.run.lifecycle import find_config_changes
+from ludus.trainer.run.lifecycle import RunFolder, find_config_changes
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from tests.controller.test_checkpoints import save
 
@@ -96,7 +95,7 @@ async def test_refused_resume_changes_no_file(tmp_path: Path) -> None:
     metrics.log_step(7, 70, {}, {})
     metrics.close()
     folder.close()
-    await save(folder.checkpoints, 5)
+    await save(folder.path / "checkpoints", 5)
     previous = read_files(folder.path)
     with pytest.raises(ConfigError, match=r"algorithm\.kind was 'grpo' and is 'ppo'"):
         async with Trainer(change_run(run, "algorithm.kind=ppo"), resume="always"):

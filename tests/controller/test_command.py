@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.config import run_config_from
-from ludus.trainer import __main__ as command
-from ludus.trainer.driver.commands import find_checkpoint
+from ludus.trainer.__main__ import main
+from ludus.trainer.run.checkpoint import find_checkpoint
 from ludus.trainer.setup.resolve import resolve_config
 
 
 def test_full_disk_gives_a_short_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def save(*_: object) -> int:
+    def save(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "demo" / "state"))
 
-    monkeypatch.setitem(command._COMMANDS, "train", save)
+    monkeypatch.setattr("ludus.trainer.driver.commands.train", save)
     config = tmp_path / "run.json"
     config.write_text("{}")
-    assert command.main(["train", "--config", str(config)]) == 1
+    assert main(["train", "--config", str(config)]) == 1
     path, output = re.escape(str(tmp_path / "demo" / "state")), capsys.readouterr().err
     pattern = rf"error: '{path}' cannot be written: No space left on device; [\d,]+ bytes are free"
     assert re.fullmatch(pattern + " there; make room\n", output)

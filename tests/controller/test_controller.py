@@ -253,7 +253,7 @@ async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
         async def in_step(step: int) -> None:
             # The last group may be recorded shortly after its batch.
-            await eventually(lambda: not controller._sampling._playing)
+            await eventually(lambda: "being played: none" in controller.sampling.describe())
             await asyncio.sleep(0.05)
 
         run.learner.in_step = in_step

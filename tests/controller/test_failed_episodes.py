@@ -80,7 +80,7 @@ def make_run(
             policy.version = workers.published_weights.manifest.version
             return await player.play_group(spec)
 
-        workers._play = play
+        workers.play_group = play
 
     run.prepare = prepare
     return run

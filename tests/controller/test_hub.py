@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.models import check_model_path
-from ludus.trainer.checks.start import check_start
+from ludus.trainer.driver.checks import check_model_path, check_start
 from ludus.trainer.models import load
 from ludus.trainer.models.tiny import make_tokenizer
 

@@ -14,8 +14,8 @@ from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
-from ludus.trainer.checks.start import check_start
 from ludus.trainer.core.functions import function_path
+from ludus.trainer.driver.checks import check_start
 from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"

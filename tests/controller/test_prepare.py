@@ -14,7 +14,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
-from ludus.trainer.checks.environments import check_first_prompts
+from ludus.trainer.driver.checks import check_first_prompts
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.adapters.renderer import make_renderer

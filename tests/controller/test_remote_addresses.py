@@ -12,11 +12,9 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks import environments
-from ludus.trainer.checks.environments import check_remote_addresses
-from ludus.trainer.checks.start import check_start
-from ludus.trainer.driver import build
+from ludus.trainer.driver import build, checks
 from ludus.trainer.driver.build import start_infrastructure
+from ludus.trainer.driver.checks import check_remote_addresses, check_start
 from tests.env.served import port_of_nobody
 
 
@@ -29,7 +27,7 @@ def unused_address() -> Iterator[str]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "RESPONSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checks, "RESPONSE_TIMEOUT_S", 0.2)
 
 
 def alone(address: str) -> LanguageModelRun:

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.checks.names import check_names
 from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.data.batch import make_batch
+from ludus.trainer.driver.checks import check_names
 from ludus.trainer.driver.trainer import Trainer
 from tests.data.rollouts import make_group
 

@@ -9,7 +9,7 @@ import pytest
 from ludus.proto.config import (
     LanguageModelRun,
     NetworkRun,
-    RewardModelConfig,
+    RewardModelRun,
     RunConfig,
     load_reward_model_config,
     load_run_config,
@@ -117,7 +117,7 @@ def test_bounds_are_checked_on_both_sides(
 ) -> None:
     section, name = field.split(".")
 
-    def load(value: object) -> RunConfig | RewardModelConfig:
+    def load(value: object) -> RunConfig | RewardModelRun:
         if section == "reward_model":
             return load_reward_model_config({"model": "m", "data": "d"}, [f"{name}={value}"])
         network = ["kind=network", "environment.package=gymnasium:CartPole-v1"]

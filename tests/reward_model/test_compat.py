@@ -51,9 +51,9 @@ def test_dry_run_checks_the_data_and_writes_nothing(
     ("prompts", "answers", "message"),
     [
         ("bread", "good", r"prompts and answers must be lists, got a string; pass \[text\]"),
-        ([None], ["good"], "expected a text, a list of messages .* got None"),
-        (["bread"], [5], "expected a text, a list of messages .* got 5"),
-        ([[{"role": "user"}]], ["good"], "expected a text, a list of messages"),
+        ([None], ["good"], "a prompt must be a text, a list of messages .* got None"),
+        (["bread"], [5], "an answer must be a text, a list of messages .* got 5"),
+        ([[{"role": "user"}]], ["good"], "a prompt must be a text, a list of messages"),
         ([""], [""], "the prompt and the answer are both empty"),
         (["\ud800"], ["good"], "the text contains half of a character"),
     ],

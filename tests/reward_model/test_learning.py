@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from ludus.proto.config import RewardModelConfig
+from ludus.proto.config import RewardModelRun
 from ludus.trainer.reward_model import train_reward_model
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_reward_model_learns_a_hidden_rule(
     rows = example.comparisons(NUM_COMPARISONS, seed=0, shuffled=shuffled)
     data = tmp_path / "preferences.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RewardModelConfig(
+    config = RewardModelRun(
         model=str(tmp_path / "model"),
         data=data,
         output=tmp_path / "rm",

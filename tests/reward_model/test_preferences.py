@@ -118,7 +118,7 @@ def test_messages_and_tokens_are_not_changed(tmp_path: Path) -> None:
     [
         (
             {"prompt": "p", "chosen": "a"},
-            "row 2: column 'rejected' must be a text, .* got nothing",
+            "row 2: column 'rejected' must be a text, .* got None",
         ),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "row 2: column 'prompt' .* got 3"),
         ({"question": "p"}, r"row 2: the row needs columns prompt, chosen, .* got \['question'\]"),

@@ -11,18 +11,31 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ludus.proto.config import RewardModelConfig
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.config import RewardModelRun
+from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
 from ludus.proto.reward_models import RewardModelMetrics, RewardModelProgress
-from ludus.trainer.core.stopping import RunStopped
+from ludus.proto.runs import Resume
+from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.reward_model import RewardModel, load_reward_model, train_reward_model
-from ludus.trainer.reward_model.folder import training_path
 from ludus.trainer.reward_model.training import check_training
 
 
-def make_config(model: str, data: Path, output: Path, **fields: Any) -> RewardModelConfig:
+def make_config(model: str, data: Path, output: Path, **fields: Any) -> RewardModelRun:
     settings = {"epochs": 2, "batch_size": 16, "learning_rate": 3e-3, **fields}
-    return RewardModelConfig(model=model, data=data, output=output, **settings)
+    return RewardModelRun(model=model, data=data, output=output, **settings)
+
+
+class StopAfter(StopRequest):
+    """A stop request that is set at a number of steps."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    @property
+    def is_set(self) -> bool:
+        """Count a step and return whether it is the last one."""
+        self.num_steps -= 1
+        return self.num_steps == 0
 
 
 def copy_weights(model: RewardModel) -> dict[str, torch.Tensor]:
@@ -53,7 +66,7 @@ def test_folder_contains_the_returned_model_and_its_metrics(
     assert (metrics.accuracy, metrics.mrr, metrics.loss) == (last.accuracy, last.mrr, last.loss)
     assert metrics.epochs[1].train_loss < metrics.epochs[0].train_loss
     assert [record.finished.epoch for record in progress if record.finished] == [1, 2]
-    assert not training_path(tmp_path / "rm").exists()
+    assert not config.folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -69,19 +82,12 @@ def test_resumed_training_equals_an_uninterrupted_training(
     path = request.getfixturevalue(family)
     config = make_config(path, preferences, tmp_path / "uninterrupted")
     expected, expected_metrics = train_reward_model(config)
-    steps = 0
-
-    def stop() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == stop_after
-
     config = make_config(path, preferences, tmp_path / "resumed")
     with pytest.raises(RunStopped, match=f"after step {stop_after} of 8"):
-        train_reward_model(config, should_stop=stop)
+        train_reward_model(config, stop_request=StopAfter(stop_after))
     assert not (tmp_path / "resumed").exists()
     torch.manual_seed(5)  # other random numbers of the program have no effect
-    resumed, resumed_metrics = train_reward_model(config, resume=tmp_path / "resumed")
+    resumed, resumed_metrics = train_reward_model(config, resume=Resume.ALWAYS)
     assert_equal(resumed, expected)
     timeless = [
         [epoch.model_dump(exclude={"elapsed_s"}) for epoch in metrics.epochs]
@@ -93,26 +99,28 @@ def test_resumed_training_equals_an_uninterrupted_training(
 def test_resumed_training_must_keep_its_configuration_and_data(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
-    config = make_config(model_path, preferences, tmp_path / "rm")
+    data = tmp_path / "data.jsonl"
+    data.write_text(preferences.read_text())
+    config = make_config(model_path, data, tmp_path / "rm")
     with pytest.raises(RunStopped):
-        train_reward_model(config, should_stop=lambda: True)
+        train_reward_model(config, stop_request=StopAfter(1))
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.003 and is 0\.001"):
         other = config.model_copy(update={"learning_rate": 1e-3})
-        train_reward_model(other, resume=tmp_path / "rm")
-    lines = preferences.read_text().splitlines()[1:]
-    shorter = tmp_path / "shorter" / preferences.name
-    shorter.parent.mkdir()
-    shorter.write_text("\n".join(lines))
-    checkpoint = training_path(tmp_path / "rm") / "checkpoint.pt"
-    state = torch.load(checkpoint)
-    torch.save({**state, "data": "others"}, checkpoint)
+        train_reward_model(other, resume=Resume.ALWAYS)
+    with pytest.raises(ConfigError, match="already contains a run"):
+        train_reward_model(config)
+    data.write_text("".join(preferences.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(ConfigError, match="has changed since the training started"):
-        train_reward_model(config, resume=tmp_path / "rm")
-    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    with pytest.raises(Exception, match="cannot be read"):
-        train_reward_model(config, resume=tmp_path / "rm")
-    with pytest.raises(NotFoundError, match="no checkpoint at"):
-        train_reward_model(config, resume=tmp_path / "nowhere")
+        train_reward_model(config, resume=Resume.ALWAYS)
+    data.write_text(preferences.read_text())
+    [file] = config.folder.glob("checkpoints/*/learner/agent.pt")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        train_reward_model(config, resume=Resume.ALWAYS)
+    elsewhere = make_config(model_path, data, tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        train_reward_model(elsewhere, resume=Resume.ALWAYS)
+    train_reward_model(config, overwrite=True)
 
 
 def test_frozen_backbone_does_not_change(

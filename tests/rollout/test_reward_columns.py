@@ -10,8 +10,7 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.checks.environments import check_server_columns
-from ludus.trainer.checks.start import check_start
+from ludus.trainer.driver.checks import check_server_columns, check_start
 from ludus.trainer.rollout.rewards.reward_function import check_columns
 from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows

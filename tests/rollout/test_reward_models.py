@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 
 from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.checks.models import check_critic, check_reward_models
 from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
+from ludus.trainer.driver.checks import check_critic, check_reward_models
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.reward_model import RewardModel, load_reward_model

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric, TrainSeries, prometheus_name
 from ludus.proto.runs import MetricsRow, Phase
+from ludus.trainer.run.prometheus import PrometheusExporter, RunSeries
 from ludus.trainer.run.sinks import open_sinks
-from ludus.trainer.run.sinks.prometheus import PrometheusExporter, RunSeries
 from tests.sinks.mixed_run import eval_rows, event, phase, run_config, step_rows, weights_row
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,8 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.trainer.run import folder as run_folder
-from ludus.trainer.run.folder import RunFolder, ensure_run_id, run_path
+from ludus.trainer.run import lifecycle
+from ludus.trainer.run.lifecycle import RunFolder, ensure_run_id
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.weights.canary import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
@@ -91,9 +91,9 @@ def test_every_kind_of_row_is_written(tmp_path: Path) -> None:
         log_steps(metrics, 1, 1)
         metrics.log_evaluation(1, 10, "openspiel", report)
         metrics.log_delivery(2, {1: worker_weights(2, 0.25), 0: worker_weights(2, 0.75)})
-        metrics.log_event(2, TrainMetric.NUM_LEARNER_RESTARTS)
+        metrics.log_event(2, {TrainMetric.NUM_LEARNER_RESTARTS: 1})
         metrics.log_checkpoint(2, 0.5)
-    rows = list(read_metrics(run_path(run)))
+    rows = list(read_metrics(run.folder))
     phase, train, environment, evaluation, baseline, weights, event, checkpoint = rows
     assert (phase.kind, phase.phase) == ("phase", Phase.TRAIN)
     assert (train.kind, train.environment, train.values["loss"]) == ("train", None, 1.0)
@@ -122,8 +122,8 @@ def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         log_steps(metrics, 1, 5)
     with open_metrics(run, resume_from=3) as metrics:
         log_steps(metrics, 4, 6)
-    assert read_steps(run_path(run)) == [1, 2, 3, 4, 5, 6]
-    assert read_tensorboard_steps(run_path(run)) == [1, 2, 3, 4, 5, 6]
+    assert read_steps(run.folder) == [1, 2, 3, 4, 5, 6]
+    assert read_tensorboard_steps(run.folder) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_rewound_run_has_each_step_once(tmp_path: Path) -> None:
         log_steps(metrics, 1, 5)
         metrics.rewind(2)
         log_steps(metrics, 3, 3)
-    assert read_steps(run_path(run)) == [1, 2, 3]
-    assert read_steps(run_path(run), "environment") == [1, 2, 3]
-    assert read_tensorboard_steps(run_path(run)) == [1, 2, 3]
+    assert read_steps(run.folder) == [1, 2, 3]
+    assert read_steps(run.folder, "environment") == [1, 2, 3]
+    assert read_tensorboard_steps(run.folder) == [1, 2, 3]
 
 
 def test_run_whose_sink_cannot_start_keeps_its_rows(
@@ -149,7 +149,7 @@ def test_run_whose_sink_cannot_start_keeps_its_rows(
         open_metrics(config(tmp_path, wandb={}), resume_from=2),
     ):
         pass
-    assert read_steps(run_path(run)) == [1, 2]
+    assert read_steps(run.folder) == [1, 2]
 
 
 def make_files(path: Path, *names: str) -> None:
@@ -204,7 +204,7 @@ def test_transcripts_of_dropped_steps_are_dropped(tmp_path: Path) -> None:
             metrics.log_transcripts(step, [transcript(0)])
         metrics.rewind(2)
         metrics.log_transcripts(3, [transcript(0, answer="HIT")])
-    transcripts = [(each.step, each.turns[0].answer) for each in read_transcripts(run_path(run))]
+    transcripts = [(each.step, each.turns[0].answer) for each in read_transcripts(run.folder)]
     assert transcripts == [(1, "STAND"), (2, "STAND"), (3, "HIT")]
 
 
@@ -220,7 +220,7 @@ def test_partly_removed_folder_is_still_the_folder_of_a_run(
         removed.append(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_folder.shutil, "rmtree", remove_first)
+        patched.setattr(lifecycle.shutil, "rmtree", remove_first)
         with pytest.raises(KeyboardInterrupt):
             RunFolder.create(config(tmp_path), overwrite=True)
     RunFolder.create(config(tmp_path), overwrite=False).close()
@@ -254,7 +254,7 @@ def test_relative_output_dir_becomes_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_path(config(Path("runs"))) == tmp_path / "runs" / "demo"
+    assert config(Path("runs")).folder == tmp_path / "runs" / "demo"
 
 
 def test_job_log_has_a_line_for_each_step_and_event(
@@ -265,11 +265,11 @@ def test_job_log_has_a_line_for_each_step_and_event(
         metrics.set_environment_options({"blackjack": {}})
         log_steps(metrics, 1, 2)
         metrics.log_delivery(2, {0: worker_weights(2, 0.25)})
-        metrics.log_unlock(2, 20, "blackjack")
+        metrics.log_event(2, {TrainMetric.NUM_UNLOCKS: 1}, environment="blackjack")
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(LOG_ROW_PREFIX) for line in lines)
     rows = [MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX)) for line in lines]
     kinds = [(row.kind, row.step) for row in rows]
     assert kinds == [("phase", 0), ("train", 1), ("train", 2), ("event", 2)]
     written_kinds = ("phase", "train", "event")
-    assert rows == [row for row in read_metrics(run_path(run)) if row.kind in written_kinds]
+    assert rows == [row for row in read_metrics(run.folder) if row.kind in written_kinds]

@@ -91,7 +91,7 @@ def test_failed_start_closes_the_other_sinks(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     closed: list[str] = []
     monkeypatch.setattr(
-        "ludus.trainer.run.sinks.tensorboard.TensorboardWriter.close",
+        "ludus.trainer.run.tensorboard.TensorboardWriter.close",
         lambda self: closed.append(self.name),
     )
     with pytest.raises(ConfigError):

@@ -15,7 +15,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.weight_store import make_store, resolve_location
-from ludus.trainer.run.folder import RunFolder, ensure_run_id
+from ludus.trainer.run.lifecycle import RunFolder, ensure_run_id
 from tests.weights.states import assert_same, make_state, publish
 
 S3 = ["weights.kind=s3", "weights.bucket=models"]

@@ -2,9 +2,11 @@
 
 <output>/            Hugging Face folder: a sequence classifier with one label, and its tokenizer
     metrics.json     RewardModelMetrics
-<output>.training/   during training
+<output>.training/   the run's folder, during training only
+    config.json      the run configuration
     progress.jsonl   one RewardModelProgress per line
-    checkpoint.pt    state for resuming
+    trainer.log      log of the training
+    checkpoints/     step-<n>/
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 METRICS_FILE = "metrics.json"
 PROGRESS_FILE = "progress.jsonl"
-CHECKPOINT_FILE = "checkpoint.pt"
 TRAINING_SUFFIX = ".training"
 
 

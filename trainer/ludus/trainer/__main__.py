@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from ludus.env.runtime import pause_collection
-from ludus.proto.config import NetworkRun, RunConfig, load_reward_model_config, load_run_config
+from ludus.proto.config import AnyRunConfig, load_any_run_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
-from ludus.proto.runs import Evaluation, Resume
+from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
 from ludus.trainer.core.output import describe_write_error, write_atomically
 from ludus.trainer.core.stopping import RunStopped
 
 _INTERRUPTED_EXIT_CODE = 130
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_MODULES = {
+    "language_model": "driver.commands",
+    "network": "classic.run",
+    "reward_model": "reward_model.training",
+}
+"""Module of the commands of each kind of run. Networks and reward models need no Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        return _COMMANDS[args.command](args)
+        args.function(args)
+        return 0
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         # A RayJob that fails would be restarted, so an intended stop is a success.
@@ -41,90 +50,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED_EXIT_CODE
 
 
-def _train(args: argparse.Namespace) -> int:
-    run = _load_run(args)
-    if isinstance(run, NetworkRun):
-        # Networks need neither Ray nor transformers, which are slow to import.
-        with pause_collection():
-            from ludus.trainer.classic.run import train as train_network
-
-        train_network(run, resume=Resume(args.resume), overwrite=args.overwrite)
-    else:
-        with pause_collection():
-            from ludus.trainer.driver.commands import train
-
-        asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
-    return 0
+def _train(args: argparse.Namespace) -> None:
+    run = load_any_run_config(args.config, args.set)
+    _import_commands(run).train(run, resume=Resume(args.resume), overwrite=args.overwrite)
 
 
-def _check(args: argparse.Namespace) -> int:
-    run = _load_run(args)
-    if isinstance(run, NetworkRun):
-        with pause_collection():
-            from ludus.trainer.classic.run import check
-
-        check(run, Resume(args.resume))
-        return 0
-    with pause_collection():
-        from ludus.trainer.checks.start import check_start
-        from ludus.trainer.setup.resolve import resolve_config
-
-    check_start(resolve_config(run), Resume(args.resume))
-    return 0
+def _check(args: argparse.Namespace) -> None:
+    run = load_any_run_config(args.config, args.set)
+    _import_commands(run).check(run, resume=Resume(args.resume), overwrite=args.overwrite)
 
 
-def _evaluate(args: argparse.Namespace) -> int:
-    run = _load_run(args)
+def _evaluate(args: argparse.Namespace) -> None:
+    from ludus.trainer.run.checkpoint import find_checkpoint
+
+    run = load_run_config(args.config, args.set)
     if args.run_dir is not None:
         location = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
         run = run.model_copy(update=location)
-    text = _evaluate_run(run, args).model_dump_json(indent=2)
+    choices = {"num_games": args.games, "temperature": args.temperature}
+    changes = {name: value for name, value in choices.items() if value is not None}
+    run = run.model_copy(update={"eval": run.eval.model_copy(update=changes)})
+    checkpoint = find_checkpoint(args.checkpoint, run.folder / CHECKPOINTS_FOLDER)
+    evaluation: Evaluation = _import_commands(run).evaluate(run, checkpoint)
+    text = evaluation.model_dump_json(indent=2)
     if args.output is None:
         sys.stdout.write(text + "\n")
     else:
         write_atomically(args.output, text)
-    return 0
 
 
-def _evaluate_run(run: RunConfig, args: argparse.Namespace) -> Evaluation:
-    num_games = args.games or run.eval.num_games
-    if isinstance(run, NetworkRun):
-        with pause_collection():
-            from ludus.trainer.classic import run as classic
+def _import_commands(run: AnyRunConfig) -> ModuleType:
+    """Import the module with the functions `train`, `check` and `evaluate` of the run's kind.
 
-        return classic.evaluate(
-            run, args.checkpoint, num_games=num_games, temperature=args.temperature
-        )
+    The modules of other kinds are not imported, because Ray and transformers take seconds.
+    """
     with pause_collection():
-        from ludus.trainer.driver.commands import evaluate
-
-    return asyncio.run(
-        evaluate(run, args.checkpoint, num_games=num_games, temperature=args.temperature)
-    )
-
-
-def _train_reward_model(args: argparse.Namespace) -> int:
-    with pause_collection():
-        from ludus.trainer.reward_model.main import train
-
-    config = load_reward_model_config(args.config, args.set)
-    result = train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)
-    sys.stdout.write(f"{result}\n")
-    return 0
-
-
-_COMMANDS = {
-    "train": _train,
-    "check": _check,
-    "eval": _evaluate,
-    "reward": _train_reward_model,
-}
+        return importlib.import_module(f"ludus.trainer.{_MODULES[run.kind]}")
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a policy")
+    commands = parser.add_subparsers(required=True)
+    train = commands.add_parser("train", help="train a policy or a reward model")
     check = commands.add_parser("check", help="check everything that could stop a run")
     for command in (train, check):
         command.add_argument(
@@ -146,11 +113,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, help="sampling temperature; default: eval.temperature"
     )
     evaluate.add_argument("--output", type=Path, help="output file; default: standard output")
-    reward = commands.add_parser("reward", help="train a reward model")
-    reward.add_argument("--resume", action="store_true", help="resume a stopped training")
-    reward.add_argument("--overwrite", action="store_true", help="replace a reward model")
-    reward.add_argument("--dry-run", action="store_true", help="check the model and the data only")
-    for command in (train, check, evaluate, reward):
+    for command, function in ((train, _train), (check, _check), (evaluate, _evaluate)):
+        command.set_defaults(function=function)
         command.add_argument(
             "--config", type=Path, required=True, help="configuration file: TOML, YAML or JSON"
         )
@@ -162,10 +126,6 @@ def _make_parser() -> argparse.ArgumentParser:
             help="override of a field; repeatable",
         )
     return parser
-
-
-def _load_run(args: argparse.Namespace) -> RunConfig:
-    return load_run_config(args.config, args.set)
 
 
 def _describe_error(error: BaseException) -> str:

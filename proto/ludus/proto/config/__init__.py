@@ -33,6 +33,7 @@ from ludus.proto.config.environment import (
 from ludus.proto.config.language_model import EvalConfig, LanguageModelRun, TrainingConfig
 from ludus.proto.config.load import (
     apply_overrides,
+    load_any_run_config,
     load_reward_model_config,
     load_run_config,
     parse_override,
@@ -46,11 +47,12 @@ from ludus.proto.config.network import (
     NetworkRun,
     RemoteNetworkEnvironment,
 )
-from ludus.proto.config.reward_model import RewardModelConfig
+from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import (
+    AnyRunConfig,
     RunConfig,
     require_language_model,
-    validate_run,
+    validate_any_run_json,
     validate_run_json,
 )
 from ludus.proto.config.sections import (
@@ -75,6 +77,7 @@ from ludus.proto.config.training_run import MetricsConfig, PrometheusSink, Wandb
 __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
+    "AnyRunConfig",
     "CanaryConfig",
     "CispoLoss",
     "ClipLoss",
@@ -114,7 +117,7 @@ __all__ = [
     "ReinforceConfig",
     "RemoteEnvironment",
     "RemoteNetworkEnvironment",
-    "RewardModelConfig",
+    "RewardModelRun",
     "RewardModelTerm",
     "RewardTerm",
     "RolloutConfig",
@@ -132,11 +135,12 @@ __all__ = [
     "WandbSink",
     "WeightStoreConfig",
     "apply_overrides",
+    "load_any_run_config",
     "load_reward_model_config",
     "load_run_config",
     "parse_override",
     "require_language_model",
     "run_config_from",
-    "validate_run",
+    "validate_any_run_json",
     "validate_run_json",
 ]

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.proto.config.run import RunConfig
+from ludus.proto.config.reward_model import RewardModelRun
+from ludus.proto.config.run import AnyRunConfig
 from ludus.proto.errors import ConfigError
 
 REFUSED_FIELDS = (
@@ -36,6 +37,9 @@ IGNORED_FIELDS = (
     "training.max_learner_restarts",
     "rollout.num_workers",
     "rollout.min_workers",
+    "output",
+    "device",
+    "num_threads",
 )
 """Fields that change neither training nor evaluation, only where and how long a run runs."""
 
@@ -54,21 +58,26 @@ class Change:
         return f"{self.field} was {self.old!r} and is {self.new!r}"
 
 
-def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
+def changes_between(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
     """Return the changes that a user should see.
+
+    The run of a reward model must keep all fields that affect it.
 
     Raises:
         ConfigError: a field changed that a run must keep.
     """
     changes = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
-    refused_changes = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
+    shown_changes = [change for change in changes if not _is_in(change.field, IGNORED_FIELDS)]
+    refused_changes = shown_changes
+    if not isinstance(new, RewardModelRun):
+        refused_changes = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
     if refused_changes:
         raise ConfigError(
             "a resumed run must keep its model and its algorithm, but "
             + "; ".join(map(str, refused_changes))
             + "; restore the old values, or start a run with another name"
         )
-    return [change for change in changes if not _is_in(change.field, IGNORED_FIELDS)]
+    return shown_changes
 
 
 def describe_changes(changes: list[Change]) -> str:

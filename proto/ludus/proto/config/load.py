@@ -13,17 +13,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.presets import apply_preset
-from ludus.proto.config.reward_model import RewardModelConfig
-from ludus.proto.config.run import LanguageModelRun, RunConfig, validate_run
+from ludus.proto.config.reward_model import RewardModelRun
+from ludus.proto.config.run import AnyRunConfig, RunConfig, require_policy, validate_any_run
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.values import parse_value
 
 JsonObject = dict[str, Any]
 
 
-def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run configuration in a file, after overrides.
+def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> AnyRunConfig:
+    """Return the configuration of a run of any kind in a file, after overrides.
 
     Args:
         path: .toml, .yaml, .yml or .json file. None uses the defaults.
@@ -34,57 +35,58 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
         NotFoundError: the file does not exist.
         ConfigError: one line per mistake, with the field, the value and the remedy.
     """
-    tree = _read_file(path) if path else {}
-    return run_config_from(tree, overrides, source=str(path) if path else "the configuration")
+    if path is None:
+        return _make_run({}, overrides, "the configuration")
+    return _make_run(_read_file(path), overrides, str(path))
+
+
+def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of a run of `ludus train`; see `load_any_run_config`."""
+    return require_policy(load_any_run_config(path, overrides))
 
 
 def run_config_from(
     tree: JsonObject, overrides: Sequence[str] = (), *, source: str = "the configuration"
 ) -> RunConfig:
-    """Return the run configuration in a tree of sections, after overrides.
+    """Return the configuration of a run of `ludus train` in a tree of sections, after overrides.
 
     Args:
-        overrides: assignments `section.field=value`.
         source: name of the tree in messages.
 
     Raises:
         ConfigError: one line per mistake, with the field, the value and the remedy.
     """
-    apply_overrides(tree, overrides)
-    tree = apply_preset(tree)
-    try:
-        return validate_run(tree)
-    except ValidationError as error:
-        lines = [_explain(detail, RunConfig) for detail in error.errors()]
-        if "environment" in tree:
-            # The user did not write the default name of a single environment.
-            lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
-        raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
+    return require_policy(_make_run(tree, overrides, source))
 
 
 def load_reward_model_config(
     source: Path | Mapping[str, Any], overrides: Sequence[str] = ()
-) -> RewardModelConfig:
-    """Return the configuration of a reward model's training, after overrides.
+) -> RewardModelRun:
+    """Return the configuration of a run of `ludus train-reward`, after overrides.
 
     Args:
         source: .toml, .yaml, .yml or .json file, or the fields.
-        overrides: assignments `field=value`.
-
-    Raises:
-        NotFoundError: the file does not exist.
-        ConfigError: one line per mistake, with the field, the value and the remedy.
     """
-    tree = _read_file(source) if isinstance(source, Path) else dict(source)
+    overrides = ["kind=reward_model", *overrides]
+    if isinstance(source, Path):
+        run = load_any_run_config(source, overrides)
+    else:
+        run = _make_run(dict(source), overrides, "the configuration")
+    assert isinstance(run, RewardModelRun)
+    return run
+
+
+def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRunConfig:
     apply_overrides(tree, overrides)
+    tree = apply_preset(tree)
     try:
-        return RewardModelConfig.model_validate(tree)
+        return validate_any_run(tree)
     except ValidationError as error:
-        lines = [_explain(detail, RewardModelConfig) for detail in error.errors()]
-        name = str(source) if isinstance(source, Path) else "the configuration"
-        raise ConfigError(
-            f"{name} is not a valid configuration of a reward model:\n" + "\n".join(lines)
-        ) from None
+        lines = [_explain(detail) for detail in error.errors()]
+        if "environment" in tree:
+            # The user did not write the default name of a single environment.
+            lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
+        raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
 
 
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
@@ -155,14 +157,10 @@ def _parse(suffix: str, text: str) -> Any:
             raise ConfigError(f"expected a .toml, .yaml or .json file, got '{suffix}'")
 
 
-def _explain(detail: ErrorDetails, root: Any) -> str:
-    """Return the line of a message about one mistake.
-
-    Args:
-        root: type of the whole configuration.
-    """
+def _explain(detail: ErrorDetails) -> str:
+    """Return the line of a message about one mistake."""
     location = [str(part) for part in detail["loc"]]
-    path, sections = _follow(location, list(models_in(root)))
+    path, sections = _follow(location, list(models_in(AnyRunConfig)))
     value = detail["input"]
     match detail["type"]:
         case "extra_forbidden":

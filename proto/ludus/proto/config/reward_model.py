@@ -1,4 +1,4 @@
-"""The configuration of `ludus train-reward`, which trains a reward model from preferences."""
+"""Runs of `ludus train-reward`, which train a reward model from preferences."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from pydantic import Field
 
 from ludus.proto.config.section import (
     LearningRate,
+    LogLevel,
     NonNegativeInt,
     NumThreads,
     PositiveFloat,
     PositiveInt,
     Section,
 )
+from ludus.proto.reward_models import TRAINING_SUFFIX
 
 MAX_DEFAULT_WARMUP_STEPS = 500
 """Upper limit of the default number of warm-up steps."""
 
 
-class RewardModelConfig(Section):
-    """Training of a reward model: initial model, data and optimizer."""
+class RewardModelRun(Section):
+    """A run that trains a reward model: initial model, data and optimizer."""
 
+    kind: Literal["reward_model"] = "reward_model"
+    """Kind of the run."""
     model: str
     """Hugging Face id or folder of a causal language model, or of a reward model to train
     further."""
@@ -69,3 +73,10 @@ class RewardModelConfig(Section):
     """Number of CPU threads."""
     seed: NonNegativeInt = 42
     """Seed of the head's initial weights, the split, the order and the dropout."""
+    log_level: LogLevel = "info"
+    """Lowest severity of the messages in trainer.log."""
+
+    @property
+    def folder(self) -> Path:
+        """Absolute path of the run's folder, which exists during training only."""
+        return self.output.absolute().with_name(self.output.name + TRAINING_SUFFIX)

@@ -1,4 +1,4 @@
-"""The run configuration: one variant for each kind of policy."""
+"""The run configuration: one variant for each kind of model that a run trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.network import NetworkRun
+from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.section import default_kind
 from ludus.proto.errors import ConfigError
 
@@ -16,10 +17,17 @@ RunConfig = Annotated[
 ]
 """Configuration of a run of `ludus train`. A tree without `kind` is a language-model run."""
 
-_ADAPTER: TypeAdapter[LanguageModelRun | NetworkRun] = TypeAdapter(RunConfig)
+AnyRunConfig = Annotated[
+    LanguageModelRun | NetworkRun | RewardModelRun,
+    Field(discriminator="kind"),
+    default_kind("language_model"),
+]
+"""Configuration of a run of `ludus train` or `ludus train-reward`."""
+
+_ADAPTER: TypeAdapter[LanguageModelRun | NetworkRun | RewardModelRun] = TypeAdapter(AnyRunConfig)
 
 
-def validate_run(tree: object) -> RunConfig:
+def validate_any_run(tree: object) -> AnyRunConfig:
     """Return the run that a tree of sections describes.
 
     Raises:
@@ -28,13 +36,37 @@ def validate_run(tree: object) -> RunConfig:
     return _ADAPTER.validate_python(tree)
 
 
-def validate_run_json(text: str | bytes) -> RunConfig:
+def validate_any_run_json(text: str | bytes) -> AnyRunConfig:
     """Return the run that a JSON document describes.
 
     Raises:
         pydantic.ValidationError: the document is not a valid run.
     """
     return _ADAPTER.validate_json(text)
+
+
+def validate_run_json(text: str | bytes) -> RunConfig:
+    """Return the run of `ludus train` that a JSON document describes.
+
+    Raises:
+        pydantic.ValidationError: the document is not a valid run.
+        ConfigError: the run trains a reward model.
+    """
+    return require_policy(validate_any_run_json(text))
+
+
+def require_policy(run: AnyRunConfig) -> RunConfig:
+    """Return the run if it trains a policy.
+
+    Raises:
+        ConfigError: the run trains a reward model.
+    """
+    if isinstance(run, RewardModelRun):
+        raise ConfigError(
+            f"a run with kind = '{run.kind}' trains no policy; train its model with "
+            "`ludus train-reward`"
+        )
+    return run
 
 
 def require_language_model(run: RunConfig, user: str) -> LanguageModelRun:

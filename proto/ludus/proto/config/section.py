@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -54,6 +54,7 @@ results in infinity or NaN."""
 MAX_VLLM_TEMPERATURE = 2.0
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$"
 """Regular expression for the name of a run, which is also the name of its folder."""
+LogLevel = Literal["debug", "info", "warning", "error"]
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE)]
 
 

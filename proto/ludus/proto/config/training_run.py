@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints, field_validator, model_validator
@@ -10,6 +11,7 @@ from ludus.proto.config.environment import environment_name
 from ludus.proto.config.section import (
     MIN_TEMPERATURE,
     RUN_NAME_PATTERN,
+    LogLevel,
     NonNegativeFloat,
     NonNegativeInt,
     Port,
@@ -122,8 +124,13 @@ class TrainingRun(Section):
     seed: NonNegativeInt = 0
     """Seed of the initial weights, the training episodes and the sampling."""
     metrics: MetricsConfig = MetricsConfig()
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Lowest severity of the messages in trainer.log."""
+
+    @property
+    def folder(self) -> Path:
+        """Absolute path of the run's folder, so that it is the same for every process."""
+        return Path(self.output_dir).absolute() / self.name
 
     @model_validator(mode="before")
     @classmethod

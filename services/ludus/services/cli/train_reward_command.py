@@ -17,7 +17,6 @@ from rich.table import Table
 from ludus.proto.reward_models import (
     METRICS_FILE,
     PROGRESS_FILE,
-    TRAINING_SUFFIX,
     PreferenceScores,
     RewardModelEpoch,
     RewardModelMetrics,
@@ -31,7 +30,7 @@ from ludus.services.cli.trainer_process import TrainerEnd, TrainerOutput, run_tr
 from ludus.services.numbers import format_duration, format_fixed, format_percent
 
 if TYPE_CHECKING:
-    from ludus.proto.config import RewardModelConfig
+    from ludus.proto.config import RewardModelRun
 
 PLAIN_INTERVAL_S = 5.0
 """Minimum seconds between two lines of progress without a terminal."""
@@ -67,7 +66,11 @@ def train_reward(
         bool, typer.Option("--resume", help="Resume a training that was stopped.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the reward model in the output folder.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a reward model or a stopped training.",
+        ),
     ] = False,
 ) -> None:
     """Train a reward model on human preferences.
@@ -83,25 +86,25 @@ def train_reward(
     fields = {"model": model, "data": data, "output": output}
     options = [f"{key}={value}" for key, value in fields.items() if value is not None]
     config = load_reward_model_config(config_path or {}, [*options, *(overrides or ())])
-    switches = {"--resume": resume, "--overwrite": overwrite, "--dry-run": dry_run}
+    switches = {"--resume": resume, "--overwrite": overwrite}
     flags = [flag for flag, is_set in switches.items() if is_set]
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         resolved = Path(folder) / CONFIG_FILE
         resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        arguments = ["reward", "--config", str(resolved), *flags]
+        command = "check" if dry_run else "train"
+        arguments = [command, "--config", str(resolved), *flags]
         end = run_quietly("checking", arguments) if dry_run else _run_training(config, arguments)
     if dry_run:
-        exit_on_failure(end, config.output, "nothing was written")
+        exit_on_failure(end, config.folder, "nothing was written")
         typer.echo(end.output.tail[-1])
         return
-    exit_on_failure(end, config.output, "continue with the same command and --resume")
+    exit_on_failure(end, config.folder, "continue with the same command and --resume")
     _print_results(config)
 
 
-def _run_training(config: RewardModelConfig, arguments: list[str]) -> TrainerEnd:
+def _run_training(config: RewardModelRun, arguments: list[str]) -> TrainerEnd:
     console = progress_console()
-    folder = config.output.with_name(config.output.name + TRAINING_SUFFIX)
-    follower = RecordsFollower(folder / PROGRESS_FILE, RewardModelProgress, skip_old=True)
+    follower = RecordsFollower(config.folder / PROGRESS_FILE, RewardModelProgress, skip_old=True)
     with console.status("starting") as status:
         view = _View(console, status)
 
@@ -172,11 +175,11 @@ def _format_scores(test: PreferenceScores) -> str:
     )
 
 
-def _read_metrics(config: RewardModelConfig) -> RewardModelMetrics:
+def _read_metrics(config: RewardModelRun) -> RewardModelMetrics:
     return RewardModelMetrics.model_validate_json((config.output / METRICS_FILE).read_bytes())
 
 
-def _print_results(config: RewardModelConfig) -> None:
+def _print_results(config: RewardModelRun) -> None:
     metrics = _read_metrics(config)
     console = results_console()
     if metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None:
@@ -215,5 +218,4 @@ def _mrr_by_chance(num_answers: int) -> float:
 
 
 def _loss_by_chance(num_answers: int) -> float:
-
     return math.log(num_answers)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -38,6 +37,7 @@ from ludus.trainer.actors.placement import (
     place_on_one_machine,
 )
 from ludus.trainer.core.functions import registered_functions, unregister_function
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.tasks import Tasks
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ async def _find_placement(
         max_workers = placement.demand.max_workers(nodes)
         if run.rollout.num_workers > max_workers:
             resources = format_resources(placement.demand.workers.resources)
-            _warn(
+            warn_user(
                 f"rollout.num_workers = {run.rollout.num_workers}, but this machine has room for "
                 f"{max_workers}, each with {resources}; starting {max_workers}"
             )
@@ -236,7 +236,7 @@ async def _watch_room(placement: Placement, *, may_be_in_use: bool, refuse: bool
             source = "the autoscaler" if is_expected else "nodes to join"
             source = "other programs to release resources" if exists else source
             nodes = demand.describe_nodes(cluster.nodes)
-            _warn(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
+            warn_user(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
             next_message_s = now_s + _MESSAGE_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -273,12 +273,6 @@ def _no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources
         f"{demand.describe_nodes(nodes)}; add resources, or lower learner.num_ranks, "
         "rollout.min_workers, or the num_threads and GPUs of either"
     )
-
-
-def _warn(message: str) -> None:
-    _log.warning("%s", message)
-    sys.stderr.write(f"warning: {message}\n")
-    sys.stderr.flush()
 
 
 def _address() -> str:

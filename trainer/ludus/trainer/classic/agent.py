@@ -1,25 +1,34 @@
-"""An agent: a policy with its environments, trained update by update, without files."""
+"""An agent: a policy with its environments, trained update by update, without files.
+
+ParallelEpisodes --observations--> policy --actions--> ParallelEpisodes ... --> NetworkBatch
+                          T steps of N environments
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import NetworkPpoConfig
-from ludus.trainer.classic.collector import Collector, NetworkBatch, OnStep
 from ludus.trainer.classic.environments import VectorEnvironment
-from ludus.trainer.classic.episodes import ParallelEpisodes
+from ludus.trainer.classic.episodes import NetworkBatch, ParallelEpisodes, PlayedStep
 from ludus.trainer.classic.policy import NetworkPolicy
-from ludus.trainer.classic.update import PpoUpdate, UpdateMetrics
+from ludus.trainer.classic.update import PpoUpdate
 from ludus.trainer.core.streams import Stream, training_seed, use_torch_stream
 
+OnStep = Callable[[np.ndarray, np.ndarray, PlayedStep], None]
+"""Function of the observations before a step, the actions in the action space, and the step."""
+ChooseActions = Callable[[np.ndarray, int], np.ndarray]
+"""Function (observations [N, ...], step) -> actions [N, ...] of the action space."""
+_NOISE_STEPS = 128
+"""Number of steps whose noise is sampled at once."""
 _MAX_EVAL_ENVIRONMENTS = 32
 
 
@@ -28,7 +37,8 @@ class TrainedBatch:
     """A batch after its update."""
 
     batch: NetworkBatch
-    metrics: UpdateMetrics
+    metrics: Mapping[str, float]
+    """Metrics of the update, by TrainMetric."""
 
 
 class PpoAgent:
@@ -38,8 +48,6 @@ class PpoAgent:
         seed: seed of the episodes, the actions and the order of the minibatches.
         max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
         num_episodes: number of episodes per update, instead of config.steps_per_environment.
-        on_step: called after each step of the environments.
-        keeps_actions: whether `state` will be called.
         shuffles_rewards: whether to shuffle the rewards of each batch: a negative control.
     """
 
@@ -52,28 +60,21 @@ class PpoAgent:
         seed: int = 0,
         max_steps: int | None = None,
         num_episodes: int | None = None,
-        on_step: OnStep | None = None,
-        keeps_actions: bool = False,
         shuffles_rewards: bool = False,
     ) -> None:
         self.policy = policy
         self.num_updates = 0
+        self.on_step: OnStep | None = None
+        """Called after each step of the environments."""
         self._seed = seed
+        self._num_steps = config.steps_per_environment
+        self._num_episodes = num_episodes
         self._shuffles_rewards = shuffles_rewards
         self._update = PpoUpdate(policy, config, seed)
         self._episodes = ParallelEpisodes(
             environments,
             lambda index, number: training_seed(seed, index, number),
             max_steps=max_steps,
-            keeps_actions=keeps_actions,
-        )
-        self._collector = Collector(
-            self._episodes,
-            policy,
-            seed,
-            num_steps=config.steps_per_environment if num_episodes is None else None,
-            num_episodes=num_episodes or 0,
-            on_step=on_step,
         )
         self._is_started = False
 
@@ -86,7 +87,7 @@ class PpoAgent:
         if not self._is_started:
             self._episodes.start()
             self._is_started = True
-        batch = self._collector.collect(self.num_updates)
+        batch = self._collect()
         training_batch = self._shuffle_rewards(batch) if self._shuffles_rewards else batch
         metrics = self._update.train(training_batch, self.num_updates, rate_factor)
         self.num_updates += 1
@@ -113,15 +114,40 @@ class PpoAgent:
         self._episodes.restore(state["episodes"])
         self._is_started = True
 
+    def _collect(self) -> NetworkBatch:
+        policy, episodes = self.policy, self._episodes
+        observations, actions = [episodes.observations], list[Tensor]()
+        steps: list[PlayedStep] = []
+        while not self._is_complete(steps):
+            if len(steps) % _NOISE_STEPS == 0:
+                noise = self._sample_noise(len(steps) // _NOISE_STEPS)
+            sampled_actions = policy.act(observations[-1], noise[len(steps) % _NOISE_STEPS])
+            environment_actions = policy.head.to_environment(sampled_actions.cpu().numpy())
+            step = episodes.step(environment_actions)
+            if self.on_step is not None:
+                self.on_step(observations[-1], environment_actions, step)
+            actions.append(sampled_actions)
+            observations.append(episodes.observations)
+            steps.append(step)
+        return _make_batch(policy, observations, actions, steps)
+
+    def _sample_noise(self, block: int) -> Tensor:
+        with use_torch_stream(self._seed, Stream.NETWORK_SAMPLING, self.num_updates, block):
+            max_steps = self._num_steps if self._num_episodes is None else _NOISE_STEPS
+            num_steps = min(_NOISE_STEPS, max_steps)
+            noise = self.policy.head.sample_noise(num_steps, len(self._episodes.observations))
+        return noise.to(self.policy.device)
+
+    def _is_complete(self, steps: list[PlayedStep]) -> bool:
+        if self._num_episodes is None:
+            return len(steps) >= self._num_steps
+        return sum(len(step.episodes) for step in steps) >= self._num_episodes
+
     def _shuffle_rewards(self, batch: NetworkBatch) -> NetworkBatch:
         with use_torch_stream(self._seed, Stream.REWARD_SHUFFLE, self.num_updates):
             order = torch.randperm(batch.num_steps).to(batch.rewards.device)
         rewards = batch.rewards.flatten()[order].view_as(batch.rewards)
         return replace(batch, rewards=rewards)
-
-
-ChooseActions = Callable[[np.ndarray, int], np.ndarray]
-"""Function (observations [N, ...], step) -> actions [N, ...] of the action space."""
 
 
 def evaluate_policy(
@@ -183,12 +209,31 @@ def num_eval_environments(num_episodes: int) -> int:
     return math.ceil(num_episodes / math.ceil(num_episodes / _MAX_EVAL_ENVIRONMENTS))
 
 
-@contextmanager
-def torch_threads(num_threads: int) -> Iterator[None]:
-    """Set the number of torch threads within the block."""
-    previous_num_threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous_num_threads)
+def _make_batch(
+    policy: NetworkPolicy,
+    observations: list[np.ndarray],
+    actions: list[Tensor],
+    steps: list[PlayedStep],
+) -> NetworkBatch:
+    device = policy.device
+    terminated = np.stack([step.vector_step.terminated for step in steps])
+    is_finished = np.stack([step.finished for step in steps])
+    truncations = np.argwhere(is_finished & ~terminated)
+    # After the end of an episode, `observations` has the first observation of the next one.
+    last_observations = [
+        steps[step].vector_step.observations[environment] for step, environment in truncations
+    ]
+    rewards = np.stack([step.vector_step.rewards for step in steps]).astype(np.float32)
+    return NetworkBatch(
+        observations=policy.to_tensor(np.stack(observations)),
+        actions=torch.stack(actions),
+        rewards=torch.from_numpy(rewards).to(device),
+        terminated=torch.from_numpy(terminated).to(device),
+        finished=torch.from_numpy(is_finished).to(device),
+        truncations=torch.from_numpy(truncations).to(device),
+        truncated_observations=policy.to_tensor(
+            np.stack(last_observations) if last_observations else observations[0][:0]
+        ),
+        episodes=tuple(episode for step in steps for episode in step.episodes),
+        finish_steps=tuple(number for number, step in enumerate(steps) for _ in step.episodes),
+    )

@@ -8,7 +8,8 @@ in process and on a server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from ludus.env.adapters.gymnasium.success import FinalStep, find_success
 from ludus.env.client import EnvClient, Session
 from ludus.env.transports.address import parse_address
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.env.types import JsonObject, StepResult
 from ludus.proto.config import NetworkEnvironmentConfig, RemoteNetworkEnvironment
 from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import (
@@ -30,11 +31,15 @@ from ludus.proto.errors import (
     UnavailableError,
     did_you_mean,
 )
-from ludus.trainer.classic.schemas import AnySpace, find_numeric_field
 from ludus.trainer.setup.environments import make_connect_options
+
+AnySpace = spaces.Space[Any]
 
 _LINGER_S = 30.0
 """Time in seconds that sessions on a server outlive a broken connection."""
+_PREFERRED_FIELDS = ("action", "observation", "info_state")
+"""Fields that are used if several fields of a server's schema contain numbers."""
+_IGNORED_FIELDS = ("metadata", "legal_actions", "num_legal_actions", "reward", "done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +134,14 @@ class RemoteEnvironments:
             description = self._client.describe()
             self.options = description.options
             self._sessions, results = self._open_sessions()
-            self._action_field, self.action_space = _find_action(description)
-            self._observation_field, self.observation_space = _find_observation(
-                description, results
+            self._action_field, self.action_space = _find_field(
+                description.name, "actions", description.action_schema, {}
+            )
+            self._observation_field, self.observation_space = _find_field(
+                description.name,
+                "observations",
+                description.observation_schema,
+                results[0].observation,
             )
         except BaseException:
             self._client.close()
@@ -242,23 +252,81 @@ def _connect(config: RemoteNetworkEnvironment) -> EnvClient:
         raise ConfigError(f"environment.address = '{config.address}': {error}") from error
 
 
-def _find_action(description: EnvironmentDescription) -> tuple[str, AnySpace]:
-    field = find_numeric_field(description.action_schema, {})
-    if field is None:
-        raise ConfigError(
-            f"actions of '{description.name}' must be one or several numbers within bounds, got "
-            f"{description.action_schema.get('properties')}"
-        )
-    return field
-
-
-def _find_observation(
-    description: EnvironmentDescription, results: Sequence[StepResult]
+def _find_field(
+    environment: str, content: str, schema: JsonObject, example: JsonObject
 ) -> tuple[str, AnySpace]:
-    field = find_numeric_field(description.observation_schema, results[0].observation)
-    if field is None:
+    """Return the field of a server's actions or observations that contains numbers, and its space.
+
+    Raises:
+        ConfigError: there is no such field, or several, none of which is preferred.
+    """
+    fields = schema.get("properties", {})
+    candidates = {
+        name: space
+        for name, field in fields.items()
+        if name not in _IGNORED_FIELDS
+        and (space := _make_space(field, example.get(name))) is not None
+    }
+    for name in _PREFERRED_FIELDS:
+        if name in candidates:
+            return name, candidates[name]
+    if len(candidates) != 1:
         raise ConfigError(
-            f"observations of '{description.name}' must have one field of numbers, got "
-            f"{description.observation_schema.get('properties')}"
+            f"{content} of '{environment}' must have one field of numbers, and integers must have "
+            f"bounds, got {fields}"
         )
-    return field
+    return next(iter(candidates.items()))
+
+
+def _make_space(schema: JsonObject, example: Any) -> AnySpace | None:
+    """Return the space of the values of a JSON schema; None if they are not bounded numbers.
+
+    integer within bounds                Discrete
+    list of integers within bounds       MultiDiscrete
+    list (of lists) of numbers           Box
+
+    The length of a list comes from the schema, or from an example if the schema leaves it open.
+    """
+    leaves = _flatten(schema, example)
+    if leaves is None:
+        return None
+    shape, numbers = leaves
+    low = np.array([number.get("minimum", -math.inf) for number in numbers])
+    high = np.array([number.get("maximum", math.inf) for number in numbers])
+    is_bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
+    if all(number.get("type") == "number" for number in numbers):
+        box_low, box_high = low.astype(np.float32), high.astype(np.float32)
+        return spaces.Box(box_low.reshape(shape), box_high.reshape(shape), dtype=np.float32)
+    if not is_bounded:
+        return None
+    start, counts = low.astype(np.int64), (high - low + 1).astype(np.int64)
+    if shape == ():
+        return spaces.Discrete(int(counts[0]), start=int(start[0]))
+    return spaces.MultiDiscrete(counts.reshape(shape), start=start.reshape(shape))
+
+
+def _flatten(schema: JsonObject, example: Any) -> tuple[tuple[int, ...], list[JsonObject]] | None:
+    """Return the shape of a value, and the schemas of its numbers in row-major order."""
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return (), [schema]
+    if kind != "array":
+        return None
+    items = schema.get("prefixItems") or _repeat_items(schema, example)
+    if not items:
+        return None
+    examples = example if isinstance(example, list) else [None] * len(items)
+    flattened = [_flatten(*pair) for pair in zip(items, examples, strict=False)]
+    parts = [part for part in flattened if part is not None]
+    shapes = {shape for shape, _ in parts}
+    if len(parts) != len(flattened) or len(shapes) != 1:
+        return None
+    return (len(items), *shapes.pop()), [number for _, numbers in parts for number in numbers]
+
+
+def _repeat_items(schema: JsonObject, example: Any) -> list[JsonObject]:
+    """Return the schema of each item of a list whose items share one schema."""
+    min_items, max_items = schema.get("minItems"), schema.get("maxItems")
+    if min_items is not None and min_items == max_items:
+        return [schema.get("items", {})] * int(min_items)
+    return [schema.get("items", {})] * len(example) if isinstance(example, list) else []

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import ExecutionError
@@ -57,6 +58,35 @@ class PlayedStep:
     episodes: tuple[FinishedEpisode, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkBatch:
+    """T steps of N environments, played between two updates."""
+
+    observations: Tensor
+    """[T + 1, N, ...], not normalized. The last observations follow the last actions."""
+    actions: Tensor
+    """[T, N, ...], as sampled by the policy."""
+    rewards: Tensor
+    """[T, N]."""
+    terminated: Tensor
+    """[T, N] bool."""
+    finished: Tensor
+    """[T, N] bool: terminated or truncated."""
+    truncations: Tensor
+    """[K, 2]: step and environment of each truncation."""
+    truncated_observations: Tensor
+    """[K, ...]: last observation of each truncated episode."""
+    episodes: tuple[FinishedEpisode, ...]
+    """Episodes that finished in this batch."""
+    finish_steps: tuple[int, ...]
+    """Last step of each of these episodes."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of environment steps, T * N."""
+        return self.rewards.numel()
+
+
 @dataclass(slots=True)
 class _RunningEpisode:
     number: int
@@ -72,7 +102,6 @@ class ParallelEpisodes:
 
     Args:
         max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
-        keeps_actions: whether `state` will be called.
     """
 
     def __init__(
@@ -81,12 +110,10 @@ class ParallelEpisodes:
         episode_seed: EpisodeSeed,
         *,
         max_steps: int | None = None,
-        keeps_actions: bool = False,
     ) -> None:
         self._environments = environments
         self._episode_seed = episode_seed
         self._max_steps = max_steps
-        self._keeps_actions = keeps_actions
         self._lengths = np.zeros(environments.num_environments, dtype=np.int64)
         self._returns = np.zeros(environments.num_environments)
         self._episodes: list[_RunningEpisode] = []
@@ -122,9 +149,8 @@ class ParallelEpisodes:
                 f"{self._lengths[index]} of an episode; rewards must be finite numbers"
             )
         self._returns += step.rewards
-        if self._keeps_actions:
-            for episode, action in zip(self._episodes, actions, strict=True):
-                episode.actions.append(action)
+        for episode, action in zip(self._episodes, actions, strict=True):
+            episode.actions.append(action)
         if self._max_steps is not None:
             is_truncated = (self._lengths >= self._max_steps) & ~step.terminated
             step = VectorStep(

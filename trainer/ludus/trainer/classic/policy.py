@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ludus.proto.errors import ConfigError
 from ludus.trainer.classic.heads import check_output, make_head
 from ludus.trainer.classic.networks import complete_actor
+from ludus.trainer.core.devices import choose_device
 
 _EPS = 1e-8
 _MAX_DEVIATIONS = 10.0
@@ -42,7 +43,7 @@ class NetworkPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.head = make_head(action_space)
-        self.device = _find_device(device)
+        self.device = choose_device(device)
         self._is_discrete = _is_discrete(observation_space)
         example = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
         actor, critic = actor.to(self.device), critic.to(self.device)
@@ -144,14 +145,6 @@ def _call_module(call: Callable[[], Any], name: str, example: Tensor) -> Any:
             f"the {name} failed with observations of shape {list(example.shape)} and type "
             f"{example.dtype}: {error}"
         ) from error
-
-
-def _find_device(name: str) -> torch.device:
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device = '{name}' cannot be used: {reason}; use 'cpu'") from error
 
 
 def _is_discrete(space: spaces.Space[Any]) -> bool:

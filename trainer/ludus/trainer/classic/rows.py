@@ -11,8 +11,7 @@ from ludus.env.evaluation import OutcomeKind, classify_outcome
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.classic.agent import TrainedBatch
-from ludus.trainer.classic.collector import NetworkBatch
-from ludus.trainer.classic.episodes import FinishedEpisode
+from ludus.trainer.classic.episodes import FinishedEpisode, NetworkBatch
 
 _MAX_TURNS = 8
 _NUM_DIGITS = 4
@@ -23,23 +22,14 @@ def step_values(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return the metrics of a training step: those of the run, and those by environment."""
     environment_values = _episode_values(trained.batch.episodes)
-    metrics = trained.metrics
     values: dict[str, float] = {
         **environment_values,
-        TrainMetric.LOSS: metrics.loss,
-        TrainMetric.VALUE_LOSS: metrics.value_loss,
-        TrainMetric.ENTROPY: metrics.entropy,
-        TrainMetric.POLICY_KL: metrics.policy_kl,
-        TrainMetric.CLIP_RATIO: metrics.clip_ratio,
-        TrainMetric.GRAD_NORM: metrics.grad_norm,
-        TrainMetric.NUM_SKIPPED_UPDATES: metrics.num_skipped,
+        **trained.metrics,
         TrainMetric.LEARNING_RATE: learning_rate,
         TrainMetric.NUM_ENV_STEPS: trained.batch.num_steps,
         TrainMetric.STEP_S: duration_s,
         TrainMetric.TRAIN_S: duration_s,
     }
-    if metrics.explained_variance is not None:
-        values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
     if duration_s > 0:
         values[TrainMetric.EPISODES_PER_SECOND] = len(trained.batch.episodes) / duration_s
     finite_values = {name: value for name, value in values.items() if math.isfinite(value)}

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import Field
 
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import (
-    CHECKPOINTS_FOLDER,
     NETWORK,
     SUMMARY_FILE,
     EnvironmentResult,
@@ -35,25 +35,33 @@ from ludus.trainer.classic.agent import (
     evaluate_policy,
     num_eval_environments,
     play_episodes,
-    torch_threads,
 )
-from ludus.trainer.classic.collector import OnStep
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
-from ludus.trainer.classic.episodes import PlayedStep
 from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.classic.rows import make_transcripts, step_values
-from ludus.trainer.classic.state import NetworkState, read_agent, write_agent
+from ludus.trainer.core.devices import torch_threads
 from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
 from ludus.trainer.core.streams import Stream, use_torch_stream
-from ludus.trainer.core.types import SavedFile
-from ludus.trainer.run.checkpoint import find_newest_checkpoint
-from ludus.trainer.run.folder import run_path
+from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
-from ludus.trainer.run.summary import RunCounts, describe_environment, make_summary
+from ludus.trainer.run.metrics_writer import MetricsWriter
+from ludus.trainer.run.summary import describe_environment, make_summary
 
 _log = logging.getLogger(__name__)
+
+
+class NetworkState(SavedState):
+    """State of a network run between two training steps."""
+
+    num_episodes: int = 0
+    """Number of finished episodes."""
+    num_env_steps: int = 0
+    returns: list[float] = Field(default_factory=list)
+    """Return of each episode, if the run has an episode budget."""
+    has_reached_target: bool = False
+    """True after an evaluation reached ppo.target_return, which stops training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +75,31 @@ class EpisodeBudget:
 class OpenNetworkRun:
     """A network run with its open folder, environments and agent."""
 
-    on_step: OnStep | None = None
-    """Called after each step of the training environments."""
-
     def __init__(
         self,
         run: NetworkRun,
-        run_files: OpenRun[NetworkState],
+        files: OpenRun[NetworkState],
         stack: ExitStack,
         budget: EpisodeBudget | None = None,
     ) -> None:
-        self.run, self.folder, self.metrics = run, run_files.folder, run_files.metrics
+        self.run, self.folder, self.state = run, files.folder, files.state
         self.stop_request = StopRequest()
-        self.state = run_files.state
         self._budget = budget
         self._start_s = time.monotonic()
-        self._checkpoints = run_files.checkpoints
+        self._checkpoints = files.checkpoints
         self._name = next(iter(run.environments))
+        resume_from = None if files.checkpoint is None else files.state.step
+        self.metrics = MetricsWriter(run, files.folder.path, resume_from=resume_from)
+        stack.enter_context(closing(self.metrics))
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, run.ppo.num_environments)
-        stack.callback(environments.close)
+        stack.enter_context(closing(environments))
         self.metrics.set_environment_options({self._name: environments.options})
         max_games = max(run.eval.num_games, run.eval.num_games_during)
         self._eval_environments = make_environments(
             run.environment, num_eval_environments(max_games)
         )
-        stack.callback(self._eval_environments.close)
+        stack.enter_context(closing(self._eval_environments))
         self.metrics.log_phase(Phase.PREPARE_MODEL)
         self.policy = make_policy(run, environments)
         self.agent = PpoAgent(
@@ -102,11 +109,12 @@ class OpenNetworkRun:
             seed=run.seed,
             max_steps=run.environment.max_turns,
             num_episodes=budget.episodes_per_update if budget else None,
-            on_step=self._call_on_step,
-            keeps_actions=True,
             shuffles_rewards=run.training.shuffle_rewards,
         )
         self._baselines = self._play_baselines()
+        if files.checkpoint is not None:
+            self.agent.restore(load_learner_state(files.checkpoint))
+            files.folder.write_config(run)
 
     def train(self) -> Summary:
         """Train to the last step, and return the summary.
@@ -124,7 +132,9 @@ class OpenNetworkRun:
             step, is_stopping = self.state.step, self.stop_request.is_set
             is_due = step % run.training.checkpoint_every_steps == 0
             if is_due or self._is_finished or is_stopping:
-                self._save()
+                start_s = time.monotonic()
+                self._checkpoints.save(self.state, self.agent.state())
+                self.metrics.log_checkpoint(step, time.monotonic() - start_s)
             if is_stopping and not self._is_finished:
                 self.metrics.clock.stop()
                 raise RunStopped(f"stopped after step {step}")
@@ -137,12 +147,6 @@ class OpenNetworkRun:
         if state.has_reached_target or state.step >= self.run.training.num_steps:
             return True
         return budget is not None and state.num_episodes >= budget.num_episodes
-
-    def _call_on_step(
-        self, observations: np.ndarray, actions: np.ndarray, step: PlayedStep
-    ) -> None:
-        if self.on_step is not None:
-            self.on_step(observations, actions, step)
 
     def _train_step(self) -> None:
         run, state = self.run, self.state
@@ -236,28 +240,23 @@ class OpenNetworkRun:
         outcomes = play_episodes(environments, seeds, choose, run.environment.max_turns)
         return {RANDOM_POLICY: outcomes}
 
-    def _save(self) -> None:
-        start_s = time.monotonic()
-        with self._checkpoints.prepare(self.state.step) as folder:
-            file = write_agent(folder, self.agent.state())
-            self._checkpoints.commit_local(folder, self.state, [SavedFile.from_path(file)])
-        self.metrics.log_checkpoint(self.state.step, time.monotonic() - start_s)
-
     def _finish(self) -> Summary:
         """Evaluate the trained policy, and write and return the summary."""
         run, state, metrics = self.run, self.state, self.metrics
         metrics.log_phase(Phase.EVALUATE, state.step)
         report = self.report(run.eval.num_games)
         metrics.log_evaluation(state.step, state.num_episodes, self._name, report)
+        environment = run.environment
+        target = environment.address if environment.kind == "remote" else environment.package
         result = EnvironmentResult(
-            environment=self.environment_description,
+            environment=describe_environment(target, self._eval_environments.options),
             start=state.start.get(self._name),
             report=report,
         )
         summary = make_summary(
             run,
             {self._name: result},
-            RunCounts(games_trained=state.num_episodes, games_played=state.num_episodes),
+            {"games_trained": state.num_episodes, "games_played": state.num_episodes},
             num_steps=state.step,
             generator=NETWORK,
             training_s=metrics.clock.elapsed_s,
@@ -266,13 +265,6 @@ class OpenNetworkRun:
         self.folder.write(SUMMARY_FILE, summary)
         metrics.log_phase(Phase.DONE, state.step)
         return summary
-
-    @property
-    def environment_description(self) -> str:
-        """Name and options of the environment."""
-        environment = self.run.environment
-        target = environment.address if environment.kind == "remote" else environment.package
-        return describe_environment(target, self._eval_environments.options)
 
 
 def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
@@ -287,7 +279,7 @@ def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
         stop_on_signals(network_run.stop_request),
     ):
         network_run.train()
-    return network_run.folder.path
+    return run.folder
 
 
 @contextmanager
@@ -299,53 +291,42 @@ def open_network_run(
     Raises:
         UserError: the run cannot start as configured.
     """
-    with ExitStack() as stack:
-        run_files = stack.enter_context(
-            open_run(run, NetworkState, resume=resume, overwrite=overwrite)
-        )
-        stack.enter_context(torch_threads(run.ppo.num_threads))
-        network_run = OpenNetworkRun(run, run_files, stack, budget)
-        if run_files.checkpoint is not None:
-            network_run.agent.restore(read_agent(run_files.checkpoint))
-            run_files.folder.write_config(run)
-        yield network_run
+    num_checkpoints = run.training.keep_checkpoints
+    with (
+        open_run(
+            run,
+            NetworkState,
+            resume=resume,
+            overwrite=overwrite,
+            num_checkpoints=num_checkpoints,
+        ) as files,
+        torch_threads(run.ppo.num_threads),
+        ExitStack() as stack,
+    ):
+        yield OpenNetworkRun(run, files, stack, budget)
 
 
-def evaluate(
-    run: NetworkRun, checkpoint: Path | None, *, num_games: int, temperature: float | None
-) -> Evaluation:
-    """Return the results of a checkpoint's policy.
-
-    Args:
-        checkpoint: folder of the checkpoint. Default: the newest checkpoint.
-        temperature: sampling temperature. Default: eval.temperature.
-    """
-    update = {} if temperature is None else {"temperature": temperature}
-    run = run.model_copy(update={"eval": run.eval.model_copy(update=update)})
-    checkpoint = checkpoint or find_newest_checkpoint(run_path(run) / CHECKPOINTS_FOLDER)
-    environments = make_environments(run.environment, num_eval_environments(num_games))
-    try:
-        policy = make_policy(run, environments)
-        policy.load_state_dict(read_agent(checkpoint)["policy"])
-        outcomes = _play_policy(run, policy, environments, _eval_seeds(run, num_games))
-    finally:
-        environments.close()
-    report = _make_report(run, outcomes, {})
-    return Evaluation(environments={next(iter(run.environments)): report})
-
-
-def check(run: NetworkRun, resume: Resume) -> None:
+def check(run: NetworkRun, *, resume: Resume, overwrite: bool) -> None:
     """Check that a run can start, without writing anything.
 
     Raises:
         UserError: the run cannot start as configured.
     """
-    environments = make_environments(run.environment, 1)
-    try:
+    with closing(make_environments(run.environment, 1)) as environments:
         make_policy(run, environments)
-    finally:
-        environments.close()
     find_start(run, resume, NetworkState)
+
+
+def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
+    """Return the results of a checkpoint's policy."""
+    num_games = run.eval.num_games
+    num_environments = num_eval_environments(num_games)
+    with closing(make_environments(run.environment, num_environments)) as environments:
+        policy = make_policy(run, environments)
+        policy.load_state_dict(load_learner_state(checkpoint)["policy"])
+        outcomes = _play_policy(run, policy, environments, _eval_seeds(run, num_games))
+    report = _make_report(run, outcomes, {})
+    return Evaluation(environments={next(iter(run.environments)): report})
 
 
 def make_policy(run: NetworkRun, environments: VectorEnvironment) -> NetworkPolicy:
@@ -384,7 +365,7 @@ def _play_policy(
 def _make_report(
     run: NetworkRun,
     outcomes: Sequence[EpisodeOutcome],
-    baselines: dict[str, list[EpisodeOutcome]],
+    baselines: Mapping[str, Sequence[EpisodeOutcome]],
 ) -> EvalReport:
     return EvalReport(
         policy=summarize(outcomes),

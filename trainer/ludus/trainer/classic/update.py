@@ -1,17 +1,18 @@
 """The PPO update (arXiv 1707.06347) of a network.
 
-NetworkBatch --> Samples --> num_epochs passes of minibatches --> UpdateMetrics
+NetworkBatch --> Samples --> num_epochs passes of minibatches --> metrics
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ludus.proto.config import NetworkPpoConfig
+from ludus.proto.metrics import TrainMetric
 from ludus.trainer.algorithms.advantages import stream_gae
 from ludus.trainer.algorithms.losses import (
     clipped_surrogate,
@@ -20,7 +21,7 @@ from ludus.trainer.algorithms.losses import (
     squared_error,
     token_log_ratio,
 )
-from ludus.trainer.classic.collector import NetworkBatch
+from ludus.trainer.classic.episodes import NetworkBatch
 from ludus.trainer.classic.policy import NetworkPolicy, RunningMoments
 from ludus.trainer.core.stopping import check_skipped_updates
 from ludus.trainer.core.streams import Stream, use_torch_stream
@@ -44,28 +45,6 @@ class Samples:
     def select(self, rows: Tensor) -> Samples:
         """Return the samples with these indices."""
         return Samples(*(getattr(self, name)[rows] for name in self.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMetrics:
-    """Metrics of an update. Unless noted otherwise, they are means over the last pass."""
-
-    loss: float
-    value_loss: float
-    entropy: float
-    """Entropy in nats per step."""
-    policy_kl: float
-    """KL divergence (k3) of the new policy from the old one, in nats per step."""
-    clip_ratio: float
-    """Share of the steps with a clipped ratio."""
-    grad_norm: float
-    """Norm before clipping, mean over all minibatches of all passes."""
-    explained_variance: float | None
-    """Share of the variance of the returns that the old values explain. None if all returns are
-    equal."""
-    num_epochs: int
-    num_skipped: int
-    """Number of minibatches of all passes whose gradient was not finite."""
 
 
 class PpoUpdate:
@@ -92,8 +71,10 @@ class PpoUpdate:
         self._num_skipped_batches = 0
         """Number of consecutive batches without a finite gradient."""
 
-    def train(self, batch: NetworkBatch, update: int, rate_factor: float) -> UpdateMetrics:
-        """Update the policy with a batch.
+    def train(self, batch: NetworkBatch, update: int, rate_factor: float) -> dict[str, float]:
+        """Update the policy with a batch; return metrics by TrainMetric.
+
+        They are means over the last pass. The norm of the gradient is a mean over all passes.
 
         Args:
             update: number of the update, from 0.
@@ -105,23 +86,33 @@ class PpoUpdate:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * rate_factor
         samples = self._make_samples(batch)
-        sums = _PassSums()
-        num_epochs, max_kl = 0, self._config.target_kl
+        grad_norms: list[Tensor] = []
+        metrics: list[Mapping[str, Tensor]] = []
+        max_kl = self._config.target_kl
         for epoch in range(self._config.num_epochs):
-            sums = _PassSums(sums.grad_norms, sums.num_skipped)
             needs_metrics = max_kl is not None or epoch + 1 == self._config.num_epochs
+            metrics = []
             for minibatch in self._minibatches(samples, update, epoch):
-                self._step(minibatch, sums, needs_metrics)
-            num_epochs += 1
-            if max_kl is not None and sums.mean(sums.kls) > max_kl:
+                norm, minibatch_metrics = self._step(minibatch, needs_metrics)
+                grad_norms.append(norm)
+                metrics.append(minibatch_metrics)
+            if max_kl is not None and _mean(metrics, TrainMetric.POLICY_KL) > max_kl:
                 break
-        is_skipped = sums.num_skipped == len(sums.grad_norms)
+        num_skipped = sum(not norm.isfinite() for norm in grad_norms)
+        is_skipped = num_skipped == len(grad_norms)
         self._num_skipped_batches = self._num_skipped_batches + 1 if is_skipped else 0
         check_skipped_updates(
             self._num_skipped_batches,
             "check that the environment's observations are finite, or lower ppo.learning_rate",
         )
-        return sums.metrics(samples, num_epochs)
+        values: dict[str, float] = {name: _mean(metrics, name) for name in metrics[0]}
+        values[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
+        values[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
+        variance = samples.returns.var()
+        if variance > 0:
+            unexplained = (samples.returns - samples.values).var()
+            values[TrainMetric.EXPLAINED_VARIANCE] = float(1 - unexplained / variance)
+        return values
 
     def _make_samples(self, batch: NetworkBatch) -> Samples:
         """Compute values, advantages and log-probs, and then update the statistics."""
@@ -165,7 +156,11 @@ class PpoUpdate:
         for rows in order.to(self._policy.device).tensor_split(num_minibatches):
             yield samples.select(rows)
 
-    def _step(self, samples: Samples, sums: _PassSums, needs_metrics: bool) -> None:
+    def _step(self, samples: Samples, needs_metrics: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take an optimizer step; return the gradient's norm and, if needed, the metrics.
+
+        They stay tensors, because reading them would wait for the device.
+        """
         config, policy = self._config, self._policy
         advantages = samples.advantages
         if config.normalise_advantages and len(advantages) > 1:
@@ -184,16 +179,19 @@ class PpoUpdate:
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm, foreach=True)
-        sums.grad_norms.append(norm)
         if norm.isfinite():
             self.optimizer.step()
-        else:
-            sums.num_skipped += 1
-        if needs_metrics:
-            with torch.no_grad():
-                clipped = is_clipped(log_ratio, advantages, config.clip, config.clip)
-                divergence = kl(samples.logprobs, logprobs).mean()
-                sums.add(loss, value_loss, entropies.mean(), divergence, clipped.float().mean())
+        if not needs_metrics:
+            return norm, {}
+        with torch.no_grad():
+            clipped = is_clipped(log_ratio, advantages, config.clip, config.clip)
+            return norm, {
+                TrainMetric.LOSS: loss.detach(),
+                TrainMetric.VALUE_LOSS: value_loss.detach(),
+                TrainMetric.ENTROPY: entropies.detach().mean(),
+                TrainMetric.POLICY_KL: kl(samples.logprobs, logprobs).mean(),
+                TrainMetric.CLIP_RATIO: clipped.float().mean(),
+            }
 
 
 class RewardScaler:
@@ -211,6 +209,7 @@ class RewardScaler:
     def scale(self, rewards: Tensor, finished: Tensor) -> Tensor:
         """Add the rewards [T, N] to the statistics, and return the scaled rewards."""
         total = torch.zeros_like(rewards[0]) if self._running is None else self._running
+        total = total.to(rewards.device)
         returns = []
         for reward, is_finished in zip(rewards, finished, strict=True):
             total = self._gamma * total + reward
@@ -231,39 +230,5 @@ class RewardScaler:
         self._moments.load_state_dict({k: v for k, v in state.items() if k != "running"})
 
 
-class _PassSums:
-    """Values of the minibatches of a pass, as tensors: reading them would wait for the device."""
-
-    def __init__(self, grad_norms: list[Tensor] | None = None, num_skipped: int = 0) -> None:
-        self.grad_norms: list[Tensor] = grad_norms or []
-        self.num_skipped = num_skipped
-        self.losses: list[Tensor] = []
-        self.value_losses: list[Tensor] = []
-        self.entropies: list[Tensor] = []
-        self.kls: list[Tensor] = []
-        self.clip_ratios: list[Tensor] = []
-
-    def add(self, *minibatch_values: Tensor) -> None:
-        """Add loss, value loss, entropy, KL divergence and clip ratio of a minibatch."""
-        lists = (self.losses, self.value_losses, self.entropies, self.kls, self.clip_ratios)
-        for values, value in zip(lists, minibatch_values, strict=True):
-            values.append(value.detach())
-
-    @staticmethod
-    def mean(values: list[Tensor]) -> float:
-        return float(torch.stack(values).mean())
-
-    def metrics(self, samples: Samples, num_epochs: int) -> UpdateMetrics:
-        variance = samples.returns.var()
-        unexplained = (samples.returns - samples.values).var()
-        return UpdateMetrics(
-            loss=self.mean(self.losses),
-            value_loss=self.mean(self.value_losses),
-            entropy=self.mean(self.entropies),
-            policy_kl=self.mean(self.kls),
-            clip_ratio=self.mean(self.clip_ratios),
-            grad_norm=self.mean(self.grad_norms),
-            explained_variance=float(1 - unexplained / variance) if variance > 0 else None,
-            num_epochs=num_epochs,
-            num_skipped=self.num_skipped,
-        )
+def _mean(metrics: Sequence[Mapping[str, Tensor]], name: str) -> float:
+    return float(torch.stack([minibatch_metrics[name] for minibatch_metrics in metrics]).mean())

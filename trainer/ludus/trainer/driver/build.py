@@ -20,20 +20,20 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.checks.environments import (
+from ludus.trainer.core.tasks import gather_or_cancel
+from ludus.trainer.driver.checks import (
     check_first_prompts,
     check_remote_addresses,
+    check_reward_columns,
     check_server_columns,
 )
-from ludus.trainer.checks.names import check_reward_columns
-from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.limits import episode_limits
 from ludus.trainer.run.checkpoint import RunState, learner_folder
-from ludus.trainer.run.folder import ensure_run_id
-from ludus.trainer.run.lifecycle import OpenRun
+from ludus.trainer.run.lifecycle import OpenRun, ensure_run_id
+from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.setup.environments import (
     ConnectedEnvironment,
     connect_environments,
@@ -95,36 +95,38 @@ async def start_infrastructure(
 
 @asynccontextmanager
 async def start_components(
-    run: LanguageModelRun, open_run: OpenRun[RunState], infrastructure: Infrastructure
+    run: LanguageModelRun,
+    files: OpenRun[RunState],
+    metrics: MetricsWriter,
+    infrastructure: Infrastructure,
 ) -> AsyncIterator[Components]:
     """Start the learner, the workers and the buffer of a run; stop them after the block."""
     environments, placement = infrastructure.environments, infrastructure.placement
-    folder, metrics = open_run.folder, open_run.metrics
     metrics.set_environment_options(
         {name: environment.description.options for name, environment in environments.items()}
     )
     metrics.log_phase(Phase.PREPARE_MODEL)
-    model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
+    model_path = await prepare_model(run, environments, run.folder / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
     await check_first_prompts(run, environments, chat)
     canary = await make_canary(next(iter(environments.values())), chat)
     metrics.log_phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.token)
     buffer = RemoteBuffer(run, placement)
-    spec = make_worker_spec(run, model_path, infrastructure, folder.path)
+    spec = make_worker_spec(run, model_path, infrastructure, run.folder)
     workers, baselines, _ = await gather_or_cancel(
         RolloutWorkers.start(spec, buffer, placement),
         play_all_baselines(run, environments),
         learners.start(model_path, spec.weights),
     )
     try:
-        if open_run.checkpoint is not None:
-            await learners.load(learner_folder(open_run.checkpoint))
-            folder.write_config(run)
+        if files.checkpoint is not None:
+            await learners.load(learner_folder(files.checkpoint))
+            files.folder.write_config(run)
         yield Components(
             run=run,
             metrics=metrics,
-            checkpoints=open_run.checkpoints,
+            checkpoints=files.checkpoints,
             learners=learners,
             workers=workers,
             buffer=buffer,

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,21 +39,21 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.trainer.checks.models import check_models
-from ludus.trainer.checks.names import check_names
 from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.driver.build import start_components, start_infrastructure
+from ludus.trainer.driver.checks import check_models, check_names
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.policy_chart import make_chart, make_chart_requests
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.control import follow_control
-from ludus.trainer.run.lifecycle import OpenRun, open_run
+from ludus.trainer.run.lifecycle import open_run
+from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
-from ludus.trainer.run.summary import RunCounts, describe_environment, make_summary
+from ludus.trainer.run.summary import describe_environment, make_summary
 from ludus.trainer.setup.environments import load_chart_prompts
 from ludus.trainer.setup.resolve import resolve_config
 
@@ -106,17 +107,17 @@ class Trainer:
         check_names(self.run)
         await asyncio.to_thread(check_models, self.run)
         async with AsyncExitStack() as stack:
-            self._open_run = stack.enter_context(
+            self._files = stack.enter_context(
                 open_run(
                     self.run,
                     RunState,
                     resume=self._resume,
                     overwrite=self._overwrite,
-                    print_rows=self._print_rows,
+                    num_checkpoints=self.run.training.keep_checkpoints,
                 )
             )
-            self.folder = self._open_run.folder.path
-            await self._start(stack, self._open_run)
+            self.folder = self.run.folder
+            await self._start(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -182,7 +183,7 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         """The current policy. While training pauses, it has the newest weights."""
-        components = self._components
+        components = self.components
         return Policy(
             self.run, components.workers, components.chat, self._controller.wait_for_delivery
         )
@@ -206,7 +207,7 @@ class Trainer:
                 f"policies, got {num_games}; raise eval.num_games"
             )
         await self._controller.wait_for_delivery()
-        return await self._components.evaluator.evaluate(num_games)
+        return await self.components.evaluator.evaluate(num_games)
 
     async def save(self) -> Path:
         """Write a checkpoint and return its folder; call it while training pauses.
@@ -221,7 +222,7 @@ class Trainer:
             )
         if not self._task.done():
             await self._controller.save_checkpoint()
-        return self._components.checkpoints.newest_first()[0]
+        return self.components.checkpoints.newest_first()[0]
 
     @property
     def _task(self) -> asyncio.Task[None]:
@@ -231,22 +232,30 @@ class Trainer:
 
     @property
     def _state(self) -> RunState:
-        return self._open_run.state
+        return self._files.state
 
-    async def _start(self, stack: AsyncExitStack, open_run_files: OpenRun[RunState]) -> None:
-        open_run_files.metrics.log_phase(Phase.START_ENVIRONMENT)
+    async def _start(self, stack: AsyncExitStack) -> None:
+        files = self._files
+        self._metrics = MetricsWriter(
+            self.run,
+            self.folder,
+            resume_from=None if files.checkpoint is None else files.state.step,
+            job_log=sys.stdout if self._print_rows else None,
+        )
+        stack.enter_context(closing(self._metrics))
+        self._metrics.log_phase(Phase.START_ENVIRONMENT)
         self._infrastructure = await stack.enter_async_context(
             start_infrastructure(self.run, self.folder)
         )
         self.run = resolve_num_steps(self.run, self._infrastructure.num_tasks)
-        open_run_files.metrics.num_steps = self.run.training.num_steps
-        if open_run_files.checkpoint is None:
-            open_run_files.folder.write_config(self.run)
-        self._components = await stack.enter_async_context(
-            start_components(self.run, open_run_files, self._infrastructure)
+        self._metrics.num_steps = self.run.training.num_steps
+        if files.checkpoint is None:
+            files.folder.write_config(self.run)
+        self.components = await stack.enter_async_context(
+            start_components(self.run, files, self._metrics, self._infrastructure)
         )
         self._controller = Controller(
-            self._components, open_run_files.state, self.stop_request, pause=self._gate.wait
+            self.components, files.state, self.stop_request, pause=self._gate.wait
         )
         self._training = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
@@ -255,7 +264,7 @@ class Trainer:
     async def _train(self) -> None:
         """Run the controller, and apply changes of the run's control file."""
         async with Tasks() as tasks:
-            resize = self._components.workers.resize
+            resize = self.components.workers.resize
             tasks.start(follow_control(self.folder, resize, self.stop_request))
             await self._controller.run()
 
@@ -274,13 +283,13 @@ class Trainer:
 
     async def _finish(self) -> Summary:
         """Write the final evaluation, the summary and the chart; return the summary."""
-        run, state, metrics = self.run, self._state, self._open_run.metrics
+        run, state, metrics = self.run, self._state, self._metrics
         metrics.log_phase(Phase.EVALUATE, state.step)
-        reports = await self._components.evaluator.evaluate(run.eval.num_games)
+        reports = await self.components.evaluator.evaluate(run.eval.num_games)
         for name, report in reports.items():
             metrics.log_evaluation(state.step, state.games_trained, name, report)
         summary = self._make_summary(reports)
-        self._open_run.folder.write(SUMMARY_FILE, summary)
+        self._files.folder.write(SUMMARY_FILE, summary)
         await self._write_chart()
         metrics.log_phase(Phase.DONE, state.step)
         return summary
@@ -301,26 +310,13 @@ class Trainer:
             )
             for name in run.environments
         }
-        counts = RunCounts(
-            games_trained=state.games_trained,
-            games_played=state.games_played,
-            episodes_lost=state.episodes_lost,
-            episodes_failed=state.episodes_failed,
-            weight_syncs=state.weight_syncs,
-            canary_failures=state.canary_failures,
-            canary_max_error=state.canary_max_error,
-            environment_restarts=state.environment_restarts,
-            learner_restarts=state.learner_restarts,
-            groups_rolled_back=state.num_groups_rolled_back,
-            max_staleness_seen=state.max_staleness_seen,
-        )
         return make_summary(
             run,
             results,
-            counts,
+            state.summary_counts,
             num_steps=state.step,
             generator=run.generator.kind,
-            training_s=self._open_run.metrics.clock.elapsed_s,
+            training_s=self._metrics.clock.elapsed_s,
             total_s=time.monotonic() - self._start_s,
             num_learner_ranks=run.learner.num_ranks,
             num_rollout_workers=run.rollout.num_workers,
@@ -335,9 +331,9 @@ class Trainer:
             return
         if chart_prompts is not None:
             name, prompts = chart_prompts
-            requests = make_chart_requests(prompts, self._components.chat)
-            logprobs = await self._components.learners.score_completions(requests)
-            self._open_run.folder.write(CHART_FILE, make_chart(name, prompts, logprobs))
+            requests = make_chart_requests(prompts, self.components.chat)
+            logprobs = await self.components.learners.score_completions(requests)
+            self._files.folder.write(CHART_FILE, make_chart(name, prompts, logprobs))
 
 
 def _load_config(

@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.reward_models import PreferenceScores
 from ludus.trainer.core.streams import Stream, make_random
+from ludus.trainer.reward_model.model import RewardModel
 from ludus.trainer.reward_model.preferences import Comparison, Content
 from ludus.trainer.reward_model.texts import TextEncoder
 
@@ -23,6 +28,8 @@ _MIN_PROMPTS_TO_SPLIT_BY = 20
 _BATCHES_PER_POOL = 16
 """Number of batches whose rows are sorted by length together. A larger pool needs less padding and
 has less random batches."""
+_NUM_COMPARISONS_AT_ONCE = 1024
+"""Number of comparisons that are scored together in an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,41 @@ def make_epoch_batches(
         batches += [pool[start : start + batch_size] for start in range(0, len(pool), batch_size)]
     random.shuffle(batches)
     return batches
+
+
+def rank_best(scores: Tensor, best: Tensor) -> Tensor:
+    """Return the rank of the preferred answer by `scores` [N, K], int64 [N], from 1.
+
+    A tie counts as the worse rank.
+    """
+    best_scores = scores.gather(1, best[:, None])
+    return (scores >= best_scores).sum(1)
+
+
+def evaluate_comparisons(
+    model: RewardModel, comparisons: ComparisonSet, rows: Sequence[int], max_tokens: int
+) -> PreferenceScores | None:
+    """Return the results on these comparisons; None if there are none.
+
+    Args:
+        max_tokens: maximum number of padded tokens in a micro-batch.
+    """
+    if not rows:
+        return None
+    all_scores: list[float] = []
+    for start in range(0, len(rows), _NUM_COMPARISONS_AT_ONCE):
+        part = comparisons.rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
+        all_scores += model.score_tokens(part, max_tokens_per_batch=max_tokens)
+    scores = torch.tensor(all_scores, dtype=torch.float64).view(len(rows), -1)
+    best_indices = torch.from_numpy(comparisons.best[list(rows)])
+    ranks = rank_best(scores, best_indices)
+    return PreferenceScores(
+        accuracy=float((ranks == 1).double().mean()),
+        mrr=float((1 / ranks).double().mean()),
+        loss=float(cross_entropy(scores, best_indices)),
+        score_mean=float(scores.mean()),
+        score_std=float(scores.std()),
+    )
 
 
 def _encode_answers(comparison: Comparison, encoder: TextEncoder) -> list[list[int]]:

@@ -8,10 +8,9 @@ found by the length of the row and not by the padding token, which may also occu
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +18,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
-from ludus.trainer.reward_model.batches import PaddedRows, pad_rows, split_by_budget
 from ludus.trainer.reward_model.preferences import Content
 from ludus.trainer.reward_model.texts import Format, TextEncoder, choose_format
-
-_log = logging.getLogger(__name__)
 
 _FORMAT_KEY = "ludus_format"
 """Key of the text format in the model's config.json."""
 _PAD_TOKEN = "<|pad|>"
 _DEFAULT_MAX_TOKENS = 1 << 20
 """Maximum number of tokens of a model without a limit of positions."""
+
+
+class PaddedRows(NamedTuple):
+    """Token sequences in one tensor."""
+
+    token_ids: Tensor
+    """int64 [N, T], padded on the right."""
+    lengths: Tensor
+    """int64 [N]"""
 
 
 class RewardModel(nn.Module):
@@ -55,7 +61,8 @@ class RewardModel(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.tokenizer = tokenizer
-        self._head = _find_head(classifier)
+        self.head = _find_head(classifier)
+        """Layer that computes the score from a hidden state."""
         limit = getattr(classifier.config, "max_position_embeddings", None) or _DEFAULT_MAX_TOKENS
         if max_tokens is not None and max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -68,12 +75,7 @@ class RewardModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        return self._head.weight.device
-
-    @property
-    def head(self) -> nn.Linear:
-        """Layer that computes the score from a hidden state."""
-        return self._head
+        return self.head.weight.device
 
     def forward(self, rows: PaddedRows) -> Tensor:
         """Return the scores of rows of tokens, float32 [N]."""
@@ -152,6 +154,39 @@ class RewardModel(nn.Module):
             ) from error
 
 
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PaddedRows:
+    """Return the rows in one tensor. The padding token is arbitrary, because it is masked."""
+    lengths = torch.tensor([len(row) for row in rows])
+    token_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for row, target in zip(rows, token_ids, strict=True):
+        target[: len(row)] = torch.as_tensor(row)
+    return PaddedRows(token_ids, lengths)
+
+
+def split_by_budget(
+    lengths: Sequence[int], max_tokens: int, rows_per_item: int = 1
+) -> Iterator[list[int]]:
+    """Yield the indices of consecutive items in parts of at most `max_tokens` padded tokens.
+
+    An item with more tokens is a separate part.
+
+    Args:
+        lengths: length of each item's longest row.
+        rows_per_item: number of rows of an item.
+    """
+    part: list[int] = []
+    max_length = 0
+    for index, length in enumerate(lengths):
+        new_max_length = max(max_length, length)
+        if part and new_max_length * rows_per_item * (len(part) + 1) > max_tokens:
+            yield part
+            part, new_max_length = [], length
+        part.append(index)
+        max_length = new_max_length
+    if part:
+        yield part
+
+
 def load_reward_model(
     path: str | Path,
     *,
@@ -198,24 +233,6 @@ def make_reward_model(path: str, format: str, max_tokens: int | None) -> RewardM
     return RewardModel(
         classifier, tokenizer, format=choose_format(tokenizer, format), max_tokens=max_tokens
     )
-
-
-def choose_device(name: str | torch.device | None) -> torch.device:
-    """Return the device with this name. None takes a GPU if there is one.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device = '{name}' cannot be used: {reason}; use 'cpu', or one of the "
-            f"{torch.cuda.device_count()} GPUs of this machine"
-        ) from error
 
 
 def _set_padding_token(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -93,18 +93,28 @@ def _parse_best(row: Row, num_answers: int) -> int:
 
 
 def _parse_content(row: Row, name: str) -> Content:
-    value = row.values.get(name)
+    return parse_content(row.values.get(name), f"{row.location}: column '{name}'")
+
+
+def parse_content(value: object, name: str) -> Content:
+    """Return a text, messages or token ids.
+
+    Args:
+        name: name of the value, for messages.
+
+    Raises:
+        ConfigError: the value is something else.
+    """
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value:
+    if isinstance(value, Sequence):
         if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             return value
         if all(_is_message(item) for item in value):
             return [Message(role=item["role"], content=item["content"]) for item in value]
-    value_text = "nothing" if value is None else f"{value!r:.60}"
     raise ConfigError(
-        f"{row.location}: column '{name}' must be a text, a list of messages "
-        f'{{"role": ..., "content": ...}}, or a list of token ids, got {value_text}'
+        f"{name} must be a text, a list of messages "
+        f'{{"role": ..., "content": ...}}, or a list of token ids, got {value!r:.60}'
     )
 
 

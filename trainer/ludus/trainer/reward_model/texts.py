@@ -8,15 +8,15 @@ The model's configuration contains the format, so scoring uses the format of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeGuard, cast
+from collections.abc import Sequence
+from typing import Literal, TypeGuard, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.template import ChatTemplate
-from ludus.trainer.reward_model.preferences import Content
+from ludus.trainer.reward_model.preferences import Content, parse_content
 
 Format = Literal["chat", "text"]
 
@@ -48,8 +48,7 @@ class TextEncoder:
             ConfigError: the content is empty or of another type, or a token id is not in the
                 vocabulary.
         """
-        _check_content(prompt)
-        _check_content(answer)
+        prompt, answer = parse_content(prompt, "a prompt"), parse_content(answer, "an answer")
         if not (prompt or answer):
             raise ConfigError("the prompt and the answer are both empty; give at least one")
         if _is_tokens(prompt) or _is_tokens(answer):
@@ -99,20 +98,6 @@ def choose_format(tokenizer: PreTrainedTokenizerBase, format: str) -> Format:
     if format == "auto":
         return "text" if tokenizer.chat_template is None else "chat"
     return cast(Format, format)
-
-
-def _check_content(content: Any) -> None:
-    if isinstance(content, str):
-        return
-    if isinstance(content, Sequence) and (
-        all(isinstance(item, int) for item in content)
-        or all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in content)
-    ):
-        return
-    raise ConfigError(
-        'expected a text, a list of messages {"role": ..., "content": ...}, or a list of token '
-        f"ids, got {content!r:.60}"
-    )
 
 
 def _is_tokens(content: Content) -> TypeGuard[Sequence[int]]:

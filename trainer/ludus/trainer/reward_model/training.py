@@ -1,4 +1,4 @@
-"""Training of a reward model from preferences.
+"""A run that trains a reward model from preferences, and writes a model folder.
 
     data set --read--> comparisons as tokens --split--> train | held out
                                                           |        |
@@ -6,14 +6,14 @@
                         epoch                             v        v epoch
     scores [n, K] --log softmax at the preferred--> loss, AdamW -> metrics.json, model folder
 
-All random numbers follow from the seed and from counters, so a resumed training is identical to an
-uninterrupted one.
+The run's folder (`ludus.proto.reward_models`) exists during training only. All random numbers
+follow from the seed and from counters, so a resumed run is identical to an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,40 +21,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ludus.proto.config import RewardModelConfig
+from ludus.proto.config import RewardModelRun
 from ludus.proto.config.reward_model import MAX_DEFAULT_WARMUP_STEPS
+from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import (
     METRICS_FILE,
+    PROGRESS_FILE,
     PreferenceScores,
     RewardModelEpoch,
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.trainer.core.output import write_atomically
-from ludus.trainer.core.stopping import RunStopped, check_skipped_updates
+from ludus.proto.runs import Resume
+from ludus.trainer.core.devices import choose_device, torch_threads
+from ludus.trainer.core.output import warn_user, write_atomically
+from ludus.trainer.core.stopping import (
+    RunStopped,
+    StopRequest,
+    check_skipped_updates,
+    stop_on_signals,
+)
 from ludus.trainer.core.streams import Stream, seed_torch
-from ludus.trainer.reward_model.batches import pad_rows, split_by_budget
 from ludus.trainer.reward_model.comparison_set import (
     ComparisonSet,
     encode_comparisons,
+    evaluate_comparisons,
     make_epoch_batches,
+    rank_best,
     split_comparisons,
 )
-from ludus.trainer.reward_model.evaluation import evaluate_comparisons, rank_best
-from ludus.trainer.reward_model.folder import TrainingFolder, check_output
 from ludus.trainer.reward_model.model import (
     RewardModel,
-    choose_device,
     load_reward_model,
     make_reward_model,
+    pad_rows,
+    split_by_budget,
 )
-from ludus.trainer.reward_model.position import Position
 from ludus.trainer.reward_model.preferences import read_comparisons
-
-_log = logging.getLogger(__name__)
+from ludus.trainer.run.checkpoint import SavedState, load_learner_state
+from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
 
 OnProgress = Callable[[RewardModelProgress], None]
 
@@ -62,49 +71,109 @@ _REPORT_EVERY_S = 1.0
 _CHECKPOINT_EVERY_S = 600.0
 
 
+class RewardModelState(SavedState):
+    """State of a reward model's run between two optimizer steps; `step` includes skipped steps."""
+
+    comparisons: str = ""
+    """Fingerprint of the comparisons."""
+    epoch: int = 0
+    """Number of finished epochs."""
+    batch: int = 0
+    """Number of finished batches of the current epoch."""
+    loss_sum: float = 0.0
+    """Sum of the losses of the current epoch's comparisons."""
+    num_right: int = 0
+    """Number of the current epoch's comparisons in which the preferred answer had the highest
+    score."""
+    recent_loss: float | None = None
+    num_skipped: int = 0
+    """Number of steps that were skipped because their gradient was not finite."""
+    num_skipped_in_a_row: int = 0
+    epochs: list[RewardModelEpoch] = Field(default_factory=list)
+    kept_epoch: int = 0
+    """Number of the epoch, from 1, whose weights are the best so far."""
+    elapsed_s: float = 0.0
+
+    def end_epoch(self, epoch: RewardModelEpoch, *, is_kept: bool) -> None:
+        """Record a finished epoch and start the next one."""
+        self.epochs.append(epoch)
+        self.epoch += 1
+        self.batch, self.loss_sum, self.num_right = 0, 0.0, 0
+        if is_kept:
+            self.kept_epoch = self.epoch
+
+
+def train(run: RewardModelRun, *, resume: Resume, overwrite: bool) -> Path:
+    """Train a reward model, and return its folder.
+
+    Raises:
+        UserError: the run cannot start as configured.
+        RunStopped: SIGINT or SIGTERM stopped the run.
+    """
+    request = StopRequest()
+    with stop_on_signals(request):
+        train_reward_model(run, resume=resume, overwrite=overwrite, stop_request=request)
+    return run.output
+
+
+def check(run: RewardModelRun, *, resume: Resume, overwrite: bool) -> None:
+    """Check model and data without writing; print the numbers of training and held-out rows.
+
+    Raises:
+        UserError: the run cannot start as configured.
+    """
+    find_start(run, resume, RewardModelState)
+    num_train, num_test = check_training(run, overwrite=overwrite)
+    sys.stdout.write(
+        f"{num_train} training comparisons, {num_test} held out; nothing was written\n"
+    )
+
+
 def train_reward_model(
-    config: RewardModelConfig,
+    run: RewardModelRun,
     *,
-    resume: Path | None = None,
+    resume: Resume = Resume.NEVER,
     overwrite: bool = False,
     on_progress: OnProgress = lambda progress: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop_request: StopRequest | None = None,
 ) -> tuple[RewardModel, RewardModelMetrics]:
     """Train a reward model, write its folder, and return the model and its metrics.
 
     Args:
-        resume: a checkpoint, or its folder, to continue from.
-        overwrite: whether to replace an existing reward model in the output folder.
+        overwrite: whether to replace a reward model in the output folder, or a stopped run.
         on_progress: called about once a second.
-        should_stop: called after each optimizer step.
+        stop_request: stops the run after its current step. Default: none.
 
     Raises:
-        UserError: the training cannot start as configured. Nothing is written.
-        RunStopped: `should_stop` returned True. The checkpoint is written.
+        UserError: the run cannot start as configured. Nothing is written.
+        RunStopped: a stop was requested. The checkpoint is written.
         TrainingStalledError: too many consecutive gradients were not finite.
     """
-    check_output(config.output, overwrite=overwrite)
-    with _training_environment(config), TrainingFolder.open(config, resume) as folder:
-        training = _Training(config, folder, on_progress)
-        metrics = training.run(should_stop)
-        folder.remove()
+    _check_output(run.output, overwrite=overwrite)
+    with (
+        _training_environment(run),
+        open_run(
+            run, RewardModelState, resume=resume, overwrite=overwrite, num_checkpoints=1
+        ) as files,
+    ):
+        training = _Training(run, files, on_progress, stop_request or StopRequest())
+        metrics = training.run()
+        files.folder.discard()
         return training.finished_model(), metrics
 
 
-def check_training(config: RewardModelConfig, *, overwrite: bool = False) -> tuple[int, int]:
+def check_training(run: RewardModelRun, *, overwrite: bool = False) -> tuple[int, int]:
     """Check model and data without writing; return the numbers of training and held-out rows.
 
     Raises:
-        UserError: the training cannot start as configured.
+        UserError: the run cannot start as configured.
     """
-    check_output(config.output, overwrite=overwrite)
-    choose_device(config.device)
-    with _training_environment(config):
-        model = make_reward_model(config.model, config.format, config.max_tokens)
-    comparisons = encode_comparisons(
-        read_comparisons(config.data), model.encoder, lambda number: None
-    )
-    train, test = split_comparisons(comparisons, config.test_size, config.seed)
+    _check_output(run.output, overwrite=overwrite)
+    choose_device(run.device)
+    with _training_environment(run):
+        model = make_reward_model(run.model, run.format, run.max_tokens)
+    comparisons = encode_comparisons(read_comparisons(run.data), model.encoder, lambda number: None)
+    train, test = split_comparisons(comparisons, run.test_size, run.seed)
     return len(train), len(test)
 
 
@@ -112,115 +181,116 @@ class _Training:
     """A training, from the data to the model folder."""
 
     def __init__(
-        self, config: RewardModelConfig, folder: TrainingFolder, on_progress: OnProgress
+        self,
+        run: RewardModelRun,
+        files: OpenRun[RewardModelState],
+        on_progress: OnProgress,
+        stop_request: StopRequest,
     ) -> None:
-        self._config, self._folder, self._on_progress = config, folder, on_progress
-        self._start_s = time.monotonic()
+        self._run, self._files, self._state = run, files, files.state
+        self._on_progress, self._stop_request = on_progress, stop_request
+        self._start_s = time.monotonic() - self._state.elapsed_s
         self._last_report_s = -math.inf
-        self._position = Position()
-        device = choose_device(config.device)
-        self._model = make_reward_model(config.model, config.format, config.max_tokens)
+        device = choose_device(run.device)
+        self._model = make_reward_model(run.model, run.format, run.max_tokens)
         self._model.to(device)
         self._comparisons = self._read_data()
-        self._train, self._test = split_comparisons(
-            self._comparisons, config.test_size, config.seed
-        )
-        self._steps_per_epoch = math.ceil(len(self._train) / config.batch_size)
-        self._num_steps = self._steps_per_epoch * config.epochs
+        self._train, self._test = split_comparisons(self._comparisons, run.test_size, run.seed)
+        self._num_steps = math.ceil(len(self._train) / run.batch_size) * run.epochs
         self._warmup_steps = self._choose_warmup_steps()
         self._num_texts_cut = self._model.encoder.num_cut
-        if config.freeze_backbone:
+        if run.freeze_backbone:
             self._model.requires_grad_(False)
             self._model.head.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self._model.parameters() if parameter.requires_grad],
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
+            lr=run.learning_rate,
+            weight_decay=run.weight_decay,
         )
         self._last_checkpoint_s = time.monotonic()
         self._restore()
 
-    def run(self, should_stop: Callable[[], bool]) -> RewardModelMetrics:
+    def run(self) -> RewardModelMetrics:
         """Train the remaining epochs, write the model, and return the metrics."""
-        while self._position.epoch < self._config.epochs:
-            self._run_epoch(should_stop)
+        while self._state.epoch < self._run.epochs:
+            self._run_epoch()
             self._end_epoch()
         self._report("save")
-        if self._config.keep == "last":
-            self._model.save(self._config.output)
+        if self._run.keep == "last":
+            self._model.save(self._run.output)
         metrics = self._make_metrics()
-        path = self._config.output / METRICS_FILE
+        path = self._run.output / METRICS_FILE
         write_atomically(path, metrics.model_dump_json(indent=2) + "\n")
         return metrics
 
     def finished_model(self) -> RewardModel:
         """Return the model with the weights in its folder."""
-        if self._position.kept_epoch == len(self._position.epochs):
+        if self._state.kept_epoch == len(self._state.epochs):
             return self._model.eval()
         return load_reward_model(
-            self._config.output, device=self._model.device, max_tokens=self._config.max_tokens
+            self._run.output, device=self._model.device, max_tokens=self._run.max_tokens
         )
 
-    def _run_epoch(self, should_stop: Callable[[], bool]) -> None:
-        config, position = self._config, self._position
+    def _run_epoch(self) -> None:
+        run, state = self._run, self._state
         batches = make_epoch_batches(
             self._train,
             self._comparisons.max_lengths,
-            config.batch_size,
-            config.seed,
-            position.epoch,
+            run.batch_size,
+            run.seed,
+            state.epoch,
         )
-        for batch in batches[position.batch :]:
+        for batch in batches[state.batch :]:
             self._train_batch(batch)
-            position.batch += 1
-            position.step += 1
+            state.batch += 1
+            state.step += 1
             self._report("train")
-            if should_stop():
+            if self._stop_request.is_set:
                 self._save_checkpoint()
                 raise RunStopped(
-                    f"stopped after step {position.step} of {self._num_steps}; continue with "
-                    f"--resume, or resume_checkpoint = '{self._folder.path}'"
+                    f"stopped after step {state.step} of {self._num_steps}; continue with "
+                    f"--resume, or resume_checkpoint = '{self._run.folder}'"
                 )
             if time.monotonic() - self._last_checkpoint_s > _CHECKPOINT_EVERY_S:
                 self._save_checkpoint()
 
     def _end_epoch(self) -> None:
-        position = self._position
+        state = self._state
         self._report("judge")
         test = self._evaluate()
         num_rows = len(self._train)
         epoch = RewardModelEpoch(
-            epoch=position.epoch + 1,
-            train_loss=position.loss_sum / num_rows,
-            train_accuracy=position.num_right / num_rows,
+            epoch=state.epoch + 1,
+            train_loss=state.loss_sum / num_rows,
+            train_accuracy=state.num_right / num_rows,
             test=test,
             elapsed_s=self._elapsed_s,
         )
-        position.end_epoch(epoch, is_kept=self._is_best(epoch))
-        if position.kept_epoch == position.epoch and self._config.keep == "best":
-            self._model.save(self._config.output)
+        state.end_epoch(epoch, is_kept=self._is_best(epoch))
+        if state.kept_epoch == state.epoch and self._run.keep == "best":
+            self._model.save(self._run.output)
         self._report("train", epoch)
-        if position.epoch < self._config.epochs:
+        if state.epoch < self._run.epochs:
             self._save_checkpoint()
 
     def _is_best(self, epoch: RewardModelEpoch) -> bool:
-        position = self._position
-        if self._config.keep == "last" or epoch.test is None or position.kept_epoch == 0:
+        state = self._state
+        if self._run.keep == "last" or epoch.test is None or state.kept_epoch == 0:
             return True
-        best_report = position.epochs[position.kept_epoch - 1].test
+        best_report = state.epochs[state.kept_epoch - 1].test
         return best_report is None or epoch.test.loss < best_report.loss
 
     def _train_batch(self, batch: list[int]) -> None:
         """Take one optimizer step on these comparisons."""
         self._model.train()
-        if self._config.freeze_backbone:
+        if self._run.freeze_backbone:
             self._model.eval()  # no dropout in the frozen layers
-        position = self._position
+        state = self._state
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * self._rate_factor(position.step)
+            group["lr"] = self._run.learning_rate * self._rate_factor(state.step)
         max_lengths = self._comparisons.max_lengths[batch].tolist()
         parts = split_by_budget(
-            max_lengths, self._config.max_tokens_per_micro_batch, self._comparisons.num_answers
+            max_lengths, self._run.max_tokens_per_micro_batch, self._comparisons.num_answers
         )
         loss_sum, num_right = 0.0, 0
         for part in parts:
@@ -231,9 +301,9 @@ class _Training:
             (loss / len(batch)).backward()
             loss_sum += loss.item()
             num_right += int((rank_best(scores.detach().cpu(), best_indices) == 1).sum())
-        position.loss_sum += loss_sum
-        position.num_right += num_right
-        position.recent_loss = loss_sum / len(batch)
+        state.loss_sum += loss_sum
+        state.num_right += num_right
+        state.recent_loss = loss_sum / len(batch)
         self._step_optimizer()
 
     def _score(self, rows: list[int]) -> Tensor:
@@ -243,21 +313,21 @@ class _Training:
         return scores.view(len(rows), -1)
 
     def _step_optimizer(self) -> None:
-        position = self._position
+        state = self._state
         parameters = [
             parameter for parameter in self._model.parameters() if parameter.grad is not None
         ]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._run.max_grad_norm)
         if torch.isfinite(norm):
             self._optimizer.step()
-            position.num_skipped_in_a_row = 0
+            state.num_skipped_in_a_row = 0
         else:
-            position.num_skipped += 1
-            position.num_skipped_in_a_row += 1
+            state.num_skipped += 1
+            state.num_skipped_in_a_row += 1
         self._optimizer.zero_grad(set_to_none=True)
         check_skipped_updates(
-            position.num_skipped_in_a_row,
-            f"lower learning_rate = {self._config.learning_rate:g}, or set dtype = 'float32'",
+            state.num_skipped_in_a_row,
+            f"lower learning_rate = {self._run.learning_rate:g}, or set dtype = 'float32'",
         )
 
     def _rate_factor(self, step: int) -> float:
@@ -267,26 +337,25 @@ class _Training:
         return (self._num_steps - step) / max(1, self._num_steps - self._warmup_steps)
 
     def _choose_warmup_steps(self) -> int:
-        num_steps = self._config.warmup_steps
+        num_steps = self._run.warmup_steps
         if num_steps is None:
             return min(MAX_DEFAULT_WARMUP_STEPS, self._num_steps // 10)
         if num_steps >= self._num_steps:
-            _log.warning(
-                "warmup_steps = %d, but training has only %d steps: the learning rate rises until "
-                "the end, to %.2g of %.2g; lower warmup_steps, or leave it out",
-                *(num_steps, self._num_steps),
-                *(self._config.learning_rate * self._num_steps / num_steps,),
-                *(self._config.learning_rate,),
+            rate = self._run.learning_rate
+            warn_user(
+                f"warmup_steps = {num_steps}, but training has only {self._num_steps} steps: the "
+                f"learning rate rises until the end, to {rate * self._num_steps / num_steps:.2g} "
+                f"of {rate:.2g}; lower warmup_steps, or leave it out"
             )
         return num_steps
 
     def _evaluate(self) -> PreferenceScores | None:
         with self._autocast():
-            max_tokens = self._config.max_tokens_per_micro_batch
+            max_tokens = self._run.max_tokens_per_micro_batch
             return evaluate_comparisons(self._model, self._comparisons, self._test, max_tokens)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._config.dtype == "float32":
+        if self._run.dtype == "float32":
             return nullcontext()
         return torch.autocast(self._model.device.type, torch.bfloat16)
 
@@ -296,45 +365,49 @@ class _Training:
                 self._report("read")
 
         encoder = self._model.encoder
-        comparisons = encode_comparisons(read_comparisons(self._config.data), encoder, report)
+        comparisons = encode_comparisons(read_comparisons(self._run.data), encoder, report)
         if encoder.num_cut:
-            _log.warning(
-                "%d texts are longer than max_tokens = %d and lose their beginning",
-                *(encoder.num_cut, encoder.max_tokens),
+            warn_user(
+                f"{encoder.num_cut} texts are longer than max_tokens = {encoder.max_tokens} and "
+                "lose their beginning"
             )
         if comparisons.num_left_out:
-            _log.warning(
-                "%d comparisons are skipped, because their answers are all equal",
-                comparisons.num_left_out,
+            warn_user(
+                f"{comparisons.num_left_out} comparisons are skipped, because their answers are "
+                "all equal"
             )
         return comparisons
 
     def _restore(self) -> None:
-        """Continue from a checkpoint, if the training resumes."""
-        state = self._folder.load_checkpoint(self._config, self._comparisons.fingerprint())
-        if state is None:
+        """Continue from the checkpoint, if the run resumes."""
+        fingerprint = self._comparisons.fingerprint()
+        if self._files.checkpoint is None:
+            self._state.comparisons = fingerprint
             return
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._position = Position.model_validate_json(state["position"])
-        self._start_s = time.monotonic() - self._position.elapsed_s
-        torch.set_rng_state(state["torch_random"])
-        if self._model.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_random"], self._model.device)
+        if self._state.comparisons != fingerprint:
+            raise ConfigError(
+                f"data = '{self._run.data}' has changed since the training started; restore "
+                "the old data, or start again without --resume"
+            )
+        saved = load_learner_state(self._files.checkpoint)
+        self._model.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["torch_random"])
+        if self._model.device.type == "cuda" and saved["cuda_random"] is not None:
+            torch.cuda.set_rng_state(saved["cuda_random"], self._model.device)
+        self._files.folder.write_config(self._run)
 
     def _save_checkpoint(self) -> None:
-        self._position.elapsed_s = self._elapsed_s
+        self._state.elapsed_s = self._elapsed_s
         is_cuda = self._model.device.type == "cuda"
-        self._folder.save_checkpoint(
+        self._files.checkpoints.save(
+            self._state,
             {
                 "model": self._model.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
-                "position": self._position.model_dump_json(),
                 "torch_random": torch.get_rng_state(),
                 "cuda_random": torch.cuda.get_rng_state(self._model.device) if is_cuda else None,
-                "config": self._config.model_dump_json(),
-                "data": self._comparisons.fingerprint(),
-            }
+            },
         )
         self._last_checkpoint_s = time.monotonic()
 
@@ -348,50 +421,66 @@ class _Training:
         if phase == "train" and epoch is None and not is_due:
             return
         self._last_report_s = time.monotonic()
-        position = self._position
+        state = self._state
         progress = RewardModelProgress(
             phase=phase,
-            step=position.step,
+            step=state.step,
             num_steps=0 if phase == "read" else self._num_steps,
-            epoch=min(position.epoch + 1, self._config.epochs),
-            num_epochs=self._config.epochs,
-            loss=position.recent_loss,
+            epoch=min(state.epoch + 1, self._run.epochs),
+            num_epochs=self._run.epochs,
+            loss=state.recent_loss,
             elapsed_s=self._elapsed_s,
             finished=epoch,
         )
-        self._folder.append_progress(progress)
+        with (self._run.folder / PROGRESS_FILE).open("a", encoding="utf-8") as file:
+            file.write(progress.model_dump_json() + "\n")
         self._on_progress(progress)
 
     def _make_metrics(self) -> RewardModelMetrics:
-        position, comparisons = self._position, self._comparisons
-        test = position.epochs[position.kept_epoch - 1].test
+        state, comparisons = self._state, self._comparisons
+        test = state.epochs[state.kept_epoch - 1].test
         return RewardModelMetrics(
-            model=self._config.model,
-            data=str(self._config.data),
+            model=self._run.model,
+            data=str(self._run.data),
             num_train=len(self._train),
             num_test=len(self._test),
             num_answers=comparisons.num_answers,
             num_left_out=comparisons.num_left_out,
             num_texts_cut=self._num_texts_cut,
             num_steps=self._num_steps,
-            num_steps_skipped=position.num_skipped,
-            kept_epoch=position.kept_epoch,
+            num_steps_skipped=state.num_skipped,
+            kept_epoch=state.kept_epoch,
             accuracy=None if test is None else test.accuracy,
             mrr=None if test is None else test.mrr,
             loss=None if test is None else test.loss,
-            epochs=tuple(position.epochs),
+            epochs=tuple(state.epochs),
             elapsed_s=self._elapsed_s,
         )
 
 
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """Check that the output folder is empty, or may be replaced.
+
+    Raises:
+        ConfigError: the folder has other contents, or a reward model that must not be replaced.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / METRICS_FILE).is_file():
+        raise ConfigError(
+            f"output = '{output}' exists and is not the folder of a reward model; choose another "
+            "folder"
+        )
+    if not overwrite:
+        raise ConfigError(
+            f"output = '{output}' already contains a reward model; replace it with --overwrite, or "
+            "choose another folder"
+        )
+
+
 @contextmanager
-def _training_environment(config: RewardModelConfig) -> Iterator[None]:
-    """Give torch the training's random stream and number of threads within the block."""
-    num_threads = torch.get_num_threads()
-    with torch.random.fork_rng():
-        seed_torch(config.seed, Stream.REWARD_MODEL)
-        torch.set_num_threads(config.num_threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
+def _training_environment(run: RewardModelRun) -> Iterator[None]:
+    """Give torch the run's random stream and number of threads within the block."""
+    with torch.random.fork_rng(), torch_threads(run.num_threads):
+        seed_torch(run.seed, Stream.REWARD_MODEL)
+        yield

@@ -1,9 +1,9 @@
 """Checkpoints: everything that a run needs to continue as if it had not stopped.
 
     checkpoints/step-00000050/
-        learner/     weights, optimizer and random state, one part per rank
-        model/       the weights as a Hugging Face folder, for evaluation and other programs
-        state.json   RunState, or the state of another kind of run
+        learner/     weights, optimizer and random state: one part per rank, or agent.pt
+        model/       a language model's weights as a Hugging Face folder, for other programs
+        state.json   SavedState of the run's kind
         files.json   the size of every other file, as its writer reported it
 
     ranks --write--> step-00000050.partial --the driver sees every file--> rename, remove old ones
@@ -22,12 +22,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.proto.errors import CheckpointError
-from ludus.proto.runs import PolicyResult
+from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.output import describe_write_error, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
@@ -35,6 +36,7 @@ from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
 
 _STATE_FILE = "state.json"
+_LEARNER_FILE = "agent.pt"
 _FILES_FILE = "files.json"
 VISIBLE_TIMEOUT_S = 30.0
 """Maximum time for a network file system to show one node's files to another node."""
@@ -95,6 +97,13 @@ class RunState(SavedState):
         self.unfinished_groups = earlier.unfinished_groups
         self.buffered_groups = earlier.buffered_groups
 
+    @property
+    def summary_counts(self) -> dict[str, float]:
+        """Counts of the whole run, by field of the summary."""
+        fields = RunState.model_fields.keys() - SavedState.model_fields.keys()
+        counts = self.model_dump(include=fields & Summary.model_fields.keys())
+        return counts | {"groups_rolled_back": self.num_groups_rolled_back}
+
     def clear_groups(self) -> None:
         """Remove the groups and counts that the sampling loop and the buffer now own."""
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
@@ -153,11 +162,23 @@ class CheckpointFolder:
         await asyncio.to_thread(_wait_until_complete, temporary_folder, sizes)
         return self._commit(temporary_folder, state, sizes)
 
-    def commit_local(
-        self, temporary_folder: Path, state: SavedState, files: Iterable[SavedFile]
-    ) -> Path:
-        """Commit files that this process wrote itself, without waiting."""
-        return self._commit(temporary_folder, state, _list_sizes(temporary_folder, files))
+    def save(self, state: SavedState, learner_state: Mapping[str, object]) -> None:
+        """Write the checkpoint of a run that trains in this process.
+
+        Args:
+            learner_state: tensors and plain values, for `load_learner_state`.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
+        """
+        with self.prepare(state.step) as folder:
+            path = learner_folder(folder) / _LEARNER_FILE
+            path.parent.mkdir()
+            try:
+                torch.save(dict(learner_state), path)
+            except RuntimeError as error:  # of torch's writer, if the disk is full
+                raise CheckpointError(describe_write_error(path, error)) from error
+            self._commit(folder, state, _list_sizes(folder, [SavedFile.from_path(path)]))
 
     def newest_first(self) -> list[Path]:
         """Return all checkpoints, including damaged ones."""
@@ -199,6 +220,20 @@ def model_folder(checkpoint: Path) -> Path:
     return checkpoint / "model"
 
 
+def load_learner_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the learner's state that `CheckpointFolder.save` wrote.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    path = learner_folder(checkpoint) / _LEARNER_FILE
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises many types of errors
+        raise _unreadable_error(checkpoint, path.name, error) from error
+    return state
+
+
 def checkpoint_step(checkpoint: Path) -> int:
     """Return the number of training steps before the checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
@@ -227,6 +262,16 @@ def find_newest_checkpoint(folder: Path) -> Path:
         else:
             return checkpoint
     raise failure
+
+
+def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
+    """Return the checkpoint with a path or a name, or the newest checkpoint, as absolute path."""
+    if path is None:
+        return find_newest_checkpoint(checkpoints).absolute()
+    named_checkpoint = checkpoints / path
+    if not path.exists() and named_checkpoint.exists():
+        return named_checkpoint.absolute()
+    return path.absolute()
 
 
 def check_complete(checkpoint: Path) -> None:
@@ -260,11 +305,7 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
     try:
         return state_type.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
-            "to continue from the previous checkpoint, or start again with --overwrite"
-        ) from error
+        raise _unreadable_error(checkpoint, path.name, error) from error
 
 
 def check_streams(checkpoint: Path, state: SavedState) -> None:
@@ -282,6 +323,14 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
             "start again with --overwrite or under another name "
             "(`ludus eval` can still evaluate its policy)"
         )
+
+
+def _unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> CheckpointError:
+    reason = str(error).partition("\n")[0]
+    return CheckpointError(
+        f"checkpoint '{checkpoint}' cannot be read: {file_name}: {reason}; remove its folder "
+        "to continue from the previous checkpoint, or start again with --overwrite"
+    )
 
 
 def _damaged_error(checkpoint: Path, reason: str) -> CheckpointError:

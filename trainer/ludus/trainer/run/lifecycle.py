@@ -1,24 +1,29 @@
-"""The lifecycle of a run with a run folder: how it starts, resumes and closes.
+"""The lifecycle of a run of any kind: its folder (`ludus.proto.runs`) opens, resumes and closes.
 
-`core/stopping.py` has the rules for stopping, which the training of reward models shares.
+    find_start --> RunFolder, locked --> trainer.log --> OpenRun: the state, and the checkpoints
+
+`core/stopping.py` has the rules for stopping.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
+import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from ludus.proto.config import RunConfig, validate_run_json
+from ludus.proto.config import AnyRunConfig, validate_any_run_json
 from ludus.proto.config.changes import Change, changes_between, describe_changes
 from ludus.proto.errors import ConfigError, UserError
-from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, Resume
-from ludus.trainer.core.output import warn_user
+from ludus.proto.run_lock import LOCK_FILE, RunLock
+from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE, RUN_ID_FILE, Resume
+from ludus.trainer.core.output import partial_path, warn_user, write_atomically
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     StateT,
@@ -27,60 +32,13 @@ from ludus.trainer.run.checkpoint import (
     list_checkpoints,
     read_state,
 )
-from ludus.trainer.run.folder import RunFolder, log_to_folder, run_path
-from ludus.trainer.run.metrics_writer import MetricsWriter
-
-
-@dataclass(frozen=True, slots=True)
-class StartPoint(Generic[StateT]):
-    """The point from which a run starts or resumes."""
-
-    checkpoint: Path | None
-    """Checkpoint to resume from; None for a new run."""
-    state: StateT
-    changes: list[Change]
-    """Changes of the configuration since the run last started."""
-
-
-def find_start(run: RunConfig, resume: Resume, state_type: type[StateT]) -> StartPoint[StateT]:
-    """Return the point from which the run starts; write nothing.
-
-    Raises:
-        CheckpointError: there is no checkpoint to resume from, or it does not fit.
-        ConfigError: the configuration changed in a way that a resumed run does not allow.
-    """
-    path = run_path(run)
-    checkpoints = path / CHECKPOINTS_FOLDER
-    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
-        return StartPoint(None, state_type(), [])
-    checkpoint = find_newest_checkpoint(checkpoints)
-    state = read_state(checkpoint, state_type)
-    check_streams(checkpoint, state)
-    return StartPoint(checkpoint, state, find_config_changes(path, run))
-
-
-def find_config_changes(path: Path, run: RunConfig) -> list[Change]:
-    """Return the changes since the configuration in the run's folder `path`.
-
-    Raises:
-        ConfigError: a resumed run does not allow a change, or the old configuration is unreadable.
-    """
-    try:
-        previous_run = validate_run_json((path / CONFIG_FILE).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"'{path / CONFIG_FILE}' must contain the configuration that the run started with, but "
-            f"cannot be read: {error}; restore the file, or start another run"
-        ) from None
-    return changes_between(previous_run, run)
 
 
 @dataclass(slots=True)
 class OpenRun(Generic[StateT]):
-    """A run whose folder is locked and whose files are open."""
+    """A run whose folder is locked."""
 
     folder: RunFolder
-    metrics: MetricsWriter
     checkpoints: CheckpointFolder
     checkpoint: Path | None
     """Checkpoint that the run resumes from; None for a new run."""
@@ -89,49 +47,226 @@ class OpenRun(Generic[StateT]):
 
 @contextmanager
 def open_run(
-    run: RunConfig,
+    run: AnyRunConfig,
     state_type: type[StateT],
     *,
     resume: Resume,
     overwrite: bool,
-    print_rows: bool = False,
+    num_checkpoints: int,
 ) -> Iterator[OpenRun[StateT]]:
-    """Open the folder, log and metrics of a run, and close them after the block.
+    """Open the folder and the log of a run, and close them after the block.
 
     If a UserError ends a new run before its first step, its folder is removed.
 
     Args:
         overwrite: replace an existing run of the same name.
-        print_rows: also print the rows of metrics on standard output.
+        num_checkpoints: number of checkpoints to keep.
 
     Raises:
         UserError: the run cannot start as configured.
     """
-    start = find_start(run, resume, state_type)
-    if start.checkpoint is None:
+    checkpoint, state, changes = find_start(run, resume, state_type)
+    if checkpoint is None:
         # An automatic restart replaces a run that stopped before its first checkpoint.
         folder = RunFolder.create(run, overwrite=overwrite or resume is Resume.AUTO)
     else:
         folder = RunFolder.reopen(run)
     try:
         with log_to_folder(folder.path, run.log_level):
-            if start.changes:
-                changes = describe_changes(start.changes)
-                warn_user(f"the run continues with another configuration: {changes}")
-            metrics = MetricsWriter(
-                run,
-                folder.path,
-                resume_from=None if start.checkpoint is None else start.state.step,
-                job_log=sys.stdout if print_rows else None,
-            )
-            try:
-                checkpoints = CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints)
-                yield OpenRun(folder, metrics, checkpoints, start.checkpoint, start.state)
-            finally:
-                metrics.close()
+            if changes:
+                warn_user(
+                    f"the run continues with another configuration: {describe_changes(changes)}"
+                )
+            checkpoints = CheckpointFolder(folder.path / CHECKPOINTS_FOLDER, num_checkpoints)
+            yield OpenRun(folder, checkpoints, checkpoint, state)
     except UserError:
-        if start.checkpoint is None and start.state.step == 0:
+        if checkpoint is None and state.step == 0:
             folder.discard()
         raise
     finally:
         folder.close()
+
+
+def find_start(
+    run: AnyRunConfig, resume: Resume, state_type: type[StateT]
+) -> tuple[Path | None, StateT, list[Change]]:
+    """Return the checkpoint that the run resumes from, its state, and the changes; write nothing.
+
+    A new run has no checkpoint. The changes are those of the configuration since the last start.
+
+    Raises:
+        CheckpointError: there is no checkpoint to resume from, or it does not fit.
+        ConfigError: the configuration changed in a way that a resumed run does not allow.
+    """
+    checkpoints = run.folder / CHECKPOINTS_FOLDER
+    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
+        return None, state_type(), []
+    checkpoint = find_newest_checkpoint(checkpoints)
+    state = read_state(checkpoint, state_type)
+    check_streams(checkpoint, state)
+    return checkpoint, state, find_config_changes(run.folder, run)
+
+
+def find_config_changes(path: Path, run: AnyRunConfig) -> list[Change]:
+    """Return the changes since the configuration in the run's folder `path`.
+
+    Raises:
+        ConfigError: a resumed run does not allow a change, or the old configuration is unreadable.
+    """
+    try:
+        previous_run = validate_any_run_json((path / CONFIG_FILE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"'{path / CONFIG_FILE}' must contain the configuration that the run started with, but "
+            f"cannot be read: {error}; restore the file, or start another run"
+        ) from None
+    return changes_between(previous_run, run)
+
+
+class RunFolder:
+    """The folder of one run, locked so that no other process trains there."""
+
+    def __init__(self, path: Path, lock: RunLock) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, run: AnyRunConfig, *, overwrite: bool) -> RunFolder:
+        """Create the folder of a new run and write its configuration.
+
+        Raises:
+            ConfigError: the folder contains a run and `overwrite` is false, another process trains
+                there, or the folder cannot be written.
+        """
+        with _lock_folder(run.folder) as lock:
+            _clear_for_new_run(run.folder, overwrite=overwrite)
+            folder = cls(run.folder, lock)
+            folder.write_config(run)
+            return folder
+
+    @classmethod
+    def reopen(cls, run: AnyRunConfig) -> RunFolder:
+        """Open the folder of a run that resumes.
+
+        The configuration in it stays unchanged until `write_config`, because the start may fail.
+
+        Raises:
+            ConfigError: another process trains there, or the folder cannot be written.
+        """
+        with _lock_folder(run.folder) as lock:
+            return cls(run.folder, lock)
+
+    def write_config(self, run: AnyRunConfig) -> None:
+        """Write the configuration that the run uses from now on."""
+        self.write(CONFIG_FILE, run)
+
+    def write(self, name: str, record: BaseModel) -> None:
+        """Write a record as a JSON file of the folder."""
+        write_atomically(self.path / name, record.model_dump_json(indent=2))
+
+    def discard(self) -> None:
+        """Remove the folder and release the lock."""
+        _empty_folder(self.path)
+        (self.path / RUN_ID_FILE).unlink(missing_ok=True)
+        self._lock.release()
+        with suppress(OSError):  # another run of this name may have started
+            self.path.rmdir()
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+
+def ensure_run_id(path: Path) -> str:
+    """Return the id of the run in a folder; create the id if there is none.
+
+    The id distinguishes runs of the same name in different folders. It survives a resume and an
+    overwrite, so that the next run can remove what this run left in a shared store.
+    """
+    file = path / RUN_ID_FILE
+    if not file.exists():
+        write_atomically(file, make_run_id())
+    return file.read_text(encoding="utf-8")
+
+
+def make_run_id() -> str:
+    """Return a random run id."""
+    return os.urandom(6).hex()
+
+
+@contextmanager
+def log_to_folder(path: Path, level: str) -> Iterator[None]:
+    """Log to the run's folder within the block.
+
+    A program that configured logging itself keeps its configuration, including its level.
+    """
+    handler = logging.FileHandler(path / LOG_FILE, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    previous_level = root.level
+    if not root.handlers:
+        root.setLevel(level.upper())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(previous_level)
+        handler.close()
+
+
+@contextmanager
+def _lock_folder(path: Path) -> Iterator[RunLock]:
+    """Create and lock a folder. If the block fails, release the lock and remove an empty folder.
+
+    Raises:
+        ConfigError: another process has the lock, or the folder cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.take(path)
+        try:
+            yield lock
+        except BaseException:
+            lock.release()
+            with suppress(OSError):
+                path.rmdir()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder '{path}' cannot be written ({error.strerror or error}); set "
+            "output_dir to a writable folder"
+        ) from error
+
+
+def _clear_for_new_run(path: Path, *, overwrite: bool) -> None:
+    if not _list_entries(path):
+        return
+    config_path = path / CONFIG_FILE
+    if not (config_path.is_file() or partial_path(config_path).is_file()):
+        raise ConfigError(
+            f"'{path}' is not empty and not the folder of a run; use another name or output_dir"
+        )
+    if any(path.glob(f"{CHECKPOINTS_FOLDER}/step-*")) and not overwrite:
+        raise ConfigError(
+            f"'{path}' already contains a run; continue it with --resume, replace it with "
+            "--overwrite, or use another name"
+        )
+    _empty_folder(path)
+
+
+def _list_entries(path: Path) -> list[Path]:
+    """Return the entries of a run's folder except its lock and its id."""
+    return [entry for entry in path.iterdir() if entry.name not in (LOCK_FILE, RUN_ID_FILE)]
+
+
+def _empty_folder(path: Path) -> None:
+    """Remove the entries of a run's folder, the configuration last.
+
+    If the removal is interrupted, the configuration still marks the folder as a run's.
+    """
+    for entry in sorted(_list_entries(path), key=lambda entry: entry.name == CONFIG_FILE):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

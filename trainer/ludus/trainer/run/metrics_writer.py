@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import LanguageModelRun, RunConfig
-from ludus.proto.metrics import TrainMetric
+from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     METRICS_FILE,
     TRANSCRIPTS_FILE,
     EvalReport,
     MetricsRow,
     Phase,
+    PolicyResult,
     RowKind,
     Transcript,
     WorkerWeightsRow,
@@ -28,11 +29,6 @@ from ludus.proto.runs import (
     read_transcripts,
 )
 from ludus.trainer.core.output import write_atomically
-from ludus.trainer.run.metrics import (
-    compute_delivery_values,
-    compute_eval_values,
-    make_weights_row,
-)
 from ludus.trainer.run.sinks import open_sinks
 from ludus.trainer.weights.canary import WorkerWeights
 
@@ -131,7 +127,7 @@ class MetricsWriter:
         self, step: int, num_games_trained: int, environment: str, report: EvalReport
     ) -> None:
         """Write the results of an evaluation in one environment."""
-        values = compute_eval_values(report.policy, report.gap_closed)
+        values = _eval_values(report.policy, report.gap_closed)
         self._append(
             "eval", step, values, num_games_trained=num_games_trained, environment=environment
         )
@@ -139,7 +135,7 @@ class MetricsWriter:
             self._append(
                 "baseline",
                 step,
-                compute_eval_values(result),
+                _eval_values(result),
                 num_games_trained=num_games_trained,
                 environment=environment,
                 policy=policy,
@@ -147,34 +143,33 @@ class MetricsWriter:
 
     def log_delivery(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
         """Write the weights that each worker, by its number, samples from now on."""
-        worker_weights = tuple(
-            make_weights_row(worker, weights[worker]) for worker in sorted(weights)
+        rows = tuple(
+            WorkerWeightsRow(
+                worker=worker,
+                version=held_weights.canary.version,
+                content_hash=held_weights.canary.content_hash,
+                canary_error=held_weights.canary.error,
+            )
+            for worker, held_weights in sorted(weights.items())
         )
-        values = compute_delivery_values(list(weights.values()))
-        self._append("weights", step, values, weights=worker_weights)
+        self._append("weights", step, _delivery_values(weights.values()), weights=rows)
 
-    def log_event(self, step: int, metric: TrainMetric) -> None:
-        """Write one event of the kind that `metric` counts."""
-        self._append("event", step, {metric: 1})
-
-    def log_unlock(self, step: int, num_games_trained: int, environment: str) -> None:
-        """Write that the curriculum has opened an environment."""
-        _log.info("step %d: the curriculum opens environment '%s'", step, environment)
+    def log_event(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        *,
+        num_games_trained: int = 0,
+        environment: str | None = None,
+    ) -> None:
+        """Write an event: the metrics that count it, of an environment or of the whole run."""
         self._append(
-            "event",
-            step,
-            {TrainMetric.NUM_UNLOCKS: 1},
-            num_games_trained=num_games_trained,
-            environment=environment,
+            "event", step, values, num_games_trained=num_games_trained, environment=environment
         )
 
     def log_checkpoint(self, step: int, duration_s: float) -> None:
         """Write that a checkpoint was saved, and for how long training paused."""
-        values: dict[str, float] = {
-            TrainMetric.NUM_CHECKPOINTS: 1,
-            TrainMetric.CHECKPOINT_S: duration_s,
-        }
-        self._append("event", step, values)
+        self.log_event(step, {TrainMetric.NUM_CHECKPOINTS: 1, TrainMetric.CHECKPOINT_S: duration_s})
 
     def rewind(self, step: int) -> None:
         """Drop all rows and transcripts of later steps."""
@@ -204,23 +199,20 @@ class MetricsWriter:
         values: Mapping[str, float] | None = None,
         *,
         num_games_trained: int = 0,
-        environment: str | None = None,
-        policy: str | None = None,
-        phase: Phase | None = None,
-        num_steps: int | None = None,
-        weights: tuple[WorkerWeightsRow, ...] = (),
+        **fields: Any,
     ) -> None:
+        """Write a row.
+
+        Args:
+            fields: further fields of MetricsRow.
+        """
         row = MetricsRow(
             kind=kind,
             step=step,
-            environment=environment,
-            policy=policy,
-            phase=phase,
-            num_steps=num_steps,
-            weights=weights,
             elapsed_s=self.clock.elapsed_s,
             num_games_trained=num_games_trained,
             values={str(name): float(value) for name, value in (values or {}).items()},
+            **fields,
         )
         self._metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")
         self._sinks.write(row)
@@ -235,3 +227,34 @@ def _drop_later_rows(path: Path, step: int) -> list[MetricsRow]:
     text = "".join(transcript.model_dump_json() + "\n" for transcript in transcripts)
     write_atomically(path / TRANSCRIPTS_FILE, text)
     return rows
+
+
+def _eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:
+    values: dict[str, float] = {
+        EvalMetric.NUM_GAMES: result.num_games,
+        EvalMetric.NUM_GAMES_VOID: result.num_void,
+        EvalMetric.RETURN_MEAN: result.expected_return,
+        EvalMetric.RETURN_CI95_LOW: result.expected_return_ci95[0],
+        EvalMetric.RETURN_CI95_HIGH: result.expected_return_ci95[1],
+        EvalMetric.INVALID_RATE: result.invalid_rate,
+    }
+    if result.win_rate is not None and result.win_rate_ci95 is not None:
+        values[EvalMetric.WIN_RATE] = result.win_rate
+        low, high = result.win_rate_ci95
+        values |= {EvalMetric.WIN_RATE_CI95_LOW: low, EvalMetric.WIN_RATE_CI95_HIGH: high}
+    if result.draw_rate is not None:
+        values[EvalMetric.DRAW_RATE] = result.draw_rate
+    if gap_closed is not None:
+        values[EvalMetric.GAP_CLOSED] = gap_closed
+    return values
+
+
+def _delivery_values(weights: Collection[WorkerWeights]) -> Mapping[str, float]:
+    """Return the time and bytes that a delivery cost the workers, by TrainMetric."""
+    if not weights:
+        return {}
+    return {
+        TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights),
+        TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights),
+        TrainMetric.WEIGHT_FETCH_BYTES: sum(worker.bytes_fetched for worker in weights),
+    }

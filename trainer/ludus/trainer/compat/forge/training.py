@@ -28,6 +28,7 @@ from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
 from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
 from ludus.trainer.compat.forge.policy import ForgePolicy
 from ludus.trainer.compat.forge.server import add_baselines
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.driver.trainer import Trainer
 
@@ -234,7 +235,7 @@ async def _load_sections(
 
 def _warn_unused(keys: Sequence[str]) -> None:
     if keys:
-        sys.stderr.write(f"warning: these Forge keys have no effect: {', '.join(keys)}\n")
+        warn_user(f"these Forge keys have no effect: {', '.join(keys)}")
 
 
 def make_run_name(file: Path) -> str:

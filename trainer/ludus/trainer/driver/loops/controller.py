@@ -53,7 +53,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from ludus.proto.errors import BufferLostError, CheckpointError, LearnerLostError
+from ludus.proto.errors import CheckpointError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
 from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
@@ -63,7 +63,7 @@ from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
 from ludus.trainer.driver.loops.components import Components
-from ludus.trainer.driver.loops.delivery import DeliveredWeights, Delivery
+from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.driver.loops.steps import Step
@@ -181,7 +181,7 @@ class Controller:
 
     async def _run_loops(self) -> None:
         components, metrics, state = self.components, self.components.metrics, self.state
-        self._sampling = SamplingLoop(
+        self.sampling = SamplingLoop(
             components.run, self._mixture, components.workers, components.buffer
         )
         self._delivery = Delivery(
@@ -195,7 +195,7 @@ class Controller:
             tasks.start(self._watch_environments())
             await self._delivery.publish(state.step, tasks)
             await self._delivery.wait()
-            await self._sampling.restore(state)
+            await self.sampling.restore(state)
             state.clear_groups()
             if not self._has_started and self._pause is not None:
                 await self._pause(None)
@@ -205,13 +205,13 @@ class Controller:
                 metrics.clock.start()
                 self._has_started = True
             metrics.log_phase(Phase.TRAIN, state.step)
-            tasks.start(self._sampling.run(tasks))
+            tasks.start(self.sampling.run(tasks))
             await self._run_training_loop(tasks)
             await self.save_checkpoint()
 
     async def _run_training_loop(self, tasks: Tasks) -> None:
         run = self.components.run
-        progress = ProgressMonitor(run, self._sampling.describe)
+        progress = ProgressMonitor(run, self.sampling.describe)
         while not self.is_finished:
             start_s = time.monotonic()
             batch = await self._take_batch(progress)
@@ -280,7 +280,7 @@ class Controller:
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
         unlocked = self._mixture.observe(batch.counts)
         times = replace(
-            step.times, deliver_s=self._deliver_s, rollout_idle_s=self._sampling.take_idle_s()
+            step.times, deliver_s=self._deliver_s, rollout_idle_s=self.sampling.take_idle_s()
         )
         self._deliver_s = 0.0
         values, environments = compute_step_values(
@@ -288,7 +288,13 @@ class Controller:
         )
         metrics.log_step(state.step, state.games_trained, values, environments)
         if unlocked is not None:
-            metrics.log_unlock(state.step, state.games_trained, unlocked)
+            _log.info("step %d: the curriculum opens environment '%s'", state.step, unlocked)
+            metrics.log_event(
+                state.step,
+                {TrainMetric.NUM_UNLOCKS: 1},
+                num_games_trained=state.games_trained,
+                environment=unlocked,
+            )
         transcripts = metrics.log_transcripts(
             state.step,
             [transcript for group in batch.groups for transcript in group.transcripts],
@@ -313,22 +319,24 @@ class Controller:
             "metrics.jsonl",
         )
 
-    async def _record_delivery(self, delivered: DeliveredWeights) -> None:
+    async def _record_delivery(
+        self, version: int, duration_s: float, max_canary_error: float
+    ) -> None:
         state = self.state
         state.weight_syncs += 1
-        state.canary_max_error = max(state.canary_max_error, delivered.max_canary_error)
-        self._deliver_s += delivered.duration_s
+        state.canary_max_error = max(state.canary_max_error, max_canary_error)
+        self._deliver_s += duration_s
         self._count_breaches()
         held_weights = self.components.workers.held_weights
-        self.components.metrics.log_delivery(delivered.version, held_weights)
-        await self._sampling.set_held_version(delivered.version)
+        self.components.metrics.log_delivery(version, held_weights)
+        await self.sampling.set_held_version(version)
 
     def _count_breaches(self) -> None:
         """Count the canary prompts that workers scored with other weights since the last call."""
         while self._num_counted_breaches < self.components.workers.num_breaches:
             self._num_counted_breaches += 1
             self.state.canary_failures += 1
-            self.components.metrics.log_event(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            self.components.metrics.log_event(self.state.step, {TrainMetric.NUM_CANARY_FAILURES: 1})
 
     async def _watch_environments(self) -> None:
         servers = self.components.servers
@@ -339,7 +347,7 @@ class Controller:
                     _log.warning("the server of environment '%s' died; restarting it", name)
                     self.state.environment_restarts += 1
                     self.components.metrics.log_event(
-                        self.state.step, TrainMetric.NUM_ENVIRONMENT_RESTARTS
+                        self.state.step, {TrainMetric.NUM_ENVIRONMENT_RESTARTS: 1}
                     )
                     await asyncio.to_thread(server.restart)
 
@@ -362,14 +370,15 @@ class Controller:
             metrics.log_evaluation(state.step, state.games_trained, name, report)
         metrics.log_phase(Phase.TRAIN, state.step)
         # The workers were not idle: they played the episodes of the evaluation.
-        self._sampling.take_idle_s()
+        self.sampling.take_idle_s()
         return reports
 
     async def _write_checkpoint(self) -> None:
         checkpoints, metrics = self.components.checkpoints, self.components.metrics
         metrics.log_phase(Phase.SAVE_CHECKPOINT, self.state.step)
         start_s = time.monotonic()
-        state = await self._copy_state()
+        # A copy, because sampling continues during the save.
+        state = await self.sampling.copy_state(self.state)
         with checkpoints.prepare(state.step) as folder:
             files = await self.components.learners.save(
                 learner_folder(folder), model_folder(folder)
@@ -377,21 +386,6 @@ class Controller:
             await checkpoints.commit(folder, state, files)
         self._saved_step = state.step
         metrics.log_checkpoint(state.step, time.monotonic() - start_s)
-
-    async def _copy_state(self) -> RunState:
-        """Copy the state with all pending groups, because sampling continues during the save."""
-        try:
-            pending_groups = await self._sampling.list_pending()
-        except BufferLostError:
-            outside_buffer = self._sampling.list_outside_buffer()
-            state = self.state.model_copy(deep=True)
-            state.unfinished_groups += outside_buffer
-            return state
-        state = self.state.model_copy(deep=True)
-        state.unfinished_groups = pending_groups.unfinished
-        state.buffered_groups = pending_groups.finished
-        state.counts = pending_groups.counts
-        return state
 
     async def _save_after_failure(self) -> str:
         """Save a checkpoint if the learner is alive; return how the run can continue.
@@ -461,7 +455,7 @@ class Controller:
             self._mixture.reissue_group(spec) for spec in earlier.unfinished_groups
         ]
         components.metrics.rewind(state.step)
-        components.metrics.log_event(state.step, TrainMetric.NUM_LEARNER_RESTARTS)
+        components.metrics.log_event(state.step, {TrainMetric.NUM_LEARNER_RESTARTS: 1})
         _log.warning("training continues from step %d", state.step)
 
     async def _restart_learner(self) -> RunState:

@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.actors.processes import Learners, Workers
@@ -26,22 +25,13 @@ from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import ScoringRequest
 
 
-@dataclass(frozen=True, slots=True)
-class DeliveredWeights:
-    """A weights version that all workers have loaded."""
-
-    version: int
-    duration_s: float
-    max_canary_error: float
-    """Largest difference between the canary log-probs of a worker and the learner's."""
-
-
 class Delivery:
     """Publishes and delivers weights versions, one at a time.
 
     Args:
         timeout_s: time limit of a publication and of a delivery.
-        on_delivered: called after each delivery.
+        on_delivered: called after each delivery with the version, the duration in seconds, and the
+            largest difference between the canary log-probs of a worker and the learner's.
     """
 
     grace_s = 10.0
@@ -53,7 +43,7 @@ class Delivery:
         workers: Workers,
         canary: Sequence[ScoringRequest],
         timeout_s: float,
-        on_delivered: Callable[[DeliveredWeights], Awaitable[None]],
+        on_delivered: Callable[[int, float, float], Awaitable[None]],
     ) -> None:
         self._learners = learners
         self._workers = workers
@@ -95,13 +85,9 @@ class Delivery:
             # If the learner died, its loss is the cause: the published bytes may be gone with it.
             await self._raise_if_learner_is_lost()
             raise
-        await self._on_delivered(
-            DeliveredWeights(
-                published.manifest.version,
-                time.monotonic() - start_s,
-                max((worker.canary.error for worker in weights), default=0.0),
-            )
-        )
+        duration_s = time.monotonic() - start_s
+        max_error = max((worker.canary.error for worker in weights), default=0.0)
+        await self._on_delivered(published.manifest.version, duration_s, max_error)
 
     async def _raise_if_learner_is_lost(self) -> None:
         with suppress(TimeoutError):

@@ -21,26 +21,15 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ludus.proto.config import LanguageModelRun
+from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
 from ludus.trainer.core.tasks import Tasks
-from ludus.trainer.core.types import GroupSpec, RolloutGroup
+from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.buffer import GroupAdmission, Refusal
-from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.run.checkpoint import RunState
-
-
-@dataclass(frozen=True, slots=True)
-class PendingGroups:
-    """The groups that were started and not yet trained on, at one moment."""
-
-    unfinished: list[GroupSpec]
-    finished: list[RolloutGroup]
-    counts: dict[str, RolloutCounts]
-    """Counts since the last batch, by environment."""
 
 
 class SamplingLoop:
@@ -98,21 +87,27 @@ class SamplingLoop:
             self._held_version = version
             self._changed.notify_all()
 
-    async def list_pending(self) -> PendingGroups:
-        """Return the groups that were started and not yet trained on."""
+    async def copy_state(self, state: RunState) -> RunState:
+        """Return a copy of the state with the groups that were started and not yet trained on.
+
+        If the buffer is lost, its groups are missing. Groups being played then get new indices,
+        because some of them may have been trained on.
+        """
         async with self._changed:
-            buffer = await self._buffer.state()
+            try:
+                buffer = await self._buffer.state()
+            except BufferLostError:
+                playing = [self._mixture.reissue_group(spec) for spec in self._playing.values()]
+                copy = state.model_copy(deep=True)
+                copy.unfinished_groups += [*playing, *self._waiting]
+                return copy
             playing = [self._playing[index] for index in buffer.played]
             self._replace(buffer.refused)
             self._changed.notify_all()
-            return PendingGroups([*playing, *self._waiting], buffer.groups, buffer.counts)
-
-    def list_outside_buffer(self) -> list[GroupSpec]:
-        """Return the pending groups that are not in the buffer, which is lost.
-
-        Groups being played get new indices, because some of them may have been trained on.
-        """
-        return [*map(self._mixture.reissue_group, self._playing.values()), *self._waiting]
+            copy = state.model_copy(deep=True)
+            copy.unfinished_groups = [*playing, *self._waiting]
+            copy.buffered_groups, copy.counts = buffer.groups, buffer.counts
+            return copy
 
     def describe(self) -> str:
         """Describe which groups are being played, and the state of the workers."""

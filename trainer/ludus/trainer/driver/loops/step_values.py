@@ -17,6 +17,16 @@ from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.step_metrics import StepMetrics
 
+_LEARNER_METRICS = (
+    *(TrainMetric.LOSS, TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE),
+    *(TrainMetric.MISMATCH_KL, TrainMetric.REFERENCE_KL, TrainMetric.ENTROPY),
+    *(TrainMetric.CLIP_RATIO, TrainMetric.MASKED_SEQUENCE_RATIO, TrainMetric.MASKED_TOKEN_RATIO),
+    *(TrainMetric.GRAD_NORM, TrainMetric.NUM_SKIPPED_UPDATES, TrainMetric.LEARNING_RATE),
+    *(TrainMetric.NUM_TOKENS_TRAINED, TrainMetric.NUM_TOKENS_IN_BATCH),
+    TrainMetric.NUM_TOKENS_FORWARDED,
+)
+"""Metrics that are fields of StepMetrics with the same names."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -144,18 +154,6 @@ def _reward_values(counts: RolloutCounts) -> dict[str, float]:
 
 def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
     values: dict[str, float] = {
-        TrainMetric.LOSS: metrics.loss,
-        TrainMetric.MISMATCH_KL: metrics.mismatch_kl,
-        TrainMetric.REFERENCE_KL: metrics.reference_kl,
-        TrainMetric.ENTROPY: metrics.entropy,
-        TrainMetric.CLIP_RATIO: metrics.clip_ratio,
-        TrainMetric.MASKED_SEQUENCE_RATIO: metrics.masked_sequence_ratio,
-        TrainMetric.MASKED_TOKEN_RATIO: metrics.masked_token_ratio,
-        TrainMetric.NUM_SKIPPED_UPDATES: metrics.num_skipped_updates,
-        TrainMetric.LEARNING_RATE: metrics.learning_rate,
-        TrainMetric.NUM_TOKENS_TRAINED: metrics.num_tokens_trained,
-        TrainMetric.NUM_TOKENS_IN_BATCH: metrics.num_tokens_in_batch,
-        TrainMetric.NUM_TOKENS_FORWARDED: metrics.num_tokens_forwarded,
         TrainMetric.STEP_S: times.total_s,
         TrainMetric.WAIT_FOR_BATCH_S: times.wait_s,
         TrainMetric.TRAIN_S: times.train_s,
@@ -165,12 +163,10 @@ def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
         TrainMetric.WEIGHT_SYNC_S: times.sync_s,
         TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
     }
-    if metrics.grad_norm is not None:
-        values[TrainMetric.GRAD_NORM] = metrics.grad_norm
-    if metrics.value_loss is not None:
-        values[TrainMetric.VALUE_LOSS] = metrics.value_loss
-    if metrics.explained_variance is not None:
-        values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
+    for metric in _LEARNER_METRICS:
+        value = getattr(metrics, metric.value)
+        if value is not None:
+            values[metric] = value
     if metrics.peak_flops and times.train_s > 0:
         values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
     # JSON has only finite numbers. num_skipped_updates explains why a value is missing.

@@ -107,7 +107,7 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
         open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
         recorder = _EpisodeRecorder(request, network_run)
-        network_run.on_step = recorder
+        network_run.agent.on_step = recorder
         network_run.train()
     return recorder.returns
 

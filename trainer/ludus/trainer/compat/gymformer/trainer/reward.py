@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ludus.proto.config import RewardModelConfig, load_reward_model_config
+from ludus.proto.config import RewardModelRun, load_reward_model_config
+from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
+from ludus.proto.runs import Resume
 from ludus.trainer.compat.gymformer.arguments import (
     check_flag,
     rename_setting_in_errors,
@@ -50,7 +52,8 @@ def train_reward(
         device: name of a torch device; None uses a GPU if there is one.
         seed: seed of all randomness.
         dry_run: only check the model and the data, and return None.
-        resume_checkpoint: checkpoint to resume from, or the folder that contains it.
+        resume_checkpoint: the newest checkpoint of a stopped training with the same
+            `reward_model_path`, or a folder that contains it; None starts a new training.
         freeze_backbone: train only the head.
 
     Raises:
@@ -80,15 +83,21 @@ def train_reward(
         return None
 
 
-def _train(config: RewardModelConfig, resume_checkpoint: str | Path | None) -> RewardModel:
-    resume = None
+def _train(config: RewardModelRun, resume_checkpoint: str | Path | None) -> RewardModel:
+    resume = Resume.NEVER
     if resume_checkpoint is not None:
-        resume = Path(require_path("resume_checkpoint", resume_checkpoint))
+        resume = Resume.ALWAYS
+        path = Path(require_path("resume_checkpoint", resume_checkpoint)).absolute()
+        if path != config.output.absolute() and not path.is_relative_to(config.folder):
+            raise ConfigError(
+                f"resume_checkpoint = '{path}' is not a checkpoint of output = '{config.output}'; "
+                f"set it to '{config.folder}', or change output"
+            )
     model, _ = train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)
     return model
 
 
-def _check(config: RewardModelConfig) -> None:
+def _check(config: RewardModelRun) -> None:
     num_train, num_test = check_training(config, overwrite=True)
     _print(f"{num_train} training comparisons, {num_test} held out; nothing was written")
 

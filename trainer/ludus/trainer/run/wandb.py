@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ludus.proto.config import RunConfig, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.run.sinks.sink import MetricsSink, tag_values
+from ludus.trainer.run.sinks import MetricsSink, tag_values
 
 if TYPE_CHECKING:
     import wandb

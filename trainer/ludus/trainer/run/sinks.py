@@ -1,23 +1,68 @@
-"""All sinks of a run as one sink."""
+"""Sinks: destinations of a run's metrics in addition to metrics.jsonl.
+
+    MetricsWriter --MetricsRow--> Sinks --+-- PrometheusExporter  scraped over HTTP
+                                          +-- TensorboardWriter   event files in the run's folder
+                                          +-- WandbWriter         a service, or the run's folder
+                                          +-- JobLog              standard output, in a cluster
+
+A sink that cannot start as configured stops the run from starting. A sink that fails later gets no
+more rows, with one warning. Training continues, because a sink only receives copies.
+"""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
-from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
-from ludus.trainer.run.sinks.job_log import JobLog
-from ludus.trainer.run.sinks.sink import MetricsSink
+from ludus.proto.runs import LOG_ROW_PREFIX, TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
 
 _log = logging.getLogger(__name__)
 
+_PROGRESS_KINDS = ("phase", "train", "eval", "event")
+"""Kinds of rows that the job's log shows; metrics.jsonl has all kinds."""
+
+
+class MetricsSink(ABC):
+    """A destination that receives the rows of a run in chronological order."""
+
+    name: str
+
+    @abstractmethod
+    def write(self, row: MetricsRow) -> None:
+        """Write a row."""
+
+    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:  # noqa: B027
+        """Receive the options of each environment, by its name."""
+
+    def rewind(self, step: int) -> None:  # noqa: B027
+        """Invalidate the rows of later steps, because the run continues from `step`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Write pending rows and release resources."""
+
+
+class JobLog(MetricsSink):
+    """Writes a line for each phase, step, evaluation and event into the log of a job."""
+
+    name = "the job's log"
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, row: MetricsRow) -> None:
+        """Write the row as a line."""
+        if row.kind in _PROGRESS_KINDS:
+            self._stream.write(f"{LOG_ROW_PREFIX}{row.model_dump_json(exclude_defaults=True)}\n")
+            self._stream.flush()
+
 
 class Sinks:
-    """Passes rows to all sinks of a run that have not failed."""
+    """All sinks of a run; passes rows to those that have not failed."""
 
     def __init__(self, sinks: list[MetricsSink]) -> None:
         self._sinks = sinks
@@ -87,20 +132,34 @@ def open_sinks(
         if job_log is not None:
             sinks.append(JobLog(job_log))
         if run.metrics.tensorboard:
-            from ludus.trainer.run.sinks.tensorboard import TensorboardWriter
+            from ludus.trainer.run.tensorboard import TensorboardWriter
 
             sinks.append(TensorboardWriter(folder / TENSORBOARD_FOLDER, resume_from))
         if run.metrics.prometheus is not None:
-            from ludus.trainer.run.sinks.prometheus import PrometheusExporter
+            from ludus.trainer.run.prometheus import PrometheusExporter
 
             sinks.append(PrometheusExporter(run, run.metrics.prometheus))
             for row in past:
                 sinks[-1].write(row)
         if run.metrics.wandb is not None:
-            from ludus.trainer.run.sinks.wandb import WandbWriter
+            from ludus.trainer.run.wandb import WandbWriter
 
             sinks.append(WandbWriter.start(run, run.metrics.wandb, folder / WANDB_FOLDER))
     except BaseException:
         Sinks(sinks).close()
         raise
     return Sinks(sinks)
+
+
+def tag_values(row: MetricsRow) -> Mapping[str, float]:
+    """Return the row's values by tag.
+
+    train/loss                      value of the whole run
+    train/blackjack/win_rate        value of one environment
+    eval/blackjack/win_rate         result of the trained policy
+    eval/blackjack/random/win_rate  result of a fixed policy
+    """
+    section = "eval" if row.kind in ("eval", "baseline") else "train"
+    parts = (section, row.environment, row.policy)
+    prefix = "/".join(part for part in parts if part is not None)
+    return {f"{prefix}/{name}": value for name, value in row.values.items()}

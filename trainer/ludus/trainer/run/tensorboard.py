@@ -10,7 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.run.sinks.sink import MetricsSink, tag_values
+from ludus.trainer.run.sinks import MetricsSink, tag_values
 
 _FLUSH_S = 5
 """Maximum delay before values are written, in seconds."""

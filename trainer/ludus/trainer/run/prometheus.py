@@ -24,11 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import PrometheusSink, RunConfig
@@ -42,7 +41,7 @@ from ludus.proto.metrics import (
     prometheus_name,
 )
 from ludus.proto.runs import MetricsRow, Phase, WorkerWeightsRow
-from ludus.trainer.run.sinks.sink import MetricsSink
+from ludus.trainer.run.sinks import MetricsSink
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ TRAINED_POLICY = "trained"
 """Value of the label `policy` for the policy that the run trains."""
 NO_OPPONENT = "environment"
 """Value of the label `opponent` if the environment's options name no opponent."""
-_REQUEST_TIMEOUT_S = 10.0
 _HASH_DIGITS = 12
 """Hexadecimal digits of a content hash that a float64 represents exactly: 48 bits."""
 _ENVIRONMENT_LABELS = ("environment", "opponent")
@@ -88,12 +86,14 @@ class Series:
         return family
 
 
-class RunSeries:
+class RunSeries(MetricsSink, Collector):
     """The series of a run, updated from the rows of its metrics.
 
     Args:
         now: function that returns the Unix time in seconds.
     """
+
+    name = "prometheus"
 
     def __init__(self, run: RunConfig, now: Callable[[], float] = time.time) -> None:
         self._lock = threading.Lock()
@@ -194,10 +194,8 @@ class RunSeries:
                 self._series[name].record(read(worker), str(worker.worker))
 
 
-class PrometheusExporter(MetricsSink):
+class PrometheusExporter(RunSeries):
     """Serves the series of a run over HTTP until it is closed."""
-
-    name = "prometheus"
 
     def __init__(self, run: RunConfig, config: PrometheusSink) -> None:
         """Start the server.
@@ -205,36 +203,23 @@ class PrometheusExporter(MetricsSink):
         Raises:
             ConfigError: the server cannot listen on the configured address.
         """
-        self._series = RunSeries(run)
+        super().__init__(run)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self._series)
+        registry.register(self)
         try:
-            self._server = make_server(
-                config.host, config.port, make_wsgi_app(registry), _Server, _Request
-            )
+            self._server, self._thread = start_http_server(config.port, config.host, registry)
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus cannot listen on {config.host}:{config.port}: "
                 f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
                 "for any"
             ) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus")
-        self._thread.daemon = True
-        self._thread.start()
         _log.info("metrics for Prometheus on http://%s:%d/metrics", config.host, self.port)
 
     @property
     def port(self) -> int:
         """Port of the server."""
         return self._server.server_port
-
-    def write(self, row: MetricsRow) -> None:
-        """Update the series from a row."""
-        self._series.write(row)
-
-    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Export the series of the environments, whose opponents are in these options."""
-        self._series.set_environment_options(options)
 
     def close(self) -> None:
         """Stop the server."""
@@ -293,15 +278,3 @@ def make_series() -> dict[str, Series]:
             "Canary error of a worker's newest weights, in nats.", worker
         ),
     }
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Request(WSGIRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S
-    """Time limit for an inactive client."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Ignore the message, because scrapes are frequent."""

@@ -1,0 +1,334 @@
+"""Checks before a start, shared by `ludus train`, its `--dry-run` and `Trainer`.
+
+Nothing is written, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import torch
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.subprocess import LocalServer
+from ludus.env.targets.targets import environment_factory
+from ludus.env.transports.address import parse_address
+from ludus.env.types import TaskSet
+from ludus.proto.config import (
+    EnvironmentConfig,
+    FunctionLoss,
+    GrpoConfig,
+    LanguageModelRun,
+    LocalEnvironment,
+    ModelCritic,
+    PpoConfig,
+    PretrainedModel,
+    RemoteEnvironment,
+    RewardModelTerm,
+    RewardTerm,
+)
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.run_lock import is_in_use
+from ludus.proto.runs import Resume
+from ludus.trainer.actors.cluster import is_local
+from ludus.trainer.actors.placement import place_on_one_machine
+from ludus.trainer.actors.weight_store import check_reachable, resolve_location
+from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.learner.actor_critic import check_same_tokens
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import (
+    MODEL_CONFIG_FILE,
+    check_reward_model,
+    is_folder_path,
+    load_config,
+)
+from ludus.trainer.rollout.agents.launchers import check_agent
+from ludus.trainer.rollout.limits import episode_limits
+from ludus.trainer.rollout.rewards.reward_function import check_columns
+from ludus.trainer.run.checkpoint import RunState
+from ludus.trainer.run.lifecycle import find_start, make_run_id
+from ludus.trainer.setup.environments import (
+    ConnectedEnvironment,
+    load_chart_prompts,
+    load_fixed_policies,
+)
+from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode
+
+RESPONSE_TIMEOUT_S = 3.0
+"""Time limit in seconds for a server to accept a connection."""
+_RETRY_INTERVAL_S = 0.2
+
+
+def check_start(run: LanguageModelRun, resume: Resume) -> None:
+    """Check everything that could stop a run from starting.
+
+    Raises:
+        UserError: the run cannot start as configured.
+    """
+    check_names(run)
+    check_local_environments(run)
+    asyncio.run(check_remote_addresses(run))
+    check_models(run)
+    if is_local():
+        _check_gpus(run)
+    check_reachable(resolve_location(run.weights, run.folder, make_run_id()))
+    _check_folder(run.folder)
+    find_start(run, resume, RunState)
+
+
+def check_names(run: LanguageModelRun) -> None:
+    """Check that every named function can be imported, and that the chart's prompts can be made.
+
+    Many of them are first used after hours of training.
+
+    Raises:
+        ConfigError: a function cannot be imported, or the prompts cannot be made.
+    """
+    for environment in run.environments.values():
+        if environment.rollout_function is not None:
+            import_object(environment.rollout_function, "environment.rollout")
+        for field in ("render", "parse", "policies", "policy_chart"):
+            path = getattr(environment, field)
+            if path is not None:
+                import_object(path, f"environment.{field}")
+        for path in list_reward_functions(environment):
+            import_object(path, "environment.rewards")
+        if environment.agent is not None:
+            check_agent(environment.agent)
+    if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
+        import_object(run.algorithm.advantages, "algorithm.advantages")
+    if isinstance(run.algorithm.loss, FunctionLoss):
+        import_object(run.algorithm.loss.function, LOSS_FUNCTION_FIELD)
+    load_chart_prompts(run)
+
+
+def check_reward_columns(run: LanguageModelRun, name: str, tasks: TaskSet | None) -> None:
+    """Check that an environment's data has the columns that its reward functions use.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
+    config = run.environments[name]
+    # Rollout functions and agents may report other columns than the environment.
+    if tasks is not None and config.rollout is None and config.agent is None:
+        check_columns(list_reward_functions(config), tasks.columns, run.environment_section(name))
+
+
+def list_reward_functions(config: EnvironmentConfig) -> list[str]:
+    """Return the paths of an environment's reward functions."""
+    terms = [term for term in config.rewards if isinstance(term, RewardTerm)]
+    return [term.function for term in terms if term.function is not None]
+
+
+def check_local_environments(run: LanguageModelRun) -> None:
+    """Build each local environment once, and check its reward columns and fixed policies.
+
+    Raises:
+        UserError: an environment cannot be built, or lacks a column or a policy.
+    """
+    for name, config in run.environments.items():
+        if not isinstance(config, LocalEnvironment):
+            continue
+        environment = environment_factory(config.package, config.options)()
+        environment.close()
+        check_reward_columns(run, name, environment.tasks)
+        load_fixed_policies(run, name, config.options)
+
+
+async def check_remote_addresses(run: LanguageModelRun) -> None:
+    """Check that a server listens at the address of each remote environment.
+
+    This check does not use gRPC, so that it may run before other processes are forked.
+
+    Raises:
+        ConfigError: nothing listens at an address.
+    """
+    addresses = {
+        name: config.address
+        for name, config in run.environments.items()
+        if isinstance(config, RemoteEnvironment)
+    }
+    reasons = await asyncio.gather(*map(_explain_unreachable, addresses.values()))
+    unreachable = [
+        f"{run.environment_section(name)}.address = '{parse_address(address)}': {reason}"
+        for (name, address), reason in zip(addresses.items(), reasons, strict=True)
+        if reason is not None
+    ]
+    if unreachable:
+        raise ConfigError(
+            "; ".join(unreachable)
+            + f"; a server must respond within {RESPONSE_TIMEOUT_S:g} s: start it, or correct the "
+            "address"
+        )
+
+
+async def check_server_columns(run: LanguageModelRun, servers: Mapping[str, LocalServer]) -> None:
+    """Check the reward columns of the run's own servers.
+
+    This check uses HTTP instead of gRPC, so that it may run before other processes are forked.
+    Remote servers are checked after the run has connected to them.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
+    for name, server in servers.items():
+        if server.addresses is None or not list_reward_functions(run.environments[name]):
+            continue
+        async with await AsyncEnvClient.connect(server.addresses.http) as client:
+            check_reward_columns(run, name, (await client.describe()).tasks)
+
+
+async def check_first_prompts(
+    run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment], chat: ChatTokenizer
+) -> None:
+    """Check that some first prompts of each environment leave room for a completion.
+
+    Episodes with a longer prompt are void. Rollout functions and agents make their own prompts, so
+    they are not checked.
+
+    Raises:
+        ConfigError: all first prompts are too long.
+    """
+    for name, environment in environments.items():
+        if environment.config.rollout is not None or environment.config.agent is not None:
+            continue
+        limits = episode_limits(run, name)
+        lengths = []
+        for seed in range(NUM_FIRST_SEEDS):
+            opening, _ = await open_first_episode(environment, seed)
+            lengths.append(len(chat.first_prompt(opening.messages, opening.tools)))
+            if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
+                break
+        else:
+            raise ConfigError(
+                f"environment '{name}': first prompts must leave room for a completion of "
+                f"rollout.max_completion_tokens = {limits.max_completion_tokens} within "
+                f"rollout.max_tokens = {limits.max_tokens}, but the shortest prompt has "
+                f"{min(lengths)} tokens; raise rollout.max_tokens, or shorten what the environment "
+                "shows"
+            )
+
+
+def check_models(run: LanguageModelRun) -> None:
+    """Check the policy, the critic and the reward models.
+
+    Raises:
+        UserError: a model does not exist, or is of the wrong kind.
+    """
+    if isinstance(run.model, PretrainedModel):
+        check_model_path(run.model.path)
+    check_critic(run)
+    check_reward_models(run)
+
+
+def check_model_path(path: str) -> None:
+    """Check that there is a language model.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    location = _find_model(
+        path,
+        "model.path",
+        "expected a folder with config.json, or a Hugging Face id like 'Qwen/Qwen3-1.7B'",
+    )
+    load_config(location)
+
+
+def check_reward_models(run: LanguageModelRun) -> None:
+    """Check that every reward model exists and has one output.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: the model is not a reward model.
+    """
+    for name, environment in run.environments.items():
+        field = f"{run.environment_section(name)}.rewards.path"
+        terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
+        for path in {term.path for term in terms}:
+            remedy = (
+                "expected a folder with config.json, as `ludus train-reward` writes it, or a "
+                "Hugging Face id"
+            )
+            check_reward_model(_find_model(path, field, remedy), field)
+
+
+def check_critic(run: LanguageModelRun) -> None:
+    """Check that the critic exists and has the policy's vocabulary.
+
+    The vocabulary of a tiny model is not known before it is made.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: the critic has another vocabulary.
+    """
+    critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
+    if not isinstance(critic, ModelCritic) or critic.path is None:
+        return
+    location = _find_model(
+        critic.path,
+        "algorithm.critic.path",
+        "expected a folder with config.json, or a Hugging Face id; omit path to start from a copy "
+        "of the policy",
+    )
+    if isinstance(run.model, PretrainedModel):
+        check_same_tokens(location, run.model.path)
+
+
+def _check_gpus(run: LanguageModelRun) -> None:
+    demand, num_gpus = place_on_one_machine(run).demand, torch.cuda.device_count()
+    if not demand.fits([{"GPU": float(num_gpus)}]):
+        raise ConfigError(
+            f"this machine has {num_gpus} GPUs, but the run needs {demand}; lower "
+            "learner.num_gpus_per_rank and rollout.num_gpus_per_worker, or join a cluster that has "
+            "them with RAY_ADDRESS"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    if is_in_use(folder):
+        raise ConfigError(f"'{folder}' is in use: another process trains there; use another name")
+    existing_path = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing_path.is_dir() and os.access(existing_path, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"the run's folder '{folder}' cannot be written, because '{existing_path}' is not a "
+            "writable folder; set output_dir to a writable folder"
+        )
+
+
+async def _explain_unreachable(address: str) -> str | None:
+    """Return why no server accepts connections at an address, or None if a server does."""
+    server = parse_address(address)
+    parts = urlsplit(f"//{server.authority}")
+    if parts.hostname is None or (getproxies() and not proxy_bypass(parts.hostname)):
+        return None  # a proxy may reach servers that this machine cannot reach
+    port = parts.port or (443 if server.is_grpc or server.is_secure else 80)
+    deadline_s = time.monotonic() + RESPONSE_TIMEOUT_S
+    while True:
+        try:
+            async with asyncio.timeout(max(_RETRY_INTERVAL_S, deadline_s - time.monotonic())):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except OSError as error:
+            if time.monotonic() + _RETRY_INTERVAL_S > deadline_s:
+                return error.strerror or "no response"
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+        else:
+            writer.close()
+            return None
+
+
+def _find_model(path: str, field: str, remedy: str) -> str:
+    """Return the expanded path of a folder with a model, or a Hugging Face id unchanged."""
+    if not is_folder_path(path):
+        return path
+    folder = Path(path).expanduser()
+    if not (folder / MODEL_CONFIG_FILE).is_file():
+        raise NotFoundError(f"{field} = '{path}': there is no model; {remedy}")
+    return str(folder)
