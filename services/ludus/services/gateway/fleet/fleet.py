@@ -1,10 +1,7 @@
 """The servers of one environment: their links, their load and the placement of sessions.
 
-    source --whole list--> publish --> one ServerLink each
-    reserve(n) --> the less loaded of two servers with capacity, or several that share a group
-
-`wait_settled` waits for the first list and the first connection attempts. `wait_for_link` waits
-for a server that only another gateway has reached so far.
+source --whole list--> publish --> one ServerLink each
+reserve(n) --> the less loaded of two servers with capacity, or several that share a group
 """
 
 from __future__ import annotations
@@ -60,38 +57,27 @@ class Fleet:
         options: ServersSection,
         on_change: Callable[[], None],
         has_waiting: Callable[[], bool],
-        generator: random.Random | None = None,
     ) -> None:
         self._options = options
         self._on_change = on_change
         self._has_waiting = has_waiting
-        self._random = generator or random.Random()
         self._links: dict[str, ServerLink] = {}
         self._order: list[ServerLink] = []
         """The links as a list, for random choices."""
         self._by_server_id: dict[str, ServerLink] = {}
         self._removal_reasons: OrderedDict[str, str] = OrderedDict()
-        self._published = asyncio.Event()
-        self._described = asyncio.Event()
+        self.is_published = False
+        """True when the source has published its first list of servers."""
+        self.description: EnvironmentDescription | None = None
+        """The latest server's description of the environment; None until a server was reached."""
         self._changed = asyncio.Event()
         """Event of the next change; replaced after each change."""
-        self._description: EnvironmentDescription | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def links(self) -> Collection[ServerLink]:
         """The links to all servers that the source lists."""
         return self._links.values()
-
-    @property
-    def description(self) -> EnvironmentDescription | None:
-        """The latest server's description of the environment; None until a server was reached."""
-        return self._description
-
-    @property
-    def is_published(self) -> bool:
-        """True when the source has published its first list of servers."""
-        return self._published.is_set()
 
     def publish(self, endpoints: Sequence[ServerEndpoint]) -> None:
         """Replace the list of servers by the source's current list."""
@@ -108,7 +94,7 @@ class Fleet:
             else:
                 link.endpoint = endpoint
         self._order = list(self._links.values())
-        self._published.set()
+        self.is_published = True
         self._notify_changed()
 
     def find_link(self, server_id: str) -> ServerLink | None:
@@ -176,24 +162,22 @@ class Fleet:
                     await self._changed.wait()
         return self.find_link(server_id)
 
-    async def wait_settled(self, timeout_s: float) -> bool:
-        """Wait until the servers are listed and each was tried once; return False on timeout."""
-        try:
+    async def wait_settled(self, timeout_s: float) -> None:
+        """Wait until the servers are listed and each was tried once, at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._published.wait()
+                while not self.is_published:
+                    await self._changed.wait()
                 for link in list(self._links.values()):
                     await link.first_attempt.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def wait_described(self, timeout_s: float) -> bool:
         """Wait until a server has described the environment; return False on timeout."""
-        try:
-            await asyncio.wait_for(self._described.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.description is None:
+                    await self._changed.wait()
+        return self.description is not None
 
     async def close(self, reason: str) -> None:
         """Close every link; the servers keep their sessions for their linger time."""
@@ -217,8 +201,7 @@ class Fleet:
             self._by_server_id[link.server_id] = link
             self._removal_reasons.pop(link.server_id, None)
         if link.description is not None:
-            self._description = link.description
-            self._described.set()
+            self.description = link.description
         self._notify_changed()
 
     def _notify_changed(self) -> None:
@@ -246,22 +229,20 @@ class Fleet:
         """
         order = self._order
         for _ in range(_MAX_PAIRS if len(order) > _MAX_PAIRS else 0):
-            pair = self._random.sample(order, 2)
+            pair = random.sample(order, 2)
             if all(link.num_free >= size and link not in excluded for link in pair):
                 return _less_loaded(pair)
         candidates = [link for link in order if link.num_free >= size and link not in excluded]
         if not candidates:
             return None
-        return _less_loaded(
-            self._random.sample(candidates, 2) if len(candidates) > 2 else candidates
-        )
+        return _less_loaded(random.sample(candidates, 2) if len(candidates) > 2 else candidates)
 
     def _pause_s(self) -> float:
         """Return the seconds until the next poll: few while opens wait, more in a large fleet."""
         pause_s = self._options.poll_interval_s
         if self._has_waiting():
             pause_s = min(pause_s, _MIN_POLL_INTERVAL_S)
-        return max(pause_s, len(self._order) / _MAX_POLLS_PER_S) * self._random.uniform(0.8, 1.2)
+        return max(pause_s, len(self._order) / _MAX_POLLS_PER_S) * random.uniform(0.8, 1.2)
 
 
 def _less_loaded(links: Sequence[ServerLink]) -> ServerLink:

@@ -128,11 +128,7 @@ class GatewaySessions:
     def description(self) -> EnvironmentDescription:
         """The environment's description, with the capacity of the whole fleet."""
         description = self.fleet.description
-        if description is None:
-            raise UnavailableError(
-                f"no server of environment '{self.environment}' has responded yet; check that its"
-                " servers run"
-            )
+        assert description is not None, "the wire has called `admission.wait_described`"
         return dataclasses.replace(
             description,
             max_sessions=self.load.max_sessions,
