@@ -31,13 +31,13 @@ from ludus.env.serving.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0)]
 _Port = Annotated[int, Field(ge=0, le=65_535)]
 _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StaticEnvironment(_Section):
@@ -109,7 +109,7 @@ EnvironmentSection = Annotated[
 class SessionsSection(_Section):
     """Admission and lifetime of sessions."""
 
-    linger_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    linger_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that a session survives the loss of its gateway or gRPC client."""
     idle_timeout_s: _Seconds = 600.0
     """Seconds without a call after which a session counts as ended, if its server does not report
@@ -118,7 +118,7 @@ class SessionsSection(_Section):
     """Seconds that a session id is valid."""
     queue_size: Annotated[int, Field(ge=0)] = 1024
     """Maximum number of opens that wait at the same time; further opens are refused immediately."""
-    queue_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    queue_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """Maximum time that an open waits for a free session, in seconds; 0 refuses immediately."""
     max_group_size: Annotated[int, Field(ge=1)] = 1024
 
@@ -153,7 +153,7 @@ class ServersSection(_Section):
     @cached_property
     def authorization(self) -> str:
         """Value of the `authorization` metadata; empty sends none."""
-        token = read_variable(self.token_env)
+        token = os.environ.get(self.token_env, "")
         return f"Bearer {token}" if token else ""
 
     @cached_property
@@ -185,7 +185,7 @@ class GatewayConfig(_Section):
     """File with the tokens, scopes and quotas of several tenants."""
     session_key_env: str = SESSION_KEY_VARIABLE
     """Environment variable with the key that gateways and servers share to sign session ids."""
-    max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    max_connection_age_s: Annotated[float, Field(ge=0)] = 0.0
     """Maximum age of a gRPC connection, in seconds. Older connections are closed so that clients
     also reach new gateways; their sessions continue. 0 means no limit."""
     drain_grace_s: _Seconds = 600.0
@@ -235,8 +235,3 @@ class GatewayConfig(_Section):
                 f" with: export {self.session_key_env}=$(openssl rand -hex 32)"
             )
         return secrets.token_hex(32)
-
-
-def read_variable(variable: str) -> str:
-    """Return the value of an environment variable; empty if it is unset or `variable` is empty."""
-    return os.environ.get(variable, "") if variable else ""

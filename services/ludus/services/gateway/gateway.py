@@ -39,7 +39,6 @@ from ludus.services.gateway.config import (
     SandboxEnvironment,
     StaticEnvironment,
     SubprocessEnvironment,
-    read_variable,
 )
 from ludus.services.gateway.fleet.sources import EndpointSource, StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.environments import Environments
@@ -310,5 +309,5 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[Gateway], None]) ->
 def _make_access(config: GatewayConfig, clock: Callable[[], float]) -> TenantAccess:
     if config.tenants_file is not None:
         return TenantAccess.from_file(config.tenants_file, clock=clock)
-    token = read_variable(config.token_env)
+    token = os.environ.get(config.token_env, "")
     return TenantAccess.from_token(token) if token else TenantAccess()
