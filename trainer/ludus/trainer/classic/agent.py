@@ -79,11 +79,7 @@ class PpoAgent:
         self._is_started = False
 
     def train(self, rate_factor: float = 1.0) -> TrainedBatch:
-        """Play a batch, update the policy with it, and return both.
-
-        Args:
-            rate_factor: factor of the learning rates.
-        """
+        """Play a batch, update the policy with it, and return both."""
         if not self._is_started:
             self._episodes.start()
             self._is_started = True
@@ -159,11 +155,7 @@ def evaluate_policy(
     run_seed: int = 0,
     max_steps: int | None = None,
 ) -> list[EpisodeOutcome]:
-    """Play one episode per seed with the policy, and return the outcomes in the same order.
-
-    Args:
-        is_greedy: whether to take the most probable actions instead of sampling.
-    """
+    """Play one episode per seed with the policy, and return the outcomes in the same order."""
     head = policy.head
 
     def choose(observations: np.ndarray, step: int) -> np.ndarray:

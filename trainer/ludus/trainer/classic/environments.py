@@ -211,11 +211,7 @@ class RemoteEnvironments:
 
 
 def make_environments(config: NetworkEnvironmentConfig, num_environments: int) -> VectorEnvironment:
-    """Return the parallel environments of a run.
-
-    Raises:
-        UserError: they cannot be made as configured.
-    """
+    """Return the parallel environments of a run."""
     if isinstance(config, RemoteNetworkEnvironment):
         return RemoteEnvironments(config, num_environments)
     env_id = config.package.removeprefix(GYMNASIUM_PREFIX)
@@ -255,11 +251,7 @@ def _connect(config: RemoteNetworkEnvironment) -> EnvClient:
 def _find_field(
     environment: str, content: str, schema: JsonObject, example: JsonObject
 ) -> tuple[str, AnySpace]:
-    """Return the field of a server's actions or observations that contains numbers, and its space.
-
-    Raises:
-        ConfigError: there is no such field, or several, none of which is preferred.
-    """
+    """Return the field of actions or observations that contains numbers, and its space."""
     fields = schema.get("properties", {})
     candidates = {
         name: space

@@ -98,11 +98,7 @@ class _RunningEpisode:
 
 
 class ParallelEpisodes:
-    """N environments, each with the episode that it plays.
-
-    Args:
-        max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
-    """
+    """N environments, each with the episode that it plays."""
 
     def __init__(
         self,
@@ -132,14 +128,7 @@ class ParallelEpisodes:
         return any(episode.seed is not None for episode in self._episodes)
 
     def step(self, actions: np.ndarray) -> PlayedStep:
-        """Step all environments, and replace finished episodes by new ones.
-
-        Args:
-            actions: actions [N, ...] in the action space.
-
-        Raises:
-            ExecutionError: a reward is not a finite number.
-        """
+        """Step all environments, and replace finished episodes by new ones."""
         step = self._environments.step(actions)
         self._lengths += 1
         if not np.isfinite(step.rewards).all():

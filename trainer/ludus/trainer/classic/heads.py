@@ -171,11 +171,7 @@ class NormalHead:
 
 
 def make_head(space: spaces.Space[Any]) -> Head:
-    """Return the head of an action space.
-
-    Raises:
-        ConfigError: PPO does not support the space.
-    """
+    """Return the head of an action space."""
     match space:
         case spaces.Discrete():
             return CategoricalHead(space)
@@ -215,11 +211,7 @@ def _sample_gumbel(*shape: int) -> Tensor:
 
 
 def check_output(output: Any, head: Head, num_states: int) -> None:
-    """Check the shape of an actor's output.
-
-    Raises:
-        ConfigError: the head cannot use the output.
-    """
+    """Check the shape of an actor's output."""
     parts: Sequence[Any] = output if isinstance(output, tuple) else (output,)
     shapes = [list(part.shape) if isinstance(part, Tensor) else type(part) for part in parts]
     expected, is_normal = [num_states, head.num_outputs], isinstance(head, NormalHead)

@@ -76,11 +76,7 @@ class GaussianActor(nn.Module):
 def make_networks(
     config: NetworkModel, observations: spaces.Space[Any], actions: spaces.Space[Any]
 ) -> tuple[nn.Module, nn.Module]:
-    """Return actor and critic, with weights from torch's random generator.
-
-    Raises:
-        ConfigError: the user's function does not return two modules.
-    """
+    """Return actor and critic, with weights from torch's random generator."""
     if config.make is not None:
         return _make_user_networks(config.make, observations, actions)
     head = make_head(actions)

@@ -22,14 +22,7 @@ _NUM_EXAMPLES = 2
 
 
 class NetworkPolicy(nn.Module):
-    """An actor, a critic, and the normalization of their observations.
-
-    Args:
-        normalises: whether observations are normalized.
-
-    Raises:
-        ConfigError: the modules do not fit the spaces, or PPO does not support the spaces.
-    """
+    """An actor, a critic, and the normalization of their observations."""
 
     def __init__(
         self,

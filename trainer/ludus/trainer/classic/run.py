@@ -286,11 +286,7 @@ def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
 def open_network_run(
     run: NetworkRun, *, resume: Resume, overwrite: bool, budget: EpisodeBudget | None = None
 ) -> Iterator[OpenNetworkRun]:
-    """Open a run with its folder. A run that cannot start leaves no folder.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Open a run with its folder. A run that cannot start leaves no folder."""
     num_checkpoints = run.training.keep_checkpoints
     with (
         open_run(
@@ -307,11 +303,7 @@ def open_network_run(
 
 
 def check(run: NetworkRun, *, resume: Resume, overwrite: bool) -> None:
-    """Check that a run can start, without writing anything.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Check that a run can start, without writing anything."""
     with closing(make_environments(run.environment, 1)) as environments:
         make_policy(run, environments)
     find_start(run, resume, NetworkState)
@@ -330,11 +322,7 @@ def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
 
 
 def make_policy(run: NetworkRun, environments: VectorEnvironment) -> NetworkPolicy:
-    """Return the initial policy.
-
-    Raises:
-        ConfigError: the networks do not fit the environment.
-    """
+    """Return the initial policy."""
     model = run.model
     observations, actions = environments.observation_space, environments.action_space
     with use_torch_stream(run.seed, Stream.NETWORK_WEIGHTS):

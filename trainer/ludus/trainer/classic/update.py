@@ -76,10 +76,6 @@ class PpoUpdate:
 
         They are means over the last pass. The norm of the gradient is a mean over all passes.
 
-        Args:
-            update: number of the update, from 0.
-            rate_factor: factor of the learning rates.
-
         Raises:
             TrainingStalledError: too many consecutive batches had no finite gradient.
         """

@@ -11,11 +11,7 @@ from ludus.proto.errors import ConfigError
 
 
 def choose_device(name: str | torch.device | None) -> torch.device:
-    """Return the device with this name. None takes a GPU if there is one.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Return the device with this name. None takes a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

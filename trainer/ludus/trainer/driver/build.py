@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,10 @@ async def start_infrastructure(
         servers = stack.enter_context(start_local_servers(run, run_folder))
         await check_server_columns(run, servers)
         placement = await stack.enter_async_context(place_in_ray(run, with_learner=with_learner))
-        token = stack.enter_context(_write_token(run_folder, placement))
+        token = None
+        if not placement.is_one_machine:
+            token = FolderToken.write(run_folder)
+            stack.callback(token.remove)
         environments = await stack.enter_async_context(connect_environments(run, servers))
         for name, environment in environments.items():
             check_reward_columns(run, name, environment.description.tasks)
@@ -158,32 +161,15 @@ async def play_all_baselines(
     run: LanguageModelRun, environments: Mapping[str, ConnectedEnvironment]
 ) -> dict[str, dict[str, list[EpisodeOutcome]]]:
     """Play the evaluation episodes of all fixed policies; return the outcomes by environment."""
-    return {
-        name: await _play_environment_baselines(run, name, environment)
-        for name, environment in environments.items()
-    }
-
-
-async def _play_environment_baselines(
-    run: LanguageModelRun, name: str, environment: ConnectedEnvironment
-) -> dict[str, list[EpisodeOutcome]]:
-    config = environment.config
-    if not config.baselines:
-        return {}
-    policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
-    policies |= load_fixed_policies(run, name, environment.description.options)
-    max_turns = episode_limits(run, name).max_turns
-    return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
-
-
-@contextmanager
-def _write_token(run_folder: Path, placement: Placement) -> Iterator[FolderToken | None]:
-    """Write a token into the run's folder if there are several machines; remove it afterwards."""
-    if placement.is_one_machine:
-        yield None
-        return
-    token = FolderToken.write(run_folder)
-    try:
-        yield token
-    finally:
-        token.remove()
+    outcomes: dict[str, dict[str, list[EpisodeOutcome]]] = {}
+    for name, environment in environments.items():
+        outcomes[name] = {}
+        if not environment.config.baselines:
+            continue
+        policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
+        policies |= load_fixed_policies(run, name, environment.description.options)
+        max_turns = episode_limits(run, name).max_turns
+        outcomes[name] = await play_baselines(
+            environment.client, policies, environment.config.baselines, run.eval, max_turns
+        )
+    return outcomes

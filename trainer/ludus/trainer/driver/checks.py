@@ -67,11 +67,7 @@ _RETRY_INTERVAL_S = 0.2
 
 
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
-    """Check everything that could stop a run from starting.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Check everything that could stop a run from starting."""
     check_names(run)
     check_local_environments(run)
     asyncio.run(check_remote_addresses(run))
@@ -87,9 +83,6 @@ def check_names(run: LanguageModelRun) -> None:
     """Check that every named function can be imported, and that the chart's prompts can be made.
 
     Many of them are first used after hours of training.
-
-    Raises:
-        ConfigError: a function cannot be imported, or the prompts cannot be made.
     """
     for environment in run.environments.values():
         if environment.rollout_function is not None:
@@ -110,11 +103,7 @@ def check_names(run: LanguageModelRun) -> None:
 
 
 def check_reward_columns(run: LanguageModelRun, name: str, tasks: TaskSet | None) -> None:
-    """Check that an environment's data has the columns that its reward functions use.
-
-    Raises:
-        ConfigError: a column is missing.
-    """
+    """Check that an environment's data has the columns that its reward functions use."""
     config = run.environments[name]
     # Rollout functions and agents may report other columns than the environment.
     if tasks is not None and config.rollout is None and config.agent is None:
@@ -128,11 +117,7 @@ def list_reward_functions(config: EnvironmentConfig) -> list[str]:
 
 
 def check_local_environments(run: LanguageModelRun) -> None:
-    """Build each local environment once, and check its reward columns and fixed policies.
-
-    Raises:
-        UserError: an environment cannot be built, or lacks a column or a policy.
-    """
+    """Build each local environment once, and check its reward columns and fixed policies."""
     for name, config in run.environments.items():
         if not isinstance(config, LocalEnvironment):
             continue
@@ -146,9 +131,6 @@ async def check_remote_addresses(run: LanguageModelRun) -> None:
     """Check that a server listens at the address of each remote environment.
 
     This check does not use gRPC, so that it may run before other processes are forked.
-
-    Raises:
-        ConfigError: nothing listens at an address.
     """
     addresses = {
         name: config.address
@@ -174,9 +156,6 @@ async def check_server_columns(run: LanguageModelRun, servers: Mapping[str, Loca
 
     This check uses HTTP instead of gRPC, so that it may run before other processes are forked.
     Remote servers are checked after the run has connected to them.
-
-    Raises:
-        ConfigError: a column is missing.
     """
     for name, server in servers.items():
         if server.addresses is None or not list_reward_functions(run.environments[name]):
@@ -192,9 +171,6 @@ async def check_first_prompts(
 
     Episodes with a longer prompt are void. Rollout functions and agents make their own prompts, so
     they are not checked.
-
-    Raises:
-        ConfigError: all first prompts are too long.
     """
     for name, environment in environments.items():
         if environment.config.rollout is not None or environment.config.agent is not None:
@@ -217,11 +193,7 @@ async def check_first_prompts(
 
 
 def check_models(run: LanguageModelRun) -> None:
-    """Check the policy, the critic and the reward models.
-
-    Raises:
-        UserError: a model does not exist, or is of the wrong kind.
-    """
+    """Check the policy, the critic and the reward models."""
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
     check_critic(run)
@@ -229,11 +201,7 @@ def check_models(run: LanguageModelRun) -> None:
 
 
 def check_model_path(path: str) -> None:
-    """Check that there is a language model.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Check that there is a language model."""
     location = _find_model(
         path,
         "model.path",
@@ -243,12 +211,7 @@ def check_model_path(path: str) -> None:
 
 
 def check_reward_models(run: LanguageModelRun) -> None:
-    """Check that every reward model exists and has one output.
-
-    Raises:
-        NotFoundError: there is no model.
-        ConfigError: the model is not a reward model.
-    """
+    """Check that every reward model exists and has one output."""
     for name, environment in run.environments.items():
         field = f"{run.environment_section(name)}.rewards.path"
         terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
@@ -264,10 +227,6 @@ def check_critic(run: LanguageModelRun) -> None:
     """Check that the critic exists and has the policy's vocabulary.
 
     The vocabulary of a tiny model is not known before it is made.
-
-    Raises:
-        NotFoundError: there is no model.
-        ConfigError: the critic has another vocabulary.
     """
     critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
     if not isinstance(critic, ModelCritic) or critic.path is None:

@@ -31,11 +31,11 @@ def train(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> Path:
         RunStopped: SIGINT, SIGTERM or the control file stopped the run.
     """
     trainer = Trainer(run, resume=resume, overwrite=overwrite, print_rows=not is_local())
-    asyncio.run(_train(trainer))
+    asyncio.run(_run_trainer(trainer))
     return trainer.folder
 
 
-async def _train(trainer: Trainer) -> None:
+async def _run_trainer(trainer: Trainer) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     cancel = task.cancel
@@ -50,11 +50,7 @@ async def _train(trainer: Trainer) -> None:
 
 
 def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
-    """Check everything that could stop a run from starting, without writing anything.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Check everything that could stop a run from starting, without writing anything."""
     check_start(resolve_config(run), resume)
 
 

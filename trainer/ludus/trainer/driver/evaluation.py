@@ -142,11 +142,7 @@ def _are_all_void(outcomes: Sequence[EpisodeOutcome]) -> bool:
 
 
 def _check_void(outcomes: Sequence[EpisodeOutcome], source: str) -> None:
-    """Log void episodes.
-
-    Raises:
-        EpisodesFailedError: all episodes are void.
-    """
+    """Log void episodes; fail if all episodes are void."""
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if not num_void:
         return

@@ -78,14 +78,7 @@ class ComparisonSet:
 def encode_comparisons(
     comparisons: Iterable[Comparison], encoder: TextEncoder, on_read: Callable[[int], None]
 ) -> ComparisonSet:
-    """Encode comparisons one after the other.
-
-    Args:
-        on_read: called with the number of comparisons so far.
-
-    Raises:
-        ConfigError: a comparison cannot be encoded, or fewer than two have different answers.
-    """
+    """Encode comparisons one after the other."""
     tokens, offsets, best_indices, prompts = array("i"), array("q", [0]), array("q"), array("q")
     prompt_numbers: dict[bytes, int] = {}
     num_left_out = 0
@@ -170,11 +163,7 @@ def rank_best(scores: Tensor, best: Tensor) -> Tensor:
 def evaluate_comparisons(
     model: RewardModel, comparisons: ComparisonSet, rows: Sequence[int], max_tokens: int
 ) -> PreferenceScores | None:
-    """Return the results on these comparisons; None if there are none.
-
-    Args:
-        max_tokens: maximum number of padded tokens in a micro-batch.
-    """
+    """Return the results on these comparisons; None if there are none."""
     if not rows:
         return None
     all_scores: list[float] = []

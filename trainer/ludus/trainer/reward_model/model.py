@@ -45,9 +45,6 @@ class RewardModel(nn.Module):
 
     Args:
         max_tokens: maximum number of tokens of a text. None takes the limit of the model.
-
-    Raises:
-        ConfigError: the classifier has no head with one output.
     """
 
     def __init__(
@@ -98,9 +95,6 @@ class RewardModel(nn.Module):
     ) -> list[float]:
         """Return the score of each answer to its prompt.
 
-        Args:
-            max_tokens_per_batch: maximum number of padded tokens in a batch.
-
         Raises:
             ConfigError: the numbers of prompts and answers differ, or a pair is empty.
         """
@@ -137,11 +131,7 @@ class RewardModel(nn.Module):
         return [scores[key] for key in keys]
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder atomically.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Write a Hugging Face folder atomically."""
         setattr(self.classifier.config, _FORMAT_KEY, self.encoder.format)
         try:
             with replace_folder(folder) as temporary_folder:
@@ -218,14 +208,6 @@ def make_reward_model(path: str, format: str, max_tokens: int | None) -> RewardM
     """Return an untrained reward model: a causal language model with a random head.
 
     If the model is a reward model, it keeps its head.
-
-    Args:
-        path: folder or Hugging Face id.
-        format: "auto", "chat" or "text".
-
-    Raises:
-        NotFoundError: there is no such model.
-        ConfigError: the tokenizer does not support the format.
     """
     classifier = load_sequence_classifier(path, torch.float32, new_head=True)
     tokenizer = load_tokenizer(path)

@@ -38,12 +38,7 @@ class Comparison:
 
 
 def read_comparisons(path: Path) -> Iterator[Comparison]:
-    """Yield the comparisons of a data set, which all have the same number of answers.
-
-    Raises:
-        NotFoundError: there is no data set.
-        ConfigError: a row is not a comparison.
-    """
+    """Yield the comparisons of a data set, which all have the same number of answers."""
     num_answers = 0
     for row in read_rows(path):
         comparison = _parse_row(row)
@@ -61,17 +56,17 @@ def read_comparisons(path: Path) -> Iterator[Comparison]:
 def _parse_row(row: Row) -> Comparison:
     values = row.values
     if "chosen" in values or "rejected" in values:
-        answers = [_parse_content(row, "chosen"), _parse_content(row, "rejected")]
-        prompt = _parse_content(row, "prompt") if "prompt" in values else ""
+        answers = [_read_content(row, "chosen"), _read_content(row, "rejected")]
+        prompt = _read_content(row, "prompt") if "prompt" in values else ""
         return Comparison(row.location, prompt, tuple(answers), 0)
     num_samples = sum(bool(re.fullmatch(r"sample\d+", str(name))) for name in values)
     if not num_samples:
         raise ConfigError(
             f"{row.location}: the row needs columns {_COLUMNS}; got {sorted(map(str, values))}"
         )
-    answers = [_parse_content(row, f"sample{index}") for index in range(num_samples)]
+    answers = [_read_content(row, f"sample{index}") for index in range(num_samples)]
     best_index = _parse_best(row, num_samples)
-    return Comparison(row.location, _parse_content(row, "query"), tuple(answers), best_index)
+    return Comparison(row.location, _read_content(row, "query"), tuple(answers), best_index)
 
 
 def _parse_best(row: Row, num_answers: int) -> int:
@@ -92,15 +87,12 @@ def _parse_best(row: Row, num_answers: int) -> int:
     return index
 
 
-def _parse_content(row: Row, name: str) -> Content:
+def _read_content(row: Row, name: str) -> Content:
     return parse_content(row.values.get(name), f"{row.location}: column '{name}'")
 
 
 def parse_content(value: object, name: str) -> Content:
     """Return a text, messages or token ids.
-
-    Args:
-        name: name of the value, for messages.
 
     Raises:
         ConfigError: the value is something else.

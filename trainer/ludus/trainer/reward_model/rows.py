@@ -38,12 +38,7 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file or a folder.
-
-    Raises:
-        NotFoundError: there is no data set.
-        ConfigError: a file cannot be read.
-    """
+    """Yield the rows of a file or a folder."""
     for file in _list_files(path):
         try:
             for number, values in enumerate(_read_values(file), start=1):

@@ -26,9 +26,6 @@ class TextEncoder:
 
     Args:
         max_tokens: maximum number of tokens; longer sequences lose their beginning.
-
-    Raises:
-        ConfigError: the format is "chat", and the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format, max_tokens: int) -> None:
@@ -42,12 +39,7 @@ class TextEncoder:
         """Number of sequences that were too long."""
 
     def encode(self, prompt: Content, answer: Content) -> list[int]:
-        """Return the last `max_tokens` tokens of the prompt and the answer.
-
-        Raises:
-            ConfigError: the content is empty or of another type, or a token id is not in the
-                vocabulary.
-        """
+        """Return the last `max_tokens` tokens of the prompt and the answer."""
         prompt, answer = parse_content(prompt, "a prompt"), parse_content(answer, "an answer")
         if not (prompt or answer):
             raise ConfigError("the prompt and the answer are both empty; give at least one")

@@ -117,11 +117,7 @@ def train(run: RewardModelRun, *, resume: Resume, overwrite: bool) -> Path:
 
 
 def check(run: RewardModelRun, *, resume: Resume, overwrite: bool) -> None:
-    """Check model and data without writing; print the numbers of training and held-out rows.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Check model and data without writing; print the numbers of training and held-out rows."""
     find_start(run, resume, RewardModelState)
     num_train, num_test = check_training(run, overwrite=overwrite)
     sys.stdout.write(
@@ -163,11 +159,7 @@ def train_reward_model(
 
 
 def check_training(run: RewardModelRun, *, overwrite: bool = False) -> tuple[int, int]:
-    """Check model and data without writing; return the numbers of training and held-out rows.
-
-    Raises:
-        UserError: the run cannot start as configured.
-    """
+    """Check model and data without writing; return the numbers of training and held-out rows."""
     _check_output(run.output, overwrite=overwrite)
     choose_device(run.device)
     with _training_environment(run):
@@ -459,11 +451,7 @@ class _Training:
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Check that the output folder is empty, or may be replaced.
-
-    Raises:
-        ConfigError: the folder has other contents, or a reward model that must not be replaced.
-    """
+    """Check that the output folder is empty, or may be replaced."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / METRICS_FILE).is_file():

@@ -16,6 +16,7 @@ recognized by the sizes of its files, and skipped.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import time
@@ -109,19 +110,8 @@ class RunState(SavedState):
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 
-class FileList(BaseModel):
-    """The content of files.json."""
-
-    num_bytes: Mapping[str, int]
-    """Size of each file, by its path in the checkpoint."""
-
-
 class CheckpointFolder:
-    """The checkpoints of one run.
-
-    Args:
-        keep: number of checkpoints to keep.
-    """
+    """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -188,7 +178,7 @@ class CheckpointFolder:
         state_path = temporary_folder / _STATE_FILE
         state_path.write_text(state.model_dump_json(), encoding="utf-8")
         sizes[_STATE_FILE] = state_path.stat().st_size
-        file_list = FileList(num_bytes=sizes).model_dump_json(indent=2)
+        file_list = json.dumps({"num_bytes": sizes}, indent=2)
         (temporary_folder / _FILES_FILE).write_text(file_list, encoding="utf-8")
         target = temporary_folder.with_suffix("")
         _replace(temporary_folder, target)
@@ -282,10 +272,10 @@ def check_complete(checkpoint: Path) -> None:
     """
     path = checkpoint / _FILES_FILE
     try:
-        file_list = FileList.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
+        sizes: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["num_bytes"]
+    except (OSError, ValueError, KeyError) as error:
         raise _damaged_error(checkpoint, f"{path.name}: {str(error).splitlines()[0]}") from error
-    if (defect := _find_defect(checkpoint, file_list.num_bytes)) is not None:
+    if (defect := _find_defect(checkpoint, sizes)) is not None:
         raise _damaged_error(checkpoint, defect)
 
 

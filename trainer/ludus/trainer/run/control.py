@@ -33,10 +33,6 @@ async def follow_control(
     """Apply the control files of a run whenever they change, until cancelled.
 
     A file that cannot be parsed is logged and changes nothing.
-
-    Args:
-        resize: sets the number of rollout workers.
-        interval_s: seconds between two reads.
     """
     mounted_path = os.environ.get(CONTROL_VARIABLE)
     paths = [run_folder / CONTROL_FILE, *([Path(mounted_path)] if mounted_path else [])]

@@ -58,10 +58,6 @@ def open_run(
 
     If a UserError ends a new run before its first step, its folder is removed.
 
-    Args:
-        overwrite: replace an existing run of the same name.
-        num_checkpoints: number of checkpoints to keep.
-
     Raises:
         UserError: the run cannot start as configured.
     """
@@ -108,11 +104,7 @@ def find_start(
 
 
 def find_config_changes(path: Path, run: AnyRunConfig) -> list[Change]:
-    """Return the changes since the configuration in the run's folder `path`.
-
-    Raises:
-        ConfigError: a resumed run does not allow a change, or the old configuration is unreadable.
-    """
+    """Return the changes since the configuration in the run's folder `path`."""
     try:
         previous_run = validate_any_run_json((path / CONFIG_FILE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -132,12 +124,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, run: AnyRunConfig, *, overwrite: bool) -> RunFolder:
-        """Create the folder of a new run and write its configuration.
-
-        Raises:
-            ConfigError: the folder contains a run and `overwrite` is false, another process trains
-                there, or the folder cannot be written.
-        """
+        """Create the folder of a new run and write its configuration."""
         with _lock_folder(run.folder) as lock:
             _clear_for_new_run(run.folder, overwrite=overwrite)
             folder = cls(run.folder, lock)
@@ -149,9 +136,6 @@ class RunFolder:
         """Open the folder of a run that resumes.
 
         The configuration in it stays unchanged until `write_config`, because the start may fail.
-
-        Raises:
-            ConfigError: another process trains there, or the folder cannot be written.
         """
         with _lock_folder(run.folder) as lock:
             return cls(run.folder, lock)
@@ -217,11 +201,7 @@ def log_to_folder(path: Path, level: str) -> Iterator[None]:
 
 @contextmanager
 def _lock_folder(path: Path) -> Iterator[RunLock]:
-    """Create and lock a folder. If the block fails, release the lock and remove an empty folder.
-
-    Raises:
-        ConfigError: another process has the lock, or the folder cannot be written.
-    """
+    """Create and lock a folder. If the block fails, release the lock and remove an empty folder."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock.take(path)

@@ -74,9 +74,6 @@ class MetricsWriter:
             path: the run's folder.
             resume_from: step from which the run resumes. Rows of later steps are dropped.
             job_log: stream that also receives the rows. Default: none.
-
-        Raises:
-            ConfigError: a sink cannot start as configured.
         """
         self._path = path
         rows = [] if resume_from is None else _drop_later_rows(path, resume_from)
@@ -201,11 +198,7 @@ class MetricsWriter:
         num_games_trained: int = 0,
         **fields: Any,
     ) -> None:
-        """Write a row.
-
-        Args:
-            fields: further fields of MetricsRow.
-        """
+        """Write a row."""
         row = MetricsRow(
             kind=kind,
             step=step,

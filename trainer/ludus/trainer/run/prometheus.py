@@ -87,11 +87,7 @@ class Series:
 
 
 class RunSeries(MetricsSink, Collector):
-    """The series of a run, updated from the rows of its metrics.
-
-    Args:
-        now: function that returns the Unix time in seconds.
-    """
+    """The series of a run, updated from the rows of its metrics."""
 
     name = "prometheus"
 
@@ -198,11 +194,7 @@ class PrometheusExporter(RunSeries):
     """Serves the series of a run over HTTP until it is closed."""
 
     def __init__(self, run: RunConfig, config: PrometheusSink) -> None:
-        """Start the server.
-
-        Raises:
-            ConfigError: the server cannot listen on the configured address.
-        """
+        """Start the server."""
         super().__init__(run)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)

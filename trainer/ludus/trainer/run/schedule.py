@@ -16,11 +16,7 @@ _NUM_DIGITS = 9
 def resolve_num_steps(run: LanguageModelRun, num_tasks: Mapping[str, int]) -> LanguageModelRun:
     """Return the run with training.num_steps computed from training.num_epochs, if that is set.
 
-    Args:
-        num_tasks: number of tasks by environment, for the environments that report it.
-
-    Raises:
-        ConfigError: training.num_epochs is set, but the environment reports no number of tasks.
+    `num_tasks` has the number of tasks by environment, if the environment reports it.
     """
     training, num_epochs = run.training, run.training.num_epochs
     if num_epochs is None:

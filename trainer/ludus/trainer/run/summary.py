@@ -25,13 +25,7 @@ def make_summary(
     num_learner_ranks: int = 1,
     num_rollout_workers: int = 1,
 ) -> Summary:
-    """Return the summary of a run that has trained its last step.
-
-    Args:
-        results: results by environment, in the order of the run.
-        counts: counts of the whole run, by field of the summary.
-        num_steps: number of steps trained.
-    """
+    """Return the summary of a run that has trained its last step."""
     first_result = next(iter(results.values()))
     report = first_result.report
     return Summary.model_validate(

@@ -33,11 +33,7 @@ class WandbWriter(MetricsSink):
 
     @classmethod
     def start(cls, run: RunConfig, config: WandbSink, folder: Path) -> WandbWriter:
-        """Open the sink and write the run's configuration.
-
-        Raises:
-            ConfigError: the package or the key is missing, or the service refuses the run.
-        """
+        """Open the sink and write the run's configuration."""
         try:
             import wandb
         except ImportError as error:

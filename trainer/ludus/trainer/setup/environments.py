@@ -50,11 +50,7 @@ class ConnectedEnvironment:
 
 
 def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
-    """Return the first environment that defines prompts for the policy chart, and its prompts.
-
-    Raises:
-        ConfigError: the function that makes the prompts fails or returns invalid prompts.
-    """
+    """Return the first environment that defines prompts for the policy chart, and its prompts."""
     for name, environment in run.environments.items():
         path = environment.policy_chart
         if path is None:
@@ -80,11 +76,7 @@ def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChart
 def load_fixed_policies(
     run: LanguageModelRun, name: str, options: JsonObject
 ) -> dict[str, FixedPolicy]:
-    """Return the fixed policies that an environment defines, by name.
-
-    Raises:
-        ConfigError: a baseline is neither among them nor the random policy.
-    """
+    """Return the fixed policies that an environment defines, by name."""
     policies: dict[str, FixedPolicy] = {}
     config, section = run.environments[name], run.environment_section(name)
     if config.policies is not None:
@@ -102,11 +94,7 @@ def load_fixed_policies(
 def start_local_servers(
     run: LanguageModelRun, log_folder: Path
 ) -> Iterator[dict[str, LocalServer]]:
-    """Start a server for each local environment, by its name; stop the servers after the block.
-
-    Raises:
-        UserError: a server refused its package or options.
-    """
+    """Start a server for each local environment, by its name; stop the servers after the block."""
     servers = {
         name: LocalServer(
             config.package,
@@ -136,12 +124,7 @@ def server_log_name(run: LanguageModelRun, name: str) -> str:
 async def connect_environments(
     run: LanguageModelRun, servers: Mapping[str, LocalServer]
 ) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
-    """Connect to the environments of a run, in its order; disconnect after the block.
-
-    Raises:
-        ConfigError: a server is unreachable, refuses the token, or cannot resume sessions although
-            the configuration requires it.
-    """
+    """Connect to the environments of a run, in its order; disconnect after the block."""
     async with AsyncExitStack() as stack:
         environments = {}
         for name, config in run.environments.items():

@@ -37,11 +37,7 @@ class FolderToken:
         return token
 
     def check(self) -> None:
-        """Check, in an actor, that its node sees the token.
-
-        Raises:
-            ConfigError: the node does not see the token.
-        """
+        """Check, in an actor, that its node sees the token."""
         if not _wait_until_visible(self.folder / self.name):
             raise ConfigError(
                 f"output_dir: node '{socket.gethostname()}' does not see the run's folder "
@@ -49,11 +45,7 @@ class FolderToken:
             )
 
     def reply(self, rank: int) -> None:
-        """Reply to the token from a learner rank, which will write into the folder.
-
-        Raises:
-            ConfigError: the node does not see the token, or cannot write into the folder.
-        """
+        """Reply to the token from a learner rank, which will write into the folder."""
         self.check()
         try:
             self._reply_path(rank).touch()
@@ -65,11 +57,7 @@ class FolderToken:
             ) from error
 
     def check_replies(self, num_ranks: int) -> None:
-        """Check, in the driver, that the replies of all ranks are visible, and remove them.
-
-        Raises:
-            ConfigError: a reply is not visible.
-        """
+        """Check, in the driver, that the replies of all ranks are visible, and remove them."""
         for rank in range(num_ranks):
             reply = self._reply_path(rank)
             if not _wait_until_visible(reply):

@@ -65,9 +65,6 @@ async def prepare_model(
 
     A tiny model is made only once, so that a resumed run still measures its distance from the
     model that it started from.
-
-    Args:
-        folder: folder for a tiny model.
     """
     match run.model:
         case PretrainedModel(path=path, lora=lora):
@@ -84,11 +81,7 @@ async def prepare_model(
 def make_tiny_model(
     config: TinyModel, conversations: Sequence[Conversation], seed: int, folder: Path
 ) -> None:
-    """Write a tiny model whose vocabulary and format come from these conversations.
-
-    Raises:
-        ConfigError: all conversations are too long for the model, or it cannot be written.
-    """
+    """Write a tiny model whose vocabulary and format come from these conversations."""
     # A tiny model cannot keep several threads busy: they would only wait for each other.
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(conversation_texts(conversations), config.vocab_size)
@@ -118,9 +111,6 @@ async def _play_warm_start(
     """Play episodes with random legal answers, in each environment according to its weight.
 
     Failed episodes are left out.
-
-    Raises:
-        EpisodesFailedError: all episodes fail.
     """
     weights = [environment.config.weight for environment in environments.values()]
     shares = _split_by_weight(config.warm_start_games, weights)
@@ -173,11 +163,7 @@ async def _play_warm_start(
 
 
 def _report_failures(failures: Sequence[str], num_episodes: int, *, are_all: bool) -> None:
-    """Log the most common failure of the warm start.
-
-    Raises:
-        EpisodesFailedError: all episodes failed.
-    """
+    """Log the most common failure of the warm start; fail if all episodes failed."""
     message = (
         f"{len(failures)} of {num_episodes} episodes of the warm start failed; the most common "
         f"reason: {most_common_reason(count_failures(failures))}"

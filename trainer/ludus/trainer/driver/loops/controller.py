@@ -229,13 +229,7 @@ class Controller:
                 return
 
     async def _take_batch(self, progress: ProgressMonitor) -> TakenBatch | None:
-        """Return the next batch; None if a stop is requested.
-
-        Raises:
-            TrainingStalledError: no group is useful for training.
-            EpisodesFailedError: nearly all episodes in an environment fail.
-            UnavailableError: an environment stays unavailable for longer than allowed.
-        """
+        """Return the next batch; None if a stop is requested."""
         while not self.stop_request.is_set:
             batch = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
             progress.observe(batch.counts, time.monotonic(), is_taken=bool(batch.groups))
@@ -261,7 +255,9 @@ class Controller:
     async def _train_on(self, step: _RunningStep) -> None:
         start_s = time.monotonic()
         coefficients = compute_coefficients(self.components.run, self.state.step)
-        step.metrics = await self.components.learners.train_step(step.batch.batch, coefficients)
+        batch = step.batch.batch
+        assert batch is not None
+        step.metrics = await self.components.learners.train_step(batch, coefficients)
         step.times = replace(step.times, train_s=time.monotonic() - start_s)
         self.state.step += 1
 
@@ -302,11 +298,7 @@ class Controller:
         return Step(state.step, values, environments, transcripts, evaluation=None)
 
     def _check_updates(self, metrics: StepMetrics) -> None:
-        """Log skipped updates.
-
-        Raises:
-            TrainingStalledError: too many updates in a row were skipped.
-        """
+        """Log skipped updates; fail after too many in a row."""
         if metrics.num_skipped_updates:
             _log.warning(
                 "step %d: %d updates were skipped, because their gradients were not finite",
@@ -421,11 +413,7 @@ class Controller:
             step.training.cancel()
 
     def _count_learner_loss(self, error: LearnerLostError) -> None:
-        """Count a lost learner.
-
-        Raises:
-            LearnerLostError: it may not restart again.
-        """
+        """Count a lost learner; fail if it may not restart again."""
         max_restarts = self.components.run.training.max_learner_restarts
         # The text of an error that crossed a Ray actor contains its traceback.
         reason = getattr(error, "cause", None) or error
