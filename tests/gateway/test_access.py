@@ -256,7 +256,7 @@ def test_a_changed_file_is_followed_within_the_interval(
     with pytest.raises(AuthenticationError):
         access.authenticate(f"Bearer {ALICE}")
     with pytest.raises(AuthenticationError, match="'alice' was removed"):
-        access.renew(old)
+        access.admit(old)
 
 
 def test_renewing_a_tenant_gives_its_present_limits(
@@ -266,7 +266,7 @@ def test_renewing_a_tenant_gives_its_present_limits(
     path = tenants_file(tmp_path)
     path.write_text(path.read_text().replace("max_sessions = 8", "max_sessions = 9"))
     clock.now_s += 1.0
-    assert access.renew(alice).limits.max_sessions == 9
+    assert access.admit(alice).limits.max_sessions == 9
 
 
 def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.proto.errors import AuthenticationError, InvalidCallError, RateLimitError
+from ludus.proto.errors import InvalidCallError, RateLimitError
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 from tests.gateway.clock import Clock
@@ -118,30 +118,6 @@ def test_steps_have_a_separate_rate(quotas: Quotas, clock: Clock) -> None:
 def test_steps_of_a_tenant_without_limits_are_free(quotas: Quotas) -> None:
     for _ in range(1000):
         quotas.count_step(tenant())
-
-
-def test_old_connection_has_the_current_limits(
-    clock: Clock,
-) -> None:
-    present = {"alice": tenant(max_sessions=2, steps_per_s=1)}
-
-    def renew(old: Tenant) -> Tenant:
-        if old.name not in present:
-            raise AuthenticationError("removed")
-        return present[old.name]
-
-    quotas, old = Quotas(clock, renew), tenant()
-    quotas.reserve(old, 2)
-    quotas.count_step(old)
-    for refused in (quotas.reserve, quotas.count_step):
-        with pytest.raises(RateLimitError):
-            refused(old)
-    present.clear()
-    for refused in (quotas.reserve, quotas.count_step):
-        with pytest.raises(AuthenticationError):
-            refused(old)
-    quotas.release(old, 2)
-    assert quotas.num_sessions(old) == 0
 
 
 @given(

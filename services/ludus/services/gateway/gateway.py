@@ -79,7 +79,7 @@ class Gateway:
         self.access.check_host(config.host, insecure=config.insecure)
         self.metrics = GatewayMetrics(config.environments, self._read_loads)
         self.access.on_failure = self.metrics.count_auth_failure
-        self.quotas = Quotas(clock, renew=self.access.renew)
+        self.quotas = Quotas(clock)
         self.environments = Environments()
         self.sources: dict[str, EndpointSource] = dict(sources or {})
         self.http_address = ""

@@ -53,7 +53,6 @@ from ludus.services.gateway.tenancy.metrics import OK, EnvironmentLoad, GatewayM
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import (
     GATEWAY_TENANT,
-    Scope,
     Tenant,
     current_tenant,
     set_current_tenant,
@@ -362,7 +361,7 @@ class GatewaySessions:
             RateLimitError: the rate is too high.
         """
         try:
-            self._quotas.count_step(current_tenant())
+            self._quotas.count_step(self._authorize())
         except EnvError as error:
             self._metrics.count_call(self.environment, kind, error.code, None)
             raise
@@ -473,7 +472,7 @@ class GatewaySessions:
     def _authorize(self) -> Tenant:
         """Return the caller with its current rights, which may be newer than its connection."""
         tenant = current_tenant()
-        return tenant if tenant is GATEWAY_TENANT else self._access.admit(tenant, Scope.STEP)
+        return tenant if tenant is GATEWAY_TENANT else self._access.admit(tenant)
 
     async def _make_room(self, size: int) -> None:
         """End idle sessions of any tenant if the capacity is too small for `size` sessions."""

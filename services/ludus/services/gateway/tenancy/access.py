@@ -66,7 +66,6 @@ class _OpenConnection:
     """A long-lived connection of a tenant."""
 
     tenant: Tenant
-    scope: Scope
     close: Callable[[EnvError], None]
 
 
@@ -92,7 +91,7 @@ class TenantAccess:
         self._source = source
         self._clock = clock
         self._next_check_s = clock() + _CHECK_EVERY_S
-        self._connections: dict[_OpenConnection, None] = {}
+        self._connections: set[_OpenConnection] = set()
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
@@ -144,12 +143,18 @@ class TenantAccess:
         tenants = self._tenants
         return tenants is not None and _find_tenant(tenants, token.encode()) is not None
 
-    def renew(self, tenant: Tenant) -> Tenant:
+    def admit(self, tenant: Tenant) -> Tenant:
         """Return the tenant of a long-lived connection with its current scopes and limits.
 
         Raises:
             AuthenticationError: the tenant or its token was removed after it authenticated.
+            PermissionDeniedError: the tenant no longer has the scope `step`.
         """
+        current_tenant = self._renew(tenant)
+        self.require(current_tenant, Scope.STEP)
+        return current_tenant
+
+    def _renew(self, tenant: Tenant) -> Tenant:
         self._refresh()
         if self._tenants is None:
             return tenant
@@ -165,40 +170,29 @@ class TenantAccess:
             )
         return owner
 
-    def admit(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """Return the tenant with its current scopes and limits, if it has the scope.
-
-        Raises:
-            AuthenticationError: the tenant or its token was removed after it authenticated.
-            PermissionDeniedError: the tenant does not have the scope.
-        """
-        current_tenant = self.renew(tenant)
-        self.require(current_tenant, scope)
-        return current_tenant
-
     @contextmanager
     def register_connection(
-        self, tenant: Tenant, scope: Scope, close: Callable[[EnvError], None]
+        self, tenant: Tenant, close: Callable[[EnvError], None]
     ) -> Iterator[None]:
         """Register a long-lived connection while the context is active.
 
         Args:
             close: called with the error once the tenant may no longer use the connection.
         """
-        connection = _OpenConnection(tenant, scope, close)
-        self._connections[connection] = None
+        connection = _OpenConnection(tenant, close)
+        self._connections.add(connection)
         try:
             yield
         finally:
-            self._connections.pop(connection, None)
+            self._connections.discard(connection)
 
     def close_refused_connections(self) -> None:
         """Close the connections whose tenants were removed or lost their token or scope."""
         for connection in list(self._connections):
             try:
-                self.admit(connection.tenant, connection.scope)
+                self.admit(connection.tenant)
             except EnvError as error:
-                del self._connections[connection]
+                self._connections.remove(connection)
                 connection.close(error)
 
     def require(self, tenant: Tenant, scope: Scope) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ludus.proto.errors import InvalidCallError, RateLimitError
-from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
+from ludus.services.gateway.tenancy.tenants import Tenant
 
 _SESSIONS_RETRY_S = 1.0
 """Retry delay for a refused open; it is unknown when the tenant will close a session."""
@@ -50,17 +50,10 @@ class Quotas:
 
     Args:
         clock: monotonic clock in seconds.
-        renew: returns the tenant with its current limits, or raises if it was removed; a
-            connection may be older than the tenants file.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        renew: Callable[[Tenant], Tenant] | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._renew = renew
         self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
     def num_sessions(self, tenant: Tenant) -> int:
@@ -73,9 +66,8 @@ class Quotas:
         Raises:
             RateLimitError: the quota has too few sessions left, or the rate is too high.
             InvalidCallError: more at once than the tenant may ever have.
-            AuthenticationError: the tenant was removed.
         """
-        limits = self._current_limits(tenant)
+        limits = tenant.limits
         usage = self._usage[tenant.name]
         max_sessions = limits.max_sessions
         if max_sessions is not None and usage.num_sessions + num_sessions > max_sessions:
@@ -94,14 +86,10 @@ class Quotas:
 
         Raises:
             RateLimitError: the rate is too high; the error contains the retry delay.
-            AuthenticationError: the tenant was removed.
         """
-        rate_per_s = self._current_limits(tenant).steps_per_s
+        rate_per_s = tenant.limits.steps_per_s
         if rate_per_s is not None:
             self._take_tokens(tenant, "steps", 1, rate_per_s)
-
-    def _current_limits(self, tenant: Tenant) -> TenantLimits:
-        return (tenant if self._renew is None else self._renew(tenant)).limits
 
     def _take_tokens(self, tenant: Tenant, resource: str, num: int, rate_per_s: float) -> None:
         now_s = self._clock()

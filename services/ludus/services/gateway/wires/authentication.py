@@ -71,7 +71,7 @@ class Authenticate:
         def close(error: EnvError) -> None:
             tasks.add(asyncio.create_task(_close_websocket(send, error)))
 
-        with self._access.register_connection(tenant, Scope.STEP, close):
+        with self._access.register_connection(tenant, close):
             await self._app(scope, receive, send)
 
 
@@ -124,7 +124,7 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
             refusals.append(error)
             serving.cancel()
 
-        with self._access.register_connection(tenant, Scope.STEP, cancel):
+        with self._access.register_connection(tenant, cancel):
             try:
                 return await serving
             except asyncio.CancelledError:
