@@ -54,7 +54,7 @@ def measure(engine_name: str, model_path: str) -> None:
     from ludus.trainer.core.interfaces import EngineRequest
     from ludus.trainer.core.types import Sampling
     from ludus.trainer.models.chat import ChatTokenizer
-    from ludus.trainer.rollout.engines.factory import make_engine
+    from ludus.trainer.rollout.engines.async_engine import make_engine
 
     torch.set_num_threads(1)
     run = load_run_config(None, [f"generator.kind={engine_name}", "rollout.max_tokens=64"])

@@ -25,8 +25,7 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import LanguageModelRun, TransformersGenerator
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.engines.factory import make_engine
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerParts

@@ -47,7 +47,7 @@ from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.warm_start import Conversation, Exchange, conversation_texts, to_sample
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.adapters.renderer import make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 
 ROOT = Path(__file__).parents[1]
 NUM_DEALS, GAMES_PER_DEAL = 256, 4

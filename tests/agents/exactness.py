@@ -33,10 +33,10 @@ from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
-from ludus.trainer.rollout.agents.endpoint.api_error import LimitError
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ChatMessage,
     FunctionCall,
+    LimitError,
     PolicyRequest,
     PolicyResponse,
 )
@@ -124,7 +124,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
             results.num_sequences += len(sequences)
             results.num_branches += tree.num_branches
             results.num_tokens += sum(int(sequence.loss_mask.sum()) for sequence in sequences)
-            results.num_calls += sum("<tool_call>" in turn.text for turn in tree.played_turns())
+            results.num_calls += sum("<tool_call>" in turn.text for turn in tree.turns)
             error = await asyncio.to_thread(logprob_error, model, sequences)
             results.largest_logprob_error = max(results.largest_logprob_error, error)
 

@@ -26,12 +26,11 @@ from ludus.proto.config import AgentConfig, CommandAgent, RewardTerm, RolloutCon
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
-from ludus.trainer.rollout.agents.host import AgentHost
 from ludus.trainer.rollout.agents.launchers import ProgramLauncher, check_agent
-from ludus.trainer.rollout.agents.runner import AgentRunner
+from ludus.trainer.rollout.agents.runner import AgentHost, AgentRunner
 from ludus.trainer.rollout.agents.task import AgentTask
 from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.agents import functions

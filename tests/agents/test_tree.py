@@ -13,9 +13,9 @@ from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, Sampl
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
-from ludus.trainer.rollout.agents.endpoint.api_error import LimitError
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ChatMessage,
+    LimitError,
     PolicyRequest,
     PolicyResponse,
 )

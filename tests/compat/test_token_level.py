@@ -22,7 +22,7 @@ from ludus.trainer.core.types import (
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from tests.env.token_env import END, TOKENS
 from tests.rollout.scripted_policy import ScriptedPlayer
 

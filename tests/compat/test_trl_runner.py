@@ -36,11 +36,9 @@ from ludus.trainer.core.types import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.group import GroupPlayer
-from ludus.trainer.rollout.limits import sampling_settings
-from ludus.trainer.rollout.registry import find_registered_runner
+from ludus.trainer.rollout.group import GroupPlayer, find_registered_runner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
-from ludus.trainer.rollout.runner import RunnerParts
+from ludus.trainer.rollout.runner import RunnerParts, sampling_settings
 from openspiel_env import make_environment
 from tests.compat import trl_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine

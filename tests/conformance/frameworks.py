@@ -32,11 +32,10 @@ from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.learner.warm_start import Conversation, conversation_texts, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.rollout.agents.host import AgentHost
-from ludus.trainer.rollout.agents.runner import AgentRunner
-from ludus.trainer.rollout.agents.warm_start import play_with_random_responses
+from ludus.trainer.rollout.agents.random_responses import play_with_random_responses
+from ludus.trainer.rollout.agents.runner import AgentHost, AgentRunner
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.agents.exactness import Recorded, logprob_error

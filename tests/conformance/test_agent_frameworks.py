@@ -133,7 +133,7 @@ async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
     looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
     assert measured["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
     assert len(measured["errors"]) == 1  # "It is" contains no call, although a call was required
-    first, second, *_ = tree.played_turns()
+    first, second, *_ = tree.turns
     assert "look" in first.messages[0]["content"]
     # The agent writes calls in its own words.
     assert "Calling tools:" in second.messages[-2]["content"]

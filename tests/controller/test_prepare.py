@@ -17,7 +17,7 @@ from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
 from ludus.trainer.driver.checks import check_first_prompts
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.adapters.renderer import make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.first_prompts import make_canary
 from ludus.trainer.setup.tiny_model import prepare_model

@@ -16,7 +16,7 @@ from ludus.env import Transition
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import LanguageModelRun
-from ludus.trainer.rollout.adapters.renderer import make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation

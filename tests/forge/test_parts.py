@@ -27,7 +27,7 @@ from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
 from ludus.trainer.compat.forge.part_settings import make_part_settings
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 from tests.learner.tiny_policy import make_policy_folder
 
 REQUEST, RESPONSE, PAD = 12, 4, 0

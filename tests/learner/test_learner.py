@@ -74,7 +74,11 @@ def test_tree_packing_only_reduces_the_work(model_path: str, num_minibatches: in
     assert tree.loss == pytest.approx(pad.loss, rel=1e-5)
     assert tree.grad_norm == pytest.approx(pad.grad_norm, rel=1e-5)
     assert tree.entropy == pytest.approx(pad.entropy, rel=1e-5)
-    assert tree.num_tokens_trained == pad.num_tokens_trained == batch.num_loss_tokens
+    assert (
+        tree.num_tokens_trained
+        == pad.num_tokens_trained
+        == int(batch.num_sampled[batch.sequence_of_sample].sum())
+    )
     assert tree.num_tokens_forwarded < pad.num_tokens_forwarded < tree.num_tokens_in_batch
 
 

@@ -13,7 +13,7 @@ from ludus.env.types import Transition
 from ludus.proto.config import LanguageModelRun, LocalEnvironment
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.tiny_model import prepare_model
 from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservation

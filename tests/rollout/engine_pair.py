@@ -17,9 +17,8 @@ from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.engines.factory import has_vllm
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
-from ludus.trainer.rollout.engines.vllm_process import vllm_environment
+from ludus.trainer.rollout.engines.vllm_process import has_vllm, vllm_environment
 
 MAX_TOKENS = 128
 END_TOKEN_ID = 1

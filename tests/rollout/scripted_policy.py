@@ -13,7 +13,7 @@ from ludus.proto.config import LanguageModelRun, RolloutConfig
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from ludus.trainer.rollout.episode import SessionRunner
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels

@@ -7,7 +7,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LocalEnvironment
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.setup import first_prompts
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_tokenizer

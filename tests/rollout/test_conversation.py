@@ -49,7 +49,7 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
     for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
         assert all(sequence.loss_mask[turn.start : turn.end])
         token_ids = sequence.token_ids[turn.start : turn.end].tolist()
-        assert conversation._chat.decode(token_ids) == text
+        assert conversation.chat.decode(token_ids) == text
     assert sum(sequence.loss_mask) == sum(turn.end - turn.start for turn in sequence.turns)
 
 
@@ -58,7 +58,7 @@ async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled(
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.sequences(include_rest=False)
     assert len(sequence.turns) == 2
-    assert "bust?" in conversation._chat.decode(policy.prompts[1])
+    assert "bust?" in conversation.chat.decode(policy.prompts[1])
 
 
 async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
@@ -69,7 +69,7 @@ async def test_a_turn_with_a_changed_history_starts_a_new_sequence() -> None:
     assert [sequence.turns[0].reward for sequence in sequences] == [1, 2, 3]
     for sequence, prompt in zip(sequences, policy.prompts, strict=True):
         assert sequence.token_ids[: sequence.turns[0].start].tolist() == prompt
-        assert "bust?" not in conversation._chat.decode(prompt)
+        assert "bust?" not in conversation.chat.decode(prompt)
         assert any(sequence.loss_mask)
 
 
@@ -88,7 +88,7 @@ async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: b
     assert conversation.has_room
     [sequence] = conversation.sequences(include_rest=True)
     rest = sequence.token_ids[sequence.turns[-1].end :].tolist()
-    assert "19 vs 10" in conversation._chat.decode(rest)
+    assert "19 vs 10" in conversation.chat.decode(rest)
     assert not any(sequence.loss_mask[sequence.turns[-1].end :])
     assert conversation.sequences(include_rest=False) == bare
     conversation.add(user("a long story " * 200))

@@ -9,7 +9,7 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import ImportedRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ImportedRenderer
 from ludus.trainer.rollout.rewards.scoring import Reward
 from openspiel_env import make_environment
 from tests.env.counting_env import CountingEnv

@@ -15,7 +15,7 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import ImportedRenderer
+from ludus.trainer.rollout.adapters.environment_adapter import ImportedRenderer
 from tests.rollout.fragile_env import (
     FAILS_IN_FIRST_RENDER,
     FAILS_IN_RESET,

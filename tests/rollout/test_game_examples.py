@@ -13,7 +13,7 @@ from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.rollout.limits import episode_limits, sampling_settings
+from ludus.trainer.rollout.runner import episode_limits, sampling_settings
 from openspiel_env import make_environment
 from tests.rollout.scripted_policy import ScriptedPolicy, start_player
 

@@ -12,7 +12,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.limits import episode_limits
+from ludus.trainer.rollout.runner import episode_limits
 from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy, start_player
 
 FUNCTIONS = "tests.rollout.reward_functions"

@@ -131,7 +131,7 @@ async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_sco
 
     for broken, message, timeout_s in [
         (out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
-        (never, "did not return scores within rollout.group_timeout_s = 0.05 s", 0.05),
+        (never, "did not return within rollout.group_timeout_s = 0.05 s", 0.05),
         (strange, "returned the score nan", 60.0),
     ]:
         monkeypatch.setattr(RewardModel, "score", broken)

@@ -14,7 +14,7 @@ from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     TOLERANCE,

@@ -38,12 +38,10 @@ with pause_collection():
         make_lost_group,
     )
     from ludus.trainer.models.chat import ChatTokenizer
-    from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-    from ludus.trainer.rollout.engines.factory import make_engine
+    from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
     from ludus.trainer.rollout.group import GroupPlayer
-    from ludus.trainer.rollout.limits import sampling_settings
     from ludus.trainer.rollout.rewards.reward_models import RewardModels
-    from ludus.trainer.rollout.runner import RunnerParts
+    from ludus.trainer.rollout.runner import RunnerParts, sampling_settings
     from ludus.trainer.rollout.transcript import num_transcripts
     from ludus.trainer.setup.environments import make_connect_options
     from ludus.trainer.setup.shared_folder import FolderToken

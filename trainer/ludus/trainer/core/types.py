@@ -38,6 +38,7 @@ from numpy.typing import DTypeLike
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
+from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.core.ragged import Ragged
@@ -84,9 +85,7 @@ class Sampling:
     logits and multiplies negative ones; 1 has no effect."""
 
     def __post_init__(self) -> None:
-        """Check the bounds of all fields.
-
-        An engine would fail all requests of a batch that contains an invalid one.
+        """Check all bounds, because an engine fails all requests of a batch for an invalid one.
 
         Raises:
             ConfigError: a field is not a number within its bounds.
@@ -112,22 +111,12 @@ class Sampling:
 _MIN, _MAX = 1e-6, 1e6
 """Bounds of positive parameters, outside of which an engine computes 0 or infinity."""
 _SAMPLING_BOUNDS: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (
-        Real,
-        _MIN,
-        _MAX,
-        f"0, or a number from {_MIN:g} to {_MAX:g}",
-    ),
+    "temperature": (Real, _MIN, _MAX, f"0, or a number from {_MIN:g} to {_MAX:g}"),
     "max_tokens": (Integral, 1, math.inf, "a whole number of 1 or more"),
     "top_p": (Real, _MIN, 1.0, f"a number from {_MIN:g} to 1"),
     "top_k": (Integral, 0, math.inf, "a whole number of 0 or more"),
     "min_p": (Real, 0.0, 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (
-        Real,
-        _MIN,
-        _MAX,
-        f"a number from {_MIN:g} to {_MAX:g}",
-    ),
+    "repetition_penalty": (Real, _MIN, _MAX, f"a number from {_MIN:g} to {_MAX:g}"),
 }
 
 
@@ -144,17 +133,33 @@ class SampledCompletion:
     """False if the completion reached its maximum number of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
-    """One decision of an episode."""
+    """One completion of an episode, and its effect in the environment."""
 
     prompt_ids: list[int]
-    """Tokens added since the previous turn; they are not sampled, so they are not trained on."""
+    """Tokens added since the parent; they are not sampled, so they are not trained on."""
     completion: SampledCompletion
     reward: float = 0.0
     """Reward of the environment for this turn."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each sampled token, whose sum is `reward`; empty if tokens have no own rewards."""
+    messages: Sequence[Message] = ()
+    """New messages that the policy saw before this turn."""
+    text: str = ""
+    """Text of the completion."""
+    action: Any = None
+    """Action that the completion caused; None if it caused none."""
+    parent: Turn | None = None
+    """Turn whose tokens this turn continues; None for the first turn of a sequence."""
+
+    @property
+    def path(self) -> list[Turn]:
+        """Turns from the first turn of the sequence to this one."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
 
 class RolloutStatus(StrEnum):
@@ -279,26 +284,32 @@ class Rollout(_FastPickle):
         return sum(turn.end - turn.start for turn in self.turns)
 
 
-def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequence:
-    """Join turns to one sequence, followed by `rest_ids`, which were not sampled.
+def join_tokens(turns: Sequence[Turn]) -> list[int]:
+    """Return the tokens of turns that continue each other."""
+    token_ids: list[int] = []
+    for turn in turns:
+        token_ids += turn.prompt_ids
+        token_ids += turn.completion.token_ids
+    return token_ids
+
+
+def join_turns(
+    turns: Sequence[Turn], start_ids: Sequence[int] = (), rest_ids: Sequence[int] = ()
+) -> TokenSequence:
+    """Join turns to one sequence between `start_ids` and `rest_ids`, which are not trained on.
 
     The rest is the last observation of a truncated episode, whose value the critic predicts.
     """
-    token_ids: list[int] = []
-    logprobs: list[float] = []
+    token_ids = [*start_ids, *join_tokens(turns), *rest_ids]
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[TurnSpan] = []
+    end = len(start_ids)
     for turn in turns:
-        token_ids += turn.prompt_ids
-        logprobs += [0.0] * len(turn.prompt_ids)
-        start = len(token_ids)
-        token_ids += turn.completion.token_ids
-        logprobs += turn.completion.logprobs
-        spans.append(TurnSpan(start, len(token_ids), turn.reward, turn.token_rewards))
-    token_ids += rest_ids
-    logprobs += [0.0] * len(rest_ids)
-    return TokenSequence(
-        np.array(token_ids, dtype=np.int32), np.array(logprobs, dtype=np.float32), tuple(spans)
-    )
+        start = end + len(turn.prompt_ids)
+        end = start + len(turn.completion.token_ids)
+        logprobs[start:end] = turn.completion.logprobs
+        spans.append(TurnSpan(start, end, turn.reward, turn.token_rewards))
+    return TokenSequence(np.array(token_ids, dtype=np.int32), logprobs, tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,11 +413,6 @@ class Batch:
     def num_samples(self) -> int:
         """Number of samples, N."""
         return len(self.sequence_of_sample)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Number of sampled tokens in all samples."""
-        return int(self.num_sampled[self.sequence_of_sample].sum())
 
     @property
     def num_sampled(self) -> np.ndarray:

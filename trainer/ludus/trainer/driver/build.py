@@ -30,7 +30,7 @@ from ludus.trainer.driver.checks import (
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.limits import episode_limits
+from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState, learner_folder
 from ludus.trainer.run.lifecycle import OpenRun, ensure_run_id
 from ludus.trainer.run.metrics_writer import MetricsWriter

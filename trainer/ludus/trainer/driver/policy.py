@@ -12,7 +12,7 @@ from ludus.trainer.actors.processes import Workers
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import SampledCompletion
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.limits import sampling_settings
+from ludus.trainer.rollout.runner import sampling_settings
 
 
 @dataclass(frozen=True, slots=True)

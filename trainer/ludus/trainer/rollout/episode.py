@@ -22,8 +22,9 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ludus.env import StepResult
@@ -39,17 +40,20 @@ from ludus.proto.errors import (
     UserError,
 )
 from ludus.trainer.core.interfaces import GenerateFn
-from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
+from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
-from ludus.trainer.rollout.adapters.renderer import ChatRenderer, make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import (
+    ChatRenderer,
+    EnvironmentAdapter,
+    make_renderer,
+)
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.conversation import EpisodeRecord
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
 
-RecordT = TypeVar("RecordT", bound=EpisodeRecord)
+RecordT = TypeVar("RecordT", bound=EpisodeRecord[Any])
 _OpenedT = TypeVar("_OpenedT")
 _OpenSession = tuple[AsyncSession, StepResult]
 
@@ -92,6 +96,8 @@ class SessionRunner(ABC, Generic[RecordT]):
     toolbox: Toolbox | None = None
     """Tools that completions can call; None if completions are actions."""
     plays_groups_together: ClassVar[bool] = False
+    record_class: ClassVar[type[Any]]
+    """Class of the record of an episode, a subclass of EpisodeRecord."""
 
     @classmethod
     async def start(cls, parts: RunnerParts) -> Self:
@@ -116,10 +122,6 @@ class SessionRunner(ABC, Generic[RecordT]):
         return {}
 
     @abstractmethod
-    def make_record(self, start: EpisodeStart, sampling: Sampling) -> RecordT:
-        """Return the empty record of an episode."""
-
-    @abstractmethod
     async def run(
         self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: RecordT
     ) -> EpisodeEnd:
@@ -134,7 +136,8 @@ class SessionRunner(ABC, Generic[RecordT]):
         """
         deadline_s = asyncio.get_running_loop().time() + self.limits.group_timeout_s
         open_sessions: Sequence[_OpenSession | None] = [None] * len(starts)
-        if self._opens_together(starts):
+        has_one_seed = len({start.seed for start in starts}) == 1
+        if has_one_seed and 1 < len(starts) <= self.max_sessions:
             try:
                 async with asyncio.timeout_at(deadline_s) as limit:
                     open_sessions = await self._open_group(starts[0].seed, len(starts))
@@ -164,7 +167,9 @@ class SessionRunner(ABC, Generic[RecordT]):
             session, first_result = opened or await self._open_session(start.seed)
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.void(start.seed, error)
-        record = self.make_record(start, sampling)
+        record: RecordT = self.record_class(
+            self.generate, self.chat, self.limits, sampling, start.key
+        )
         try:
             end = await self.run(session, first_result, start, record)
             return self._finish(start.seed, record, end)
@@ -181,95 +186,47 @@ class SessionRunner(ABC, Generic[RecordT]):
         return EnvironmentAdapter(session, first, self.renderer, reward)
 
     def void(
-        self, seed: int, error: BaseException, record: EpisodeRecord | None = None
+        self, seed: int, error: BaseException, record: EpisodeRecord[Any] | None = None
     ) -> PlayedEpisode:
         """Return the void episode that `error` ended; `record` is None if it did not start.
 
         Raises:
             UserError: `error` is a UserError, which every other episode would raise too.
         """
-        cause = first_error(error)
-        if isinstance(cause, UserError):
-            raise cause
-        is_lost = isinstance(cause, InfrastructureError)
-        status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
-        end = EpisodeEnd(status, failure=describe(error))
-        return self._void(seed, record, end, agent_died=isinstance(cause, AgentError))
+        rollout = void_rollout(self.environment, seed, error)
+        return PlayedEpisode(rollout) if record is None else _add_record(rollout, record)
 
-    def _void(
-        self,
-        seed: int,
-        record: EpisodeRecord | None,
-        end: EpisodeEnd,
-        *,
-        agent_died: bool = False,
-    ) -> PlayedEpisode:
-        turns = record.turns if record is not None else []
-        rollout = Rollout(
-            environment=self.environment,
-            seed=seed,
-            # These tokens are counted and never trained on.
-            sequences=(join_turns(turns),) if turns else (),
-            reward=None,
-            episode_return=None,
-            terms=(),
-            status=end.status,
-            policy_version=min((turn.completion.policy_version for turn in turns), default=0),
-            failure=end.failure or f"the rollout function returned the status {end.status}",
-            num_tool_calls=record.num_tool_calls if record else 0,
-            num_tool_calls_failed=record.num_tool_calls_failed if record else 0,
-            num_branches=record.num_branches if record else 0,
-            agent_died=agent_died,
-        )
-        return PlayedEpisode(rollout, history=record)
-
-    def _finish(self, seed: int, record: EpisodeRecord, end: EpisodeEnd) -> PlayedEpisode:
+    def _finish(self, seed: int, record: RecordT, end: EpisodeEnd) -> PlayedEpisode:
         """Return the played episode; its reward is the environment's return.
 
         Raises:
             ConversationFullError: the first completion did not fit into the limits.
             NothingPlayedError: nothing was sampled, for another reason.
         """
-        turns, status = record.turns, RolloutStatus(end.status)
+        status = RolloutStatus(end.status)
+        rollout = Rollout(self.environment, seed, (), None, None, (), status, policy_version=0)
         if status.is_void:
-            return self._void(seed, record, end)
-        if not turns:
+            reason = end.failure or f"the rollout function returned the status {status}"
+            return _add_record(replace(rollout, failure=reason), record)
+        if not record.turns:
             record.refuse_if_full()
             raise NothingPlayedError(
                 f"the episode ended with status {status} before the policy sampled a completion; "
                 "an episode needs at least one"
             )
-        episode_return = sum(turn.reward for turn in turns)
+        episode_return = sum(turn.reward for turn in record.turns)
         if not math.isfinite(episode_return):
             raise ValueError(
                 f"the environment's rewards must be finite, but they add up to {episode_return}"
             )
-        rollout = Rollout(
-            environment=self.environment,
-            seed=seed,
-            sequences=record.sequences(include_rest=status is RolloutStatus.TRUNCATED),
+        rollout = replace(
+            rollout,
             reward=episode_return,
             episode_return=episode_return,
             terms=(ScoredTerm("environment", episode_return),),
-            status=status,
-            policy_version=min(turn.completion.policy_version for turn in turns),
-            num_tool_calls=record.num_tool_calls,
-            num_tool_calls_failed=record.num_tool_calls_failed,
             success=end.success,
-            num_branches=record.num_branches,
         )
-        return PlayedEpisode(
-            rollout,
-            prompt=record.prompt,
-            completion=record.completion,
-            completion_ids=[token for turn in turns for token in turn.completion.token_ids],
-            fields=end.fields,
-            history=record,
-        )
-
-    def _opens_together(self, starts: Sequence[EpisodeStart]) -> bool:
-        has_one_seed = len({start.seed for start in starts}) == 1
-        return has_one_seed and 1 < len(starts) <= self.max_sessions
+        return _add_record(rollout, record, end.fields)
 
     async def _open_group(self, seed: int, size: int) -> list[_OpenSession]:
         return await retry_while_full(
@@ -291,26 +248,62 @@ class SessionRunner(ABC, Generic[RecordT]):
         )
 
 
+def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
+    """Return the rollout of an episode that `error` ended, without tokens.
+
+    Raises:
+        UserError: `error` is a UserError, which every other episode would raise too.
+    """
+    cause = first_error(error)
+    if isinstance(cause, UserError):
+        raise cause
+    is_lost = isinstance(cause, InfrastructureError)
+    status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
+    rollout = Rollout(environment, seed, (), None, None, (), status, 0, describe(error))
+    return replace(rollout, agent_died=isinstance(cause, AgentError))
+
+
+def _add_record(
+    rollout: Rollout, record: EpisodeRecord[Any], fields: Mapping[str, Any] | None = None
+) -> PlayedEpisode:
+    """Return an episode with its record; the tokens of a void one are counted, never trained on."""
+    completions = [turn.completion for turn in record.turns]
+    rollout = replace(
+        rollout,
+        sequences=record.sequences(include_rest=rollout.status is RolloutStatus.TRUNCATED),
+        policy_version=min((completion.policy_version for completion in completions), default=0),
+        num_tool_calls=record.num_tool_calls,
+        num_tool_calls_failed=record.num_tool_calls_failed,
+        num_branches=record.num_branches,
+    )
+    return PlayedEpisode(
+        rollout,
+        prompt=record.prompt,
+        completion=record.completion,
+        completion_ids=[token for completion in completions for token in completion.token_ids],
+        fields=fields,
+        history=record.transcript_turns(),
+    )
+
+
 class LastResult(Mapping[str, Any]):
     """Info and metadata of the last result, parsed only when a reward function needs them."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
-        self._fields: dict[str, Any] | None = None
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
+        return result_fields(self._result)
 
     def __getitem__(self, key: str) -> Any:
-        return self._read()[key]
+        return self._fields[key]
 
-    def __iter__(self) -> Any:
-        return iter(self._read())
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
 
     def __len__(self) -> int:
-        return len(self._read())
-
-    def _read(self) -> dict[str, Any]:
-        if self._fields is None:
-            self._fields = result_fields(self._result)
-        return self._fields
+        return len(self._fields)
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:

@@ -1,6 +1,16 @@
 """Groups of episodes of one environment: played by a runner, scored, and written as transcripts.
 
 starts --runner--> played episodes --reward terms, once--> rollouts, transcripts
+
+    settings of an environment              runner
+    none                                    TurnLoopRunner      policy and environment take turns
+    rollout = "module:function"             FunctionRunner      a function plays one episode
+    rollout = "module:Class"                the class itself, a runner
+    rollout = "NAME:module:function"        the runner class that entry point NAME registers
+    agent = {...}                           AgentRunner         an agent plays one episode
+
+An installed package registers a runner class under a name with an entry point of group
+`ludus.episode_runners`.
 """
 
 from __future__ import annotations
@@ -9,18 +19,24 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, cast
 
+from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
-from ludus.trainer.rollout.registry import start_runner
+from ludus.trainer.rollout.agents.runner import AgentRunner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
 from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerParts
 from ludus.trainer.rollout.transcript import make_transcript
+from ludus.trainer.rollout.turns import FunctionRunner, TurnLoopRunner
 
 _log = logging.getLogger(__name__)
 
+ENTRY_POINTS = "ludus.episode_runners"
 _PAUSE_AFTER_FAILURE_S = 0.5
 
 
@@ -132,3 +148,37 @@ def make_transcripts(
         except Exception:  # noqa: BLE001 - messages and actions of third-party code have any form
             _log.exception("no transcript for an episode of '%s'", rollout.environment)
     return tuple(transcripts)
+
+
+async def start_runner(parts: RunnerParts) -> EpisodeRunner:
+    """Return the runner that plays the episodes of one environment.
+
+    Raises:
+        ConfigError: the environment's rollout function, runner or agent cannot be used.
+    """
+    config = parts.config
+    runner_class: Any = TurnLoopRunner
+    if config.agent is not None:
+        runner_class = AgentRunner
+    elif config.rollout_runner is not None:
+        runner_class = find_registered_runner(config.rollout_runner)
+    elif config.rollout_function is not None:
+        function = import_object(config.rollout_function, "environment.rollout")
+        runner_class = function if isinstance(function, type) else FunctionRunner
+    return cast(EpisodeRunner, await runner_class.start(parts))
+
+
+def find_registered_runner(name: str) -> Any:
+    """Return the runner class that an installed package registers under `name`.
+
+    Raises:
+        ConfigError: no installed package registers the name.
+    """
+    registered_runners = entry_points(group=ENTRY_POINTS)
+    if name not in registered_runners.names:
+        raise ConfigError(
+            f"environment.rollout = '{name}:...' names a runner that is not registered; expected "
+            f"one of {sorted(registered_runners.names)}. Install the package that registers "
+            f"'{name}' as an entry point of '{ENTRY_POINTS}'"
+        )
+    return registered_runners[name].load()

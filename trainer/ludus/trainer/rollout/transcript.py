@@ -8,7 +8,7 @@ rhythm are all represented.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -17,7 +17,6 @@ from ludus.env import Message
 from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Rollout
-from ludus.trainer.rollout.conversation import TurnHistory
 
 MAX_TEXT_CHARACTERS = 20_000
 MAX_TRANSCRIPT_CHARACTERS = 100_000
@@ -35,12 +34,12 @@ def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: i
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, history: TurnHistory | None
+    group: int, episode: int, rollout: Rollout, history: Iterable[TranscriptTurn]
 ) -> Transcript:
     """Return the transcript of a scored episode; its step is 0 until a step trains on it."""
     turns: list[TranscriptTurn] = []
     room = MAX_TRANSCRIPT_CHARACTERS
-    for turn in _transcript_turns(history) if history else ():
+    for turn in history:
         room -= len(turn.answer) + sum(len(message.text) for message in turn.shown)
         if turns and room < 0:
             break
@@ -58,24 +57,22 @@ def make_transcript(
         terms={term.name: term.value for term in rollout.terms},
         failure=rollout.failure,
         turns=tuple(turns),
-        num_turns_left_out=history.num_turns - len(turns) if history else 0,
+        num_turns_left_out=len(rollout.turns) - len(turns),
     )
 
 
-def _transcript_turns(history: TurnHistory) -> Iterator[TranscriptTurn]:
-    for turn in history.played_turns():
-        yield TranscriptTurn(
-            shown=_cut_messages(turn.messages),
-            answer=_cut(turn.text),
-            action=_cut_action(turn.action),
-            reward=turn.reward,
-        )
-
-
-def _cut_messages(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
-    return tuple(
-        TranscriptMessage(role=message["role"], text=_cut(message["content"]))
-        for message in messages
+def make_transcript_turn(
+    messages: Sequence[Message], text: str, action: Any, reward: float
+) -> TranscriptTurn:
+    """Return a turn with cut texts: new messages, text of the completion, and its effect."""
+    return TranscriptTurn(
+        shown=tuple(
+            TranscriptMessage(role=message["role"], text=_cut(message["content"]))
+            for message in messages
+        ),
+        answer=_cut(text),
+        action=_cut_action(action),
+        reward=reward,
     )
 
 

@@ -16,7 +16,7 @@ from ludus.env import StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
 from ludus.trainer.core.functions import import_object
-from ludus.trainer.core.types import RolloutStatus, Sampling
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
 from ludus.trainer.rollout.episode import EpisodeEnd, LastResult, SessionRunner
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
@@ -31,9 +31,7 @@ RolloutFunction: TypeAlias = Callable[
 class TurnLoopRunner(SessionRunner[Conversation]):
     """Lets the policy and the environment take turns."""
 
-    def make_record(self, start: EpisodeStart, sampling: Sampling) -> Conversation:
-        """Return an empty conversation."""
-        return Conversation(self.generate, self.chat, self.limits, sampling, start.key)
+    record_class = Conversation
 
     async def run(
         self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation

@@ -33,7 +33,7 @@ from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.core.functions import import_object
-from ludus.trainer.rollout.adapters.renderer import ChatRenderer, make_renderer
+from ludus.trainer.rollout.adapters.environment_adapter import ChatRenderer, make_renderer
 
 _log = logging.getLogger(__name__)
 

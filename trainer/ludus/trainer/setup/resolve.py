@@ -19,7 +19,7 @@ from ludus.proto.config import (
 from ludus.proto.config.environment import reward_term_name
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.models.load import is_folder_path
-from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 
 
 def resolve_config(run: LanguageModelRun) -> LanguageModelRun:

@@ -36,9 +36,9 @@ from ludus.trainer.learner.warm_start import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.adapters.renderer import NO_PICTURES
-from ludus.trainer.rollout.agents.host import AgentHost
-from ludus.trainer.rollout.agents.warm_start import play_with_random_responses
+from ludus.trainer.rollout.adapters.environment_adapter import NO_PICTURES
+from ludus.trainer.rollout.agents.random_responses import play_with_random_responses
+from ludus.trainer.rollout.agents.runner import AgentHost
 from ludus.trainer.rollout.episode import close_session, retry_while_full
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from ludus.trainer.setup.first_prompts import list_legal_answers, make_adapter

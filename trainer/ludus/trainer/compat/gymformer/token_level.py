@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ludus.env import StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
-from ludus.trainer.core.types import RolloutStatus, Sampling
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import end_status
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import EpisodeEnd, SessionRunner
@@ -31,7 +31,7 @@ class TokenConversation(Conversation):
         """Show the policy these tokens before its next completion."""
         self._prompt = [*(self._prompt or ()), *token_ids]
         if token_ids:
-            text = self._chat.decode(list(token_ids))
+            text = self.chat.decode(list(token_ids))
             self.messages.append({"role": "user", "content": text})
 
     async def complete_tokens(self) -> list[int]:
@@ -49,42 +49,33 @@ class TokenConversation(Conversation):
         Raises:
             ValueError: there are no rewards, or more rewards than tokens.
         """
-        sequence = self._sequences[-1]
-        turn = sequence.turns[-1] if sequence.turns else None
-        if turn is None or not 1 <= len(rewards) <= len(turn.completion.token_ids):
+        turn = self.turns[-1] if self.turns else None
+        num_kept = len(rewards)
+        if turn is None or not 1 <= num_kept <= len(turn.completion.token_ids):
             raise ValueError(
-                f"got {len(rewards)} rewards; each of the first tokens of a completion needs one"
+                f"got {num_kept} rewards; each of the first tokens of a completion needs one"
             )
         completion = turn.completion
-        num_dropped = len(completion.token_ids) - len(rewards)
-        if num_dropped:
-            del sequence.token_ids[-num_dropped:]
-            completion = replace(
+        if num_kept < len(completion.token_ids):
+            turn.completion = replace(
                 completion,
-                token_ids=completion.token_ids[: len(rewards)],
-                logprobs=completion.logprobs[: len(rewards)],
+                token_ids=completion.token_ids[:num_kept],
+                logprobs=completion.logprobs[:num_kept],
                 has_end_token=False,
             )
-            self.messages[-1]["content"] = self._chat.decode(completion.token_ids)
-        sequence.turns[-1] = replace(
-            turn, completion=completion, reward=sum(rewards), token_rewards=tuple(rewards)
-        )
+            turn.text = self.chat.decode(turn.completion.token_ids)
+            self.messages[-1]["content"] = turn.text
+        turn.reward, turn.token_rewards = sum(rewards), tuple(rewards)
 
-    @property
-    def _has_pending(self) -> bool:
-        return bool(self._prompt)
-
-    def _prompt_ids(self) -> list[int]:
-        return self._prompt or []
+    def _encode_pending(self) -> list[int]:
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLevelRunner(SessionRunner[TokenConversation]):
     """Plays each completion token by token."""
 
-    def make_record(self, start: EpisodeStart, sampling: Sampling) -> TokenConversation:
-        """Return an empty conversation."""
-        return TokenConversation(self.generate, self.chat, self.limits, sampling, start.key)
+    record_class = TokenConversation
 
     async def run(
         self,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ludus.env import Message, StepResult
@@ -33,10 +32,10 @@ from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.rollout.adapters.environment_adapter import (
     EnvironmentAdapter,
     Opening,
+    ServerRenderer,
     StepOutcome,
     end_status,
 )
-from ludus.trainer.rollout.adapters.renderer import ServerRenderer
 from ludus.trainer.rollout.adapters.tool_calls import ToolCall, read_calls, tool_spec
 
 MAX_BAD_COMPLETIONS = 3
@@ -45,52 +44,33 @@ MAX_RESULT_CHARACTERS = 4000
 """Maximum length of a tool result that the policy sees."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolOffer:
-    """The tools of an environment, and the way it takes calls and text."""
-
-    tools: tuple[Tool, ...]
-    calls_are_steps: bool
-    text_is_action: bool
-    """True if a completion without a call is an action."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """The result of one tool call."""
-
-    message: Message
-    reward: float = 0.0
-    status: RolloutStatus | None = None
-    """Status in which the call ended the episode; None while it continues."""
-    failed: bool = False
-
-
 class Toolbox:
     """The tools of one environment, which are requested when the first episode starts."""
 
     def __init__(self, client: AsyncEnvClient, environment: str) -> None:
+        self.tools: tuple[Tool, ...] = ()
+        """Tools of the environment; empty until `load` returns."""
+        self.calls_are_steps = False
+        self.text_is_action = False
+        """True if a completion without a call is an action."""
         self._client = client
         self._environment = environment
-        self._offer: ToolOffer | None = None
         self._lock = asyncio.Lock()
 
-    async def offer(self, session: AsyncSession) -> ToolOffer:
-        """Return the tools of the environment.
+    async def load(self, session: AsyncSession) -> None:
+        """Request the tools of the environment, unless an earlier episode has done so.
 
         Raises:
             ConfigError: the environment has no tools.
         """
         async with self._lock:
-            if self._offer is None:
-                self._offer = await self._request(session)
-            return self._offer
+            if not self.tools:
+                await self._request(session)
 
-    async def _request(self, session: AsyncSession) -> ToolOffer:
+    async def _request(self, session: AsyncSession) -> None:
         description = await self._client.describe()
         tools = tuple(description.tools)
         is_upstream = not tools and not description.has_text_view
-        calls_are_steps = is_upstream or _takes_calls(description)
         if is_upstream:
             # A server of the original OpenEnv lists its tools in a session only.
             response = await session.step({"type": "list_tools"})
@@ -100,8 +80,9 @@ class Toolbox:
                 f"environment '{self._environment}': tools = true, but "
                 f"'{description.name}' offers no tools; remove it"
             )
-        text_is_action = description.has_text_view and not calls_are_steps
-        return ToolOffer(tools, calls_are_steps, text_is_action)
+        self.calls_are_steps = is_upstream or _takes_calls(description)
+        self.text_is_action = description.has_text_view and not self.calls_are_steps
+        self.tools = tools
 
 
 class ToolAdapter(EnvironmentAdapter):
@@ -115,7 +96,7 @@ class ToolAdapter(EnvironmentAdapter):
         invalid_action_reward: float,
     ) -> None:
         super().__init__(session, first, ServerRenderer(), invalid_action_reward)
-        self._toolbox = toolbox
+        self.toolbox = toolbox
         self._num_bad = 0
 
     @property
@@ -123,15 +104,10 @@ class ToolAdapter(EnvironmentAdapter):
         """True, because an observation without text is shown as JSON."""
         return True
 
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """Tools of the environment; available after `opening`."""
-        return self._offer.tools
-
     async def opening(self) -> Opening:
         """Return the first messages and the tools."""
-        self._offer = await self._toolbox.offer(self._session)
-        tools = [tool_spec(tool) for tool in self._offer.tools]
+        await self.toolbox.load(self._session)
+        tools = [tool_spec(tool) for tool in self.toolbox.tools]
         if self.result.text is None:
             content = _shorten(json.dumps(self.result.observation))
             return Opening([{"role": "user", "content": content}], tools)
@@ -152,13 +128,13 @@ class ToolAdapter(EnvironmentAdapter):
         self._num_bad = 0
         if calls:
             return await self._call_all(calls)
-        if self._offer.text_is_action:
+        if self.toolbox.text_is_action:
             return await self.act(text)
         # The environment takes no text, so this completion ends the episode.
         return StepOutcome([], 0.0, RolloutStatus.TERMINATED)
 
     def _check_names(self, calls: Sequence[ToolCall]) -> None:
-        names = [tool.name for tool in self._offer.tools]
+        names = [tool.name for tool in self.toolbox.tools]
         unknown_name = next((call.name for call in calls if call.name not in names), None)
         if unknown_name is not None:
             raise ActionParseError(
@@ -166,41 +142,48 @@ class ToolAdapter(EnvironmentAdapter):
             )
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> StepOutcome:
-        actions: list[JsonObject] = []
-        results: list[CallResult] = []
+        outcomes: list[StepOutcome] = []
         for call in calls:
-            actions.append({"tool": call.name, "arguments": call.arguments})
-            results.append(await self.call(call))
-            if results[-1].status is not None:
+            outcomes.append(await self.call(call))
+            if outcomes[-1].status is not None:
                 break
-        status = results[-1].status
-        messages = [result.message for result in results]
+        status = outcomes[-1].status
+        messages = [message for outcome in outcomes for message in outcome.messages]
         return StepOutcome(
             [] if status is RolloutStatus.TERMINATED else messages,
-            sum(result.reward for result in results),
+            sum(outcome.reward for outcome in outcomes),
             status,
-            actions,
-            num_calls=len(results),
-            num_calls_failed=sum(result.failed for result in results),
+            [outcome.action for outcome in outcomes],
+            num_calls=len(outcomes),
+            num_calls_failed=sum(outcome.num_calls_failed for outcome in outcomes),
         )
 
-    async def call(self, call: ToolCall) -> CallResult:
-        """Call one tool and return its result; a tool's own error is a result for the policy.
+    async def call(self, call: ToolCall) -> StepOutcome:
+        """Call one tool; its result, or its own error, is a message for the policy.
 
         Raises:
             EnvError: something other than the tool failed, which the policy cannot handle.
         """
+        reward, status, has_failed = 0.0, None, False
         try:
-            if not self._offer.calls_are_steps:
-                returned = await self._session.call_tool(call.name, call.arguments)
-                return CallResult(_tool_message(returned))
-            action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-            self.result = await self._session.step(action)
+            if self.toolbox.calls_are_steps:
+                step = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+                self.result = await self._session.step(step)
+                content = _call_content(self.result.observation)
+                reward, status = self.result.reward or 0.0, end_status(self.result)
+                has_failed = bool(self.result.observation.get("error"))
+            else:
+                content = await self._session.call_tool(call.name, call.arguments)
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
-            return CallResult(_tool_message({"error": error.message}), failed=True)
-        message = _tool_message(_call_content(self.result.observation))
-        has_failed = bool(self.result.observation.get("error"))
-        return CallResult(message, self.result.reward or 0.0, end_status(self.result), has_failed)
+            content, has_failed = {"error": error.message}, True
+        return StepOutcome(
+            [_tool_message(content)],
+            reward,
+            status,
+            {"tool": call.name, "arguments": call.arguments},
+            num_calls=1,
+            num_calls_failed=int(has_failed),
+        )
 
 
 def _takes_calls(description: EnvironmentDescription) -> bool:

@@ -2,7 +2,8 @@
 
     run(task, access) -> the text or object that the agent returned
 
-Every failure of an agent is an AgentError, except that a service cannot be reached.
+Every failure of an agent is an AgentError, except that a service cannot be reached, which is an
+InfrastructureError.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -45,20 +47,12 @@ for _name in ("httpx", "httpx2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 
-class AgentLauncher(Protocol):
-    """Runs one agent for each call."""
-
-    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
-        """Run the agent and return its value; cancelling the call stops the agent.
-
-        Raises:
-            AgentError: the agent failed.
-            InfrastructureError: the agent cannot be reached.
-        """
+RunAgent: TypeAlias = Callable[[AgentTask, EndpointAccess], Awaitable[Any]]
+"""Runs the agent on an episode and returns its value; cancelling the call stops the agent."""
 
 
-async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLauncher:
-    """Return the launcher of the configured agent; the stack closes it.
+async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> RunAgent:
+    """Return the function that runs the configured agent; the stack closes what it needs.
 
     Raises:
         ConfigError: the program or the function does not exist.
@@ -66,7 +60,7 @@ async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLau
     match config:
         case CommandAgent():
             host = await stack.enter_async_context(ProgramHost(config.sandbox))
-            return ProgramLauncher(config, host)
+            return ProgramLauncher(config, host).run
         case UrlAgent():
             token = os.environ.get(config.token_env)
             headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -75,10 +69,11 @@ async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLau
                 timeout=httpx.Timeout(None, connect=10.0),
                 limits=httpx.Limits(max_connections=None),
             )
-            return ServiceLauncher(config, await stack.enter_async_context(client))
+            return partial(_call_service, config.url, await stack.enter_async_context(client))
         case FunctionAgent():
             threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="agent")
-            return FunctionLauncher(config, threads)
+            function = import_object(config.function, "environment.agent.function")
+            return partial(_call_function, config.function, function, threads)
 
 
 def check_agent(config: AgentConfig) -> None:
@@ -169,50 +164,41 @@ class ProgramLauncher:
         return variables | {"LUDUS_TASK": task_json}
 
 
-class ServiceLauncher:
-    """Calls a service for each episode."""
-
-    def __init__(self, config: UrlAgent, client: httpx.AsyncClient) -> None:
-        self._url = config.url
-        self._client = client
-
-    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
-        """Call the service and return its response."""
-        body = {"task": asdict(task), **asdict(access)}
-        try:
-            response = await self._client.post(self._url, json=body)
-        except httpx.TransportError as error:
-            raise UnavailableError(
-                f"agent.url = '{self._url}': {type(error).__name__}: {error}; start the service, "
-                "or correct the address"
-            ) from error
-        if not response.is_success:
-            text = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
-            raise AgentError(f"the agent's service returned {response.status_code}: {text}")
-        with contextlib.suppress(ValueError):
-            return response.json()
-        return response.text
+async def _call_service(
+    url: str, client: httpx.AsyncClient, task: AgentTask, access: EndpointAccess
+) -> Any:
+    body = {"task": asdict(task), **asdict(access)}
+    try:
+        response = await client.post(url, json=body)
+    except httpx.TransportError as error:
+        raise UnavailableError(
+            f"agent.url = '{url}': {type(error).__name__}: {error}; start the service, or correct "
+            "the address"
+        ) from error
+    if not response.is_success:
+        text = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
+        raise AgentError(f"the agent's service returned {response.status_code}: {text}")
+    with contextlib.suppress(ValueError):
+        return response.json()
+    return response.text
 
 
-class FunctionLauncher:
-    """Calls a function for each episode, in this process."""
-
-    def __init__(self, config: FunctionAgent, threads: ThreadPoolExecutor) -> None:
-        self._path = config.function
-        self._function = import_object(config.function, "environment.agent.function")
-        self._threads = threads
-
-    async def run(self, task: AgentTask, access: EndpointAccess) -> Any:
-        """Call the function and return its value."""
-        try:
-            if inspect.iscoroutinefunction(self._function):
-                return await self._function(task, access)
-            # A thread may wait for the policy, whose responses come from this event loop.
-            loop = asyncio.get_running_loop()
-            returned = await loop.run_in_executor(self._threads, self._function, task, access)
-            return await returned if inspect.isawaitable(returned) else returned
-        except (Exception, SystemExit) as error:  # the run's custom code
-            raise AgentError(f"agent.function = '{self._path}' raised {describe(error)}") from error
+async def _call_function(
+    path: str,
+    function: Callable[..., Any],
+    threads: ThreadPoolExecutor,
+    task: AgentTask,
+    access: EndpointAccess,
+) -> Any:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(task, access)
+        # A thread may wait for the policy, whose responses come from this event loop.
+        loop = asyncio.get_running_loop()
+        returned = await loop.run_in_executor(threads, function, task, access)
+        return await returned if inspect.isawaitable(returned) else returned
+    except (Exception, SystemExit) as error:  # the run's custom code
+        raise AgentError(f"agent.function = '{path}' raised {describe(error)}") from error
 
 
 def _readable_paths(config: CommandAgent, program: str, folder: str) -> list[str]:

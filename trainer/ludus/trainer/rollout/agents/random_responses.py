@@ -17,15 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import AgentError, ConfigError
 from ludus.trainer.learner.warm_start import Conversation, Exchange
-from ludus.trainer.rollout.agents.endpoint.api_error import LimitError
+from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ChatMessage,
+    LimitError,
     PolicyRequest,
     PolicyResponse,
 )
 from ludus.trainer.rollout.agents.parsing import parse_response
+from ludus.trainer.rollout.agents.runner import AgentHost
 
 _MIN_INTEGER, _MAX_INTEGER = 0, 9
 """Default bounds of integers whose schema has none."""
@@ -138,6 +140,31 @@ class RandomResponder:
 
     def _draw_answer(self) -> str:
         return self._draw.choice(self._answers) if self._answers else ""
+
+
+async def play_with_random_responses(
+    agent: AgentHost,
+    adapter: EnvironmentAdapter,
+    seed: int,
+    draw: random.Random,
+    max_turns: int,
+) -> list[Conversation]:
+    """Play an episode and return its conversations.
+
+    An agent that fails has still shown its prompts, so its conversations count.
+
+    Raises:
+        AgentError: the agent sent no request.
+        ConfigError: no legal answer and no tool is known.
+    """
+    text = adapter.result.text
+    responder = RandomResponder(draw, text.legal_answers if text else (), max_turns)
+    attempt = await agent.play(adapter, seed, responder)
+    if not responder.conversations:
+        if attempt.error is not None:
+            raise attempt.error
+        raise AgentError("the agent sent no request to the policy; it must send at least one")
+    return responder.conversations
 
 
 def _keys(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:

@@ -1,6 +1,8 @@
-"""The runner that plays episodes with an agent.
+"""Episodes that an agent plays, and the endpoint through which it samples from the policy.
 
-    AgentHost.play --> AgentResult --> answer or action --> environment --> reward, status
+opening --AgentTask--> agent --requests--> endpoint --> Responder     (any number of requests)
+                         |
+                         +--> AgentResult --> answer or action --> environment --> reward, status
 
 If the agent fails, exceeds its time limit or returns an unreadable result, the episode is void. If
 a limit of the run refused one of its requests, the episode is truncated instead, however the agent
@@ -9,25 +11,120 @@ ends, because then the policy or the run is the cause.
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncSession
+from ludus.proto.config import AgentConfig
 from ludus.proto.errors import AgentError
-from ludus.trainer.core.types import RolloutStatus, Sampling
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, StepOutcome
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
-from ludus.trainer.rollout.agents.host import AdapterTools, AgentAttempt, AgentHost
-from ludus.trainer.rollout.agents.task import AgentResult, read_result
+from ludus.trainer.rollout.agents.endpoint.exchange import Responder
+from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, RecordCalls
+from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
+from ludus.trainer.rollout.agents.launchers import RunAgent, start_launcher
+from ludus.trainer.rollout.agents.task import AgentResult, AgentTask, read_result
 from ludus.trainer.rollout.episode import EpisodeEnd, LastResult, SessionRunner
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+
+_ALL_INTERFACES = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAttempt:
+    """The end of an agent's run on one episode."""
+
+    value: Any
+    """Value that the agent returned."""
+    error: AgentError | None
+    """Error of the agent; None if it returned a value."""
+    tools: EpisodeTools | None
+    """Tools that the agent could call; None if it had none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHost:
+    """The agent of one environment, ready to play episodes."""
+
+    config: AgentConfig
+    run_agent: RunAgent
+    endpoint: AgentEndpoint
+    slots: asyncio.Semaphore
+    """Limits the number of agents that run at the same time."""
+
+    @classmethod
+    async def start(cls, config: AgentConfig, stack: AsyncExitStack) -> AgentHost:
+        """Return the agent with a running endpoint; the stack stops both.
+
+        Raises:
+            ConfigError: the agent does not exist, or its host has no such address.
+        """
+        advertised_host = _own_address() if config.host in _ALL_INTERFACES else None
+        endpoint = AgentEndpoint(config.host, advertised_host=advertised_host)
+        await endpoint.start()
+        stack.push_async_callback(endpoint.stop)
+        run_agent = await start_launcher(config, stack)
+        return cls(config, run_agent, endpoint, asyncio.Semaphore(config.max_concurrent))
+
+    async def play(
+        self,
+        adapter: EnvironmentAdapter,
+        seed: int,
+        responder: Responder,
+        record_calls: RecordCalls | None = None,
+    ) -> AgentAttempt:
+        """Run the agent on an episode; an error of the agent is part of the attempt.
+
+        Raises:
+            Exception: the policy failed, or the agent's service cannot be reached.
+        """
+        messages = (await adapter.opening()).messages if adapter.has_text else []
+        first_result = adapter.result
+        task = AgentTask(
+            text="\n\n".join(message["content"] for message in messages),
+            messages=messages,
+            observation=dict(first_result.observation),
+            info=dict(first_result.info),
+            seed=seed,
+        )
+        tools = None
+        if isinstance(adapter, ToolAdapter):
+            tools = EpisodeTools(adapter, record_calls)
+        async with self.slots:
+            with self.endpoint.episode(responder, tools) as episode:
+                value, error = None, None
+                try:
+                    value = await self._run_in_time(task, episode.access)
+                except AgentError as agent_error:
+                    error = agent_error
+                episode.raise_failure()
+        return AgentAttempt(value, error, tools)
+
+    async def _run_in_time(self, task: AgentTask, access: EndpointAccess) -> Any:
+        timeout_s = self.config.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await self.run_agent(task, access)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise AgentError(
+                f"the agent did not finish within agent.timeout_s = {timeout_s:g} s and was "
+                "stopped; raise the limit, or check what it waits for"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRunner(SessionRunner[ConversationTree]):
     """Plays each episode with the agent of the environment."""
 
+    record_class = ConversationTree
     agent: AgentHost
 
     @classmethod
@@ -35,10 +132,6 @@ class AgentRunner(SessionRunner[ConversationTree]):
         """Return the started agent."""
         assert parts.config.agent is not None
         return {"agent": await AgentHost.start(parts.config.agent, parts.stack)}
-
-    def make_record(self, start: EpisodeStart, sampling: Sampling) -> ConversationTree:
-        """Return an empty tree of requests."""
-        return ConversationTree(self.generate, self.chat, self.limits, sampling, start.key)
 
     async def run(
         self,
@@ -75,7 +168,7 @@ class AgentRunner(SessionRunner[ConversationTree]):
 
 
 async def _apply_result(
-    adapter: EnvironmentAdapter, result: AgentResult, tools: AdapterTools | None
+    adapter: EnvironmentAdapter, result: AgentResult, tools: EpisodeTools | None
 ) -> StepOutcome:
     """Apply the agent's answer or action, and add the rewards of its tool calls."""
     if tools is not None and tools.status is not None:
@@ -86,3 +179,13 @@ async def _apply_result(
     elif result.action is not None:
         outcome = await adapter.step({"action": result.action})
     return outcome if tools is None else replace(outcome, reward=outcome.reward + tools.reward)
+
+
+def _own_address() -> str:
+    """Return the address under which other machines reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a reserved address; nothing is sent
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+        return str(probe.getsockname()[0])

@@ -24,32 +24,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
+from ludus.proto.config import LanguageModelRun, TransformersGenerator, VllmGenerator
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import load_language_model
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _PendingRequest:
     future: asyncio.Future[SampledCompletion]
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineCall:
-    """A function that runs on the engine's thread between two steps."""
-
-    run: Callable[[], Any]
-    future: asyncio.Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    """A request whose caller was cancelled."""
-
-    request_id: int
+    """Version of the weights when the request was made."""
 
 
 class AsyncEngine:
@@ -58,10 +50,11 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[list[EngineRequest] | _EngineCall | _Abort | None] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls to make on the engine's thread between two steps; None closes the engine."""
         self._pending: dict[int, _PendingRequest] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        """Results of weight loads and scoring requests that are waited for."""
         self._next_id = itertools.count()
         self._unsent: list[EngineRequest] = []
         self._version = 0
@@ -133,12 +126,14 @@ class AsyncEngine:
     async def _call_on_thread(self, run: Callable[[], Any]) -> Any:
         self._refuse_if_failed()
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._inbox.put(_EngineCall(run, future))
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._inbox.put(partial(self._execute, run, future))
         return await future
 
     def _send(self) -> None:
         if self._unsent:
-            self._inbox.put(self._unsent)
+            self._inbox.put(partial(self._submit, self._unsent))
             self._unsent = []
 
     def _abort(self, request_id: int) -> None:
@@ -146,7 +141,7 @@ class AsyncEngine:
             return
         unsent = [request for request in self._unsent if request.request_id != request_id]
         if len(unsent) == len(self._unsent):
-            self._inbox.put(_Abort(request_id))
+            self._inbox.put(partial(self.engine.abort, [request_id]))
         self._unsent = unsent
 
     def _run(self) -> None:
@@ -166,70 +161,95 @@ class AsyncEngine:
         wait = not self.engine.has_work
         while True:
             try:
-                item = self._inbox.get(block=wait)
+                call = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
-            if item is None:
+            if call is None:
                 return False
-            if isinstance(item, _EngineCall):
-                self._execute(item)
-            elif isinstance(item, _Abort):
-                self.engine.abort([item.request_id])
-            else:
-                for request in item:
-                    self._submit(request)
+            call()
 
-    def _submit(self, request: EngineRequest) -> None:
-        try:
-            self.engine.submit(request)
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            # The engine may have stored part of the refused request.
-            self.engine.abort([request.request_id])
-            self._loop.call_soon_threadsafe(self._refuse, request.request_id, error)
+    def _submit(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            try:
+                self.engine.submit(request)
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                # The engine may have stored part of the refused request.
+                self.engine.abort([request.request_id])
+                self._loop.call_soon_threadsafe(self._refuse, request.request_id, error)
 
-    def _execute(self, call: _EngineCall) -> None:
+    def _execute(self, run: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         started_s = time.perf_counter()
         try:
-            result = call.run()
+            result = run()
         except Exception as error:  # noqa: BLE001 - handed to the caller
-            self._loop.call_soon_threadsafe(call.future.set_exception, error)
+            self._loop.call_soon_threadsafe(_settle, future, None, error)
         else:
             self.pause_s += time.perf_counter() - started_s
-            self._loop.call_soon_threadsafe(call.future.set_result, result)
+            self._loop.call_soon_threadsafe(_settle, future, result)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             pending_request = self._pending.pop(output.request_id, None)
-            if pending_request is None or pending_request.future.done():
-                continue
-            pending_request.future.set_result(
-                SampledCompletion(
+            if pending_request is not None:
+                completion = SampledCompletion(
                     output.token_ids, output.logprobs, pending_request.version, output.has_end_token
                 )
-            )
+                _settle(pending_request.future, completion)
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         pending_request = self._pending.pop(request_id, None)
-        if pending_request is not None and not pending_request.future.done():
-            pending_request.future.set_exception(error)
+        if pending_request is not None:
+            _settle(pending_request.future, error=error)
 
     def _fail(self, error: BaseException) -> None:
         """Fail all calls; runs on the event loop, so that no call can start in between."""
-        failure = EngineLostError(f"the engine has failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._failure = failure
+        self._failure = EngineLostError(f"the engine has failed: {type(error).__name__}: {error}")
+        self._failure.__cause__ = error
         self._lost.set()
-        futures: list[asyncio.Future[Any]] = [p.future for p in self._pending.values()]
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if isinstance(item, _EngineCall):
-                futures.append(item.future)
-        for future in futures:
-            if not future.done():
-                future.set_exception(failure)
+        for future in (*(request.future for request in self._pending.values()), *self._calls):
+            _settle(future, error=self._failure)
         self._pending.clear()
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _settle(
+    future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None
+) -> None:
+    """Set the result or the error of a future, unless its caller was cancelled."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> Engine:
+    """Return an engine with the model in `model_path`."""
+    # vLLM may not be installed, so each engine is imported only if it is used.
+    match run.generator:
+        case TransformersGenerator():
+            from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
+
+            model = load_language_model(model_path, getattr(torch, run.learner.dtype))
+            if torch.cuda.is_available():
+                model = model.to("cuda")
+            return TransformersEngine(
+                model,
+                end_token_id=chat.end_token_id,
+                max_batch_size=run.generator.max_batch_size,
+            )
+        case VllmGenerator():
+            from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
+
+            return VllmEngine(
+                model_path,
+                run.generator,
+                end_token_id=chat.end_token_id,
+                max_tokens=run.generator.max_model_tokens or run.rollout.max_tokens,
+                dtype=run.learner.dtype,
+            )

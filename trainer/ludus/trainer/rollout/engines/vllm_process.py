@@ -6,6 +6,7 @@ them through `runtime_env`, other programs call `prepare_process`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
@@ -41,3 +42,8 @@ def prepare_process(num_threads: int, *, on_gpu: bool = False) -> None:
     """Set the variables that are not set yet; must be called before torch is imported."""
     for name, value in vllm_environment(num_threads, on_gpu=on_gpu).items():
         os.environ.setdefault(name, value)
+
+
+def has_vllm() -> bool:
+    """Return whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None

@@ -8,8 +8,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter
 from numbers import Real
 from typing import Any
 
@@ -56,7 +56,7 @@ def check_columns(functions: Sequence[str], columns: Sequence[str], section: str
             *(section, ", ".join(names)),
         )
     for path in functions:
-        needed = ArgumentNames.read(import_object(path, f"{section}.rewards")).required
+        needed = _required_names(import_object(path, f"{section}.rewards"))
         for name in sorted(needed - STANDARD_ARGUMENTS - frozenset(columns)):
             hint = did_you_mean(name, columns)
             raise ConfigError(
@@ -66,65 +66,34 @@ def check_columns(functions: Sequence[str], columns: Sequence[str], section: str
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentNames:
-    """The keyword arguments of a function."""
-
-    named: frozenset[str]
-    required: frozenset[str]
-    """Arguments without a default."""
-    accepts_all: bool
-    """True if the function has a parameter like `**columns`."""
-
-    @classmethod
-    def read(cls, function: Callable[..., Any]) -> ArgumentNames:
-        """Return the argument names in the signature of a function."""
-        parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        return cls(
-            named=frozenset(p.name for p in named),
-            required=frozenset(p.name for p in named if p.default is p.empty),
-            accepts_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        )
-
-
 class RewardFunction:
     """An imported reward function."""
 
-    def __init__(self, path: str, threads: ThreadPoolExecutor) -> None:
-        self._path = path
+    remedy = "make it faster or raise the limit"
+
+    def __init__(self, path: str, term_name: str, threads: ThreadPoolExecutor) -> None:
+        self.description = f"reward function '{path}' (term '{term_name}')"
         self._threads = threads
         self._function: Callable[..., Any] = import_object(path, "environment.rewards.function")
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
         )
-        self._arguments = ArgumentNames.read(self._function)
-        parameters = inspect.signature(self._function).parameters.values()
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        kinds = {p.kind for p in inspect.signature(self._function).parameters.values()}
+        if Parameter.POSITIONAL_ONLY in kinds:
             raise ConfigError(
                 f"environment.rewards.function = '{path}' must take keyword arguments, but some "
                 "are positional-only; remove the '/' from its signature"
             )
+        self._accepts_all = Parameter.VAR_KEYWORD in kinds
 
-    async def values(
-        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
-    ) -> list[float | None]:
+    async def values(self, columns: Columns, num_episodes: int) -> list[float | None]:
         """Return [num_episodes] values, one for each episode."""
-        arguments = self._select_columns(columns)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                returned = await self._call(arguments)
-        except UserError:
+            returned = await self._call(self._select_columns(columns))
+        except (UserError, RewardFunctionError):
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise RewardFunctionError(
-                    f"reward function '{self._path}' did not return within "
-                    f"rollout.group_timeout_s = {timeout_s:g} s; make it faster or raise the limit"
-                ) from None
-            raise RewardFunctionError(
-                f"reward function '{self._path}' (term '{name}') raised {describe(error)}"
-            ) from error
+            raise RewardFunctionError(f"{self.description} raised {describe(error)}") from error
         return self._check_values(returned, num_episodes)
 
     async def _call(self, arguments: Columns) -> Any:
@@ -136,22 +105,23 @@ class RewardFunction:
         return await returned if inspect.isawaitable(returned) else returned
 
     def _select_columns(self, columns: Columns) -> Columns:
-        names = sorted(self._arguments.required - columns.keys())
-        if names:
+        parameters = _named_parameters(self._function)
+        missing_names = sorted(_required_names(self._function) - columns.keys())
+        if missing_names:
             raise RewardFunctionError(
-                f"reward function '{self._path}' requires '{names[0]}', which no episode of the "
-                f"group has; its arguments must be in {sorted(columns)}"
+                f"{self.description} requires '{missing_names[0]}', which no episode of the group "
+                f"has; its arguments must be in {sorted(columns)}"
             )
-        if self._arguments.accepts_all:
+        if self._accepts_all:
             return columns
-        return {key: value for key, value in columns.items() if key in self._arguments.named}
+        return {name: columns[name] for name in parameters if name in columns}
 
     def _check_values(self, returned: Any, num_episodes: int) -> list[float | None]:
         values = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(values, (list, tuple)) or len(values) != num_episodes:
             text = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)[:100]
             raise RewardFunctionError(
-                f"reward function '{self._path}' must return a list of {num_episodes} numbers or "
+                f"{self.description} must return a list of {num_episodes} numbers or "
                 f"None, one per episode, but it returned {text}"
             )
         return [self._check_number(value, index) for index, value in enumerate(values)]
@@ -163,8 +133,21 @@ class RewardFunction:
             value = value.item()
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardFunctionError(
-                f"reward function '{self._path}' must return a finite number or None, but it "
+                f"{self.description} must return a finite number or None, but it "
                 f"returned {value!r:.100} for episode {index}; return None for an episode that "
                 "cannot be scored"
             )
         return float(value)
+
+
+def _named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the parameters that can be passed by name."""
+    parameters = inspect.signature(function).parameters
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
+
+
+def _required_names(function: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments without a default."""
+    parameters = _named_parameters(function)
+    return {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}

@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -30,34 +29,27 @@ from ludus.trainer.rollout.rewards.reward_function import Columns
 _log = logging.getLogger(__name__)
 
 
-class _ModelKey(NamedTuple):
-    """Settings that two terms must share to share a model."""
-
-    path: str
-    device: str | None
-    dtype: str
-
-
 class RewardModels:
     """The loaded reward models of a process."""
 
     def __init__(self) -> None:
-        self._loaded: dict[_ModelKey, _QueuedModel] = {}
+        self._loaded: dict[tuple[str, str | None, str], QueuedRewardModel] = {}
+        """Models by path, device and dtype."""
 
-    def scorer(self, term: RewardModelTerm) -> RewardModelScorer:
-        """Return the scorer of a term; load the model if no other term has loaded it.
+    def load(self, term: RewardModelTerm) -> QueuedRewardModel:
+        """Return the model of a term; load it if no other term has loaded it.
 
         Raises:
             NotFoundError: the model does not exist.
             ConfigError: it is not a reward model, or the device does not exist.
         """
-        key = _ModelKey(term.path, term.device, term.dtype)
+        key = (term.path, term.device, term.dtype)
         if key not in self._loaded:
             model = load_reward_model(
                 term.path, device=term.device, dtype=getattr(torch, term.dtype)
             )
-            self._loaded[key] = _QueuedModel(model, term.path, term.max_tokens_per_batch)
-        return RewardModelScorer(self._loaded[key], term.path)
+            self._loaded[key] = QueuedRewardModel(model, term.path, term.max_tokens_per_batch)
+        return self._loaded[key]
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -69,42 +61,6 @@ class RewardModels:
         self._loaded.clear()
 
 
-class RewardModelScorer:
-    """The scorer of a term that a reward model computes."""
-
-    def __init__(self, model: _QueuedModel, path: str) -> None:
-        self._model = model
-        self._path = path
-
-    async def values(
-        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
-    ) -> Sequence[float | None]:
-        """Return [num_episodes] scores of each episode's completion after its prompt.
-
-        Raises:
-            RewardFunctionError: the model fails, exceeds the time limit, or returns a score that
-                is not finite.
-        """
-        pairs = list(zip(columns["prompts"], columns["completions"], strict=True))
-        try:
-            async with asyncio.timeout(timeout_s):
-                scores = await self._model.score(pairs)
-        except TimeoutError:
-            raise RewardFunctionError(
-                f"reward model '{self._path}' (term '{name}') did not return scores within "
-                f"rollout.group_timeout_s = {timeout_s:g} s; give it a GPU, use a smaller model, "
-                "or raise the limit"
-            ) from None
-        invalid_scores = [score for score in scores if not math.isfinite(score)]
-        if invalid_scores:
-            raise RewardFunctionError(
-                f"reward model '{self._path}' (term '{name}') returned the score "
-                f"{invalid_scores[0]}, "
-                "which is not finite; with float16 or bfloat16, set dtype = 'float32'"
-            )
-        return scores
-
-
 _PromptAndCompletion = tuple[Sequence[Message], Sequence[Message]]
 
 
@@ -114,25 +70,39 @@ class _ScoreRequest:
     scores: asyncio.Future[list[float]]
 
 
-class _QueuedModel:
+class QueuedRewardModel:
     """A model with its thread and its queue."""
 
+    remedy = "give it a GPU, use a smaller model, or raise the limit"
+
     def __init__(self, model: RewardModel, path: str, max_tokens_per_batch: int) -> None:
+        self.description = f"reward model '{path}'"
         self._model = model
-        self._path = path
         self._max_tokens_per_batch = max_tokens_per_batch
         self._queue: list[_ScoreRequest] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self._task: asyncio.Task[None] | None = None
         self._has_warned = False
 
-    async def score(self, pairs: Sequence[_PromptAndCompletion]) -> list[float]:
-        """Return the scores, which are computed together with the other requests in the queue."""
+    async def values(self, columns: Columns, num_episodes: int) -> Sequence[float | None]:
+        """Return [num_episodes] scores of each episode's completion after its prompt.
+
+        Raises:
+            RewardFunctionError: the model fails, or returns a score that is not finite.
+        """
+        pairs = list(zip(columns["prompts"], columns["completions"], strict=True))
         request = _ScoreRequest(pairs, asyncio.get_running_loop().create_future())
         self._queue.append(request)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._empty_queue())
-        return await request.scores
+        scores = await request.scores
+        invalid_scores = [score for score in scores if not math.isfinite(score)]
+        if invalid_scores:
+            raise RewardFunctionError(
+                f"{self.description} returned the score {invalid_scores[0]}, which is not finite; "
+                "with float16 or bfloat16, set dtype = 'float32'"
+            )
+        return scores
 
     def close(self) -> None:
         """Stop the thread and drop the queue."""
@@ -168,7 +138,7 @@ class _QueuedModel:
         for request in requests:
             if not request.scores.done():
                 request.scores.set_exception(
-                    RewardFunctionError(f"reward model '{self._path}' has failed: {reason}")
+                    RewardFunctionError(f"{self.description} has failed: {reason}")
                 )
 
     def _warn_of_cuts(self) -> None:
@@ -176,7 +146,7 @@ class _QueuedModel:
         if encoder.num_cut and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "reward model '%s': an episode is longer than the model's limit of %d tokens; the "
-                "beginning of such episodes is cut off",
-                *(self._path, encoder.max_tokens),
+                "%s: an episode is longer than the model's limit of %d tokens; the beginning of "
+                "such episodes is cut off",
+                *(self.description, encoder.max_tokens),
             )

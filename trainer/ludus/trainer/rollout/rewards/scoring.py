@@ -17,20 +17,21 @@ effect.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, reward_term_name
 from ludus.proto.errors import UserError
+from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe
-from ludus.trainer.rollout.conversation import TurnHistory
 from ludus.trainer.rollout.rewards.reward_function import Columns, RewardFunction
-from ludus.trainer.rollout.rewards.reward_models import RewardModels
+from ludus.trainer.rollout.rewards.reward_models import QueuedRewardModel, RewardModels
 
 ENVIRONMENT_TERM = RewardTerm()
 """The environment's return, with weight 1."""
@@ -51,8 +52,8 @@ class PlayedEpisode:
     """All sampled tokens."""
     fields: Mapping[str, Any] | None = None
     """Additional arguments, from the last result or the rollout function."""
-    history: TurnHistory | None = None
-    """Turns of the episode; None if it did not start."""
+    history: Iterable[TranscriptTurn] = ()
+    """Turns of the episode for its transcript, which can be read once."""
 
     @property
     def can_be_scored(self) -> bool:
@@ -65,28 +66,21 @@ class PlayedEpisode:
         return self.can_be_scored and self.rollout.episode_return is None
 
 
-class Scorer(Protocol):
-    """A function or model that assigns a number to each episode of a group."""
-
-    async def values(
-        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
-    ) -> Sequence[float | None]:
-        """Return [num_episodes] values of the term `name`; None if one cannot be scored."""
-
-
 @dataclass(frozen=True, slots=True)
-class _WeightedScorer:
+class _Term:
+    """One term of a reward."""
+
     name: str
     weight: float
-    scorer: Scorer | None
-    """None for the environment's return."""
+    scorer: RewardFunction | QueuedRewardModel | None
+    """Function or model that returns the values; None for the environment's return."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TermValues:
     """The values of one term for the episodes that can be scored."""
 
-    term: _WeightedScorer
+    term: _Term
     values: Sequence[float | None]
     failure: str = ""
     """Reason why the term has no values."""
@@ -111,12 +105,7 @@ class Reward:
         # Functions that never return must not occupy the threads of other components.
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
         models = RewardModels() if reward_models is None else reward_models
-        self._terms = [
-            _WeightedScorer(
-                reward_term_name(term), term.weight, _make_scorer(term, threads, models)
-            )
-            for term in terms
-        ]
+        self._terms = [_make_term(term, threads, models) for term in terms]
         self._invalid_action_reward = invalid_action_reward
         self._includes_return = any(term.scorer is None and term.weight for term in self._terms)
         """True if the reward includes the environment's return, and so the invalid-action cost."""
@@ -138,17 +127,24 @@ class Reward:
         ]
 
     async def _evaluate(
-        self, term: _WeightedScorer, scored: Sequence[PlayedEpisode], timeout_s: float
+        self, term: _Term, scored: Sequence[PlayedEpisode], timeout_s: float
     ) -> _TermValues:
-        if term.scorer is None or not scored:
+        scorer = term.scorer
+        if scorer is None or not scored:
             return _TermValues(term, [episode.rollout.episode_return for episode in scored])
-        columns = _make_columns(scored)
         try:
-            values = await term.scorer.values(term.name, columns, len(scored), timeout_s)
+            async with asyncio.timeout(timeout_s) as limit:
+                values = await scorer.values(_make_columns(scored), len(scored))
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - the run's custom code
-            return _TermValues(term, [None] * len(scored), describe(error))
+            failure = describe(error)
+            if limit.expired():
+                failure = (
+                    f"RewardFunctionError: {scorer.description} did not return within "
+                    f"rollout.group_timeout_s = {timeout_s:g} s; {scorer.remedy}"
+                )
+            return _TermValues(term, [None] * len(scored), failure)
         return _TermValues(term, values)
 
     def _with_reward(
@@ -195,12 +191,15 @@ def _weighted_sum(scores: Sequence[_TermValues], values: Sequence[float | None])
     return total
 
 
-def _make_scorer(
-    term: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
-) -> Scorer | None:
-    if isinstance(term, RewardModelTerm):
-        return models.scorer(term)
-    return None if term.function is None else RewardFunction(term.function, threads)
+def _make_term(
+    config: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
+) -> _Term:
+    name, scorer = reward_term_name(config), None
+    if isinstance(config, RewardModelTerm):
+        return _Term(name, config.weight, models.load(config))
+    if config.function is not None:
+        scorer = RewardFunction(config.function, name, threads)
+    return _Term(name, config.weight, scorer)
 
 
 def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:

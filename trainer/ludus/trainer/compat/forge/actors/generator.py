@@ -22,8 +22,7 @@ from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.driver.policy import PolicyCompletion
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.engines.factory import make_engine
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
 from ludus.trainer.rollout.engines.vllm_process import prepare_process
 from ludus.trainer.weights.canary import CanaryJudge, check_canary
 

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from ludus.env import Message, StepResult
-from ludus.proto.errors import InfrastructureError, RolloutFunctionError, UserError
+from ludus.proto.errors import RolloutFunctionError, UserError
+from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.compat.trl.rollout.arguments import (
     RolloutTrainer,
     RolloutTrainerState,
@@ -46,13 +47,18 @@ from ludus.trainer.core.types import (
     TokenSequence,
     TurnSpan,
 )
-from ludus.trainer.data.failures import describe, first_error
+from ludus.trainer.data.failures import describe
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.adapters.renderer import make_renderer
-from ludus.trainer.rollout.conversation import PlayedTurn
-from ludus.trainer.rollout.episode import close_session, result_fields, retry_while_full
+from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
+from ludus.trainer.rollout.episode import (
+    close_session,
+    result_fields,
+    retry_while_full,
+    void_rollout,
+)
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
+from ludus.trainer.rollout.transcript import make_transcript_turn
 
 _NUM_THREADS = 8
 _PROMPT = "prompt"
@@ -160,12 +166,12 @@ class BatchFunctionRunner:
         episodes = []
         for prompt, group in zip(prompts, groups, strict=True):
             for start in group:
-                if not isinstance(prompt, RolloutPrompt):
-                    episodes.append(self._void_episode(start.seed, prompt))
-                elif failure is not None:
-                    episodes.append(self._void_episode(start.seed, failure))
-                else:
+                error = failure if isinstance(prompt, RolloutPrompt) else prompt
+                if isinstance(prompt, RolloutPrompt) and error is None:
                     episodes.append(self._make_episode(start.seed, prompt, next(rows)))
+                else:
+                    rollout = void_rollout(self._environment, start.seed, error)
+                    episodes.append(PlayedEpisode(rollout))
         return episodes
 
     async def _open_prompt(self, seed: int) -> RolloutPrompt | Exception:
@@ -297,44 +303,24 @@ class BatchFunctionRunner:
             completion=text if has_text else [{"role": "assistant", "content": text}],
             completion_ids=row.completion_ids,
             fields={**prompt.columns, **row.fields},
-            history=_RowHistory(self._chat, prompt.prompt, row),
-        )
-
-    def _void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
-        is_lost = isinstance(first_error(error), InfrastructureError)
-        status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
-        reason = describe(error)
-        return PlayedEpisode(
-            Rollout(self._environment, seed, (), None, None, (), status, 0, reason)
+            history=_transcript_turns(self._chat, prompt.prompt, row),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowHistory:
-    """The turns of a row in readable form."""
-
-    chat: ChatTokenizer
-    prompt: str | list[Message]
-    row: RolloutRow
-
-    @property
-    def num_turns(self) -> int:
-        """Number of turns."""
-        return len(list(self.row.sampled_spans))
-
-    def played_turns(self) -> Iterator[PlayedTurn]:
-        """Yield the turns; the reward of a single turn is unknown, so it is 0."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        messages, last_end = list(prompt), 0
-        for start, end in self.row.sampled_spans:
-            if start > last_end:
-                text = self.chat.decode(self.row.completion_ids[last_end:start])
-                messages = [*messages, {"role": "environment", "content": text}]
-            completion = self.chat.decode(self.row.completion_ids[start:end])
-            yield PlayedTurn(messages, completion, None, 0.0)
-            messages, last_end = [], end
+def _transcript_turns(
+    chat: ChatTokenizer, prompt: str | list[Message], row: RolloutRow
+) -> Iterator[TranscriptTurn]:
+    """Yield the turns of a row; the reward of a single turn is unknown, so it is 0."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages, last_end = list(prompt), 0
+    for start, end in row.sampled_spans:
+        if start > last_end:
+            text = chat.decode(row.completion_ids[last_end:start])
+            messages = [*messages, {"role": "environment", "content": text}]
+        completion = chat.decode(row.completion_ids[start:end])
+        yield make_transcript_turn(messages, completion, None, 0.0)
+        messages, last_end = [], end
 
 
 def _read_count(fields: Mapping[str, Any], name: str) -> int:

@@ -24,7 +24,7 @@ from ludus.proto.config.section import RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.settings.config import GRPOConfig
 from ludus.trainer.compat.trl.settings.sampling import check_sampling, correction, has_gpu, num_gpus
-from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")

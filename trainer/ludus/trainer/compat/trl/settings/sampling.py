@@ -9,7 +9,7 @@ import torch
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.settings.config import GRPOConfig
-from ludus.trainer.rollout.engines.factory import has_vllm
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 
 _VLLM_MAX_TEMPERATURE = 2.0
 

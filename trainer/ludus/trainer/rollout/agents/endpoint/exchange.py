@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ludus.env import Message
+from ludus.proto.errors import LudusError
 from ludus.trainer.models.template import ToolSpec
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -111,6 +112,47 @@ class PolicyResponse:
     def as_message(self) -> ChatMessage:
         """Response as a message of a history."""
         return ChatMessage("assistant", self.content, self.calls)
+
+
+class ApiError(LudusError):
+    """A request that cannot be served, with the error that the agent receives.
+
+    OpenAI's clients automatically retry after 408, 409, 429 and 5xx. A request that would fail
+    again gets another status.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Body of the HTTP response."""
+        fields = {"message": self.message, "type": self.kind, "param": self.param}
+        return {"error": {**fields, "code": self.code}}
+
+
+class LimitError(ApiError):
+    """A limit of the run leaves no room for the completion; the episode ends as truncated."""
+
+
+class FieldError(ApiError):
+    """A field of a request has an invalid value."""
+
+    def __init__(self, param: str, message: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{param}: {message}", param=param, code=code)
 
 
 class Responder(Protocol):

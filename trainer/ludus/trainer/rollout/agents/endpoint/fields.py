@@ -9,15 +9,21 @@ others       refused, so that nothing an agent requests is silently ignored
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.agents.endpoint.api_error import ApiError, FieldError
+from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ApiError,
+    ChatMessage,
+    FieldError,
+    FunctionCall,
+    PolicyRequest,
+    Role,
+)
 
 JsonObject = dict[str, Any]
-_RoleT = TypeVar("_RoleT", bound=str)
 
 DECIDED = frozenset(
     {
@@ -31,6 +37,14 @@ HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
     }
 )
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Roles of the chat template, by their names in a request."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MAX_STOPS = 4
 _MAX_COMPLETIONS = 16
@@ -38,37 +52,87 @@ _MAX_QUOTED_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class FieldRules:
-    """The fields of one of OpenAI's request formats."""
+class ApiRequest:
+    """A request, and the settings of its response."""
 
-    supported: frozenset[str]
-    empty_only: Mapping[str, Collection[Any]]
-    """Values, in addition to null, that count as empty in a field without a feature."""
+    content: PolicyRequest
+    model: str
+    is_stream: bool
+    fields: JsonObject
+    """Checked fields of the body that are not null."""
 
-    def check(self, body: Any) -> JsonObject:
-        """Return the request without fields that are null.
 
-        Raises:
-            ApiError: the body is no object, or has a field that is not supported.
-        """
-        if not isinstance(body, dict):
-            raise ApiError(f"expected a JSON object, got {quote(body)}")
-        fields = {name: value for name, value in body.items() if value is not None}
-        for name, value in fields.items():
-            if name in self.supported or name in DECIDED or name in HARMLESS:
-                continue
-            if name not in self.empty_only:
-                raise FieldError(
-                    name, "this endpoint does not support the field; remove it", "unknown_parameter"
-                )
-            if value not in self.empty_only[name]:
-                raise FieldError(
-                    name,
-                    f"this endpoint does not support the value {quote(value)}; remove the field",
-                    "unsupported_parameter",
-                )
-        refuse_top_logprobs(fields)
-        return fields
+def check_fields(
+    body: Any, supported: Collection[str], empty_only: Mapping[str, Collection[Any]]
+) -> JsonObject:
+    """Return the fields of a request body that are not null.
+
+    Args:
+        empty_only: values that count as empty, for each field whose feature does not exist here.
+
+    Raises:
+        ApiError: the body is no object, or has a field that is not supported.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(f"expected a JSON object, got {quote(body)}")
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if name in supported or name in DECIDED or name in HARMLESS:
+            continue
+        if name not in empty_only:
+            raise unknown_field_error(name)
+        if value not in empty_only[name]:
+            raise FieldError(
+                name,
+                f"this endpoint does not support the value {quote(value)}; remove the field",
+                "unsupported_parameter",
+            )
+    if read_integer(fields, "top_logprobs", 0):
+        raise FieldError(
+            "top_logprobs",
+            "expected 0, because only the sampled tokens have log-probs",
+            "unsupported_parameter",
+        )
+    return fields
+
+
+def make_request(
+    fields: JsonObject,
+    default_model: str,
+    messages: Iterable[ChatMessage],
+    *,
+    max_tokens: int | None,
+    with_logprobs: bool,
+) -> ApiRequest:
+    """Return the request with these messages and the fields that both formats share.
+
+    Raises:
+        FieldError: a field is invalid.
+    """
+    choice = fields.get("tool_choice")
+    tools = tuple(
+        _read_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
+    )
+    content = PolicyRequest(
+        messages=tuple(messages),
+        tools=_choose_tools(tuple(tools), choice),
+        num=read_integer(fields, "n", 1, _MAX_COMPLETIONS) or 1,
+        stop=_read_stops(fields),
+        max_tokens=max_tokens,
+        seed=read_integer(fields, "seed", -(2**63), 2**63),
+        max_one_call=not read_flag(fields, "parallel_tool_calls", default=True),
+        requires_call=choice == "required" or isinstance(choice, dict),
+        with_logprobs=with_logprobs,
+    )
+    model = str(fields.get("model") or default_model)
+    return ApiRequest(content, model, read_flag(fields, "stream"), fields)
+
+
+def unknown_field_error(name: str) -> FieldError:
+    """Return the error for a field that the endpoint does not have."""
+    return FieldError(
+        name, "this endpoint does not support the field; remove it", "unknown_parameter"
+    )
 
 
 def quote(value: Any) -> str:
@@ -108,27 +172,22 @@ def read_list(body: JsonObject, name: str, param: str = "") -> list[Any]:
     return value
 
 
-def read_role(message: Any, roles: Mapping[str, _RoleT], param: str) -> _RoleT:
-    """Return the chat template's name of a message's role."""
+def read_message(message: Any, param: str) -> ChatMessage:
+    """Return a message without its calls."""
     role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in roles:
-        raise FieldError(f"{param}.role", f"expected one of {list(roles)}, got {quote(role)}")
-    return roles[role]
+    if not isinstance(role, str) or role not in _ROLES:
+        raise FieldError(f"{param}.role", f"expected one of {list(_ROLES)}, got {quote(role)}")
+    return ChatMessage(_ROLES[role], read_text(message.get("content"), f"{param}.content"))
 
 
-def read_num_completions(body: JsonObject) -> int:
-    """Return the requested number of completions."""
-    return read_integer(body, "n", 1, _MAX_COMPLETIONS) or 1
-
-
-def read_stops(body: JsonObject) -> tuple[str, ...]:
-    """Return the texts before which a completion is cut."""
-    value = body.get("stop", [])
-    stops = [value] if isinstance(value, str) else value
-    is_valid = isinstance(stops, list) and len(stops) <= _MAX_STOPS
-    if not is_valid or not all(isinstance(stop, str) and stop for stop in stops):
-        raise FieldError("stop", f"expected up to {_MAX_STOPS} texts, got {quote(value)}")
-    return tuple(stops)
+def read_call(call: Any, param: str) -> FunctionCall:
+    """Return a call of a function, which chat completions nest in a field."""
+    match call.get("function", call) if isinstance(call, dict) else None:
+        case {"name": str(name), "arguments": str(arguments)}:
+            return FunctionCall(name, arguments)
+    raise FieldError(
+        param, f"expected a function with name and arguments as JSON, got {quote(call)}"
+    )
 
 
 def read_text(content: Any, param: str) -> str:
@@ -159,69 +218,6 @@ def read_text(content: Any, param: str) -> str:
     return "\n".join(texts)
 
 
-def read_tool(function: Any, param: str) -> ToolSpec:
-    """Return a function in the form that chat templates list.
-
-    Raises:
-        FieldError: it has no name, or its parameters are no JSON schema.
-    """
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise FieldError(f"{param}.name", f"expected a function with a name, got {quote(function)}")
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(schema, dict):
-        raise FieldError(f"{param}.parameters", f"expected a JSON schema, got {quote(schema)}")
-    description = str(function.get("description") or "")
-    spec = {"name": function["name"], "description": description, "parameters": schema}
-    return {"type": "function", "function": spec}
-
-
-def requires_call(choice: Any) -> bool:
-    """Return whether a tool choice requires a call."""
-    return choice == "required" or isinstance(choice, dict)
-
-
-def choose_tools(tools: tuple[ToolSpec, ...], choice: Any) -> tuple[ToolSpec, ...]:
-    """Return the tools that a completion may call.
-
-    "required" selects all tools, and a function only that one. The policy is not forced to call.
-
-    Raises:
-        FieldError: the choice is unknown, or names no tool.
-    """
-    match choice:
-        case None | "auto" | "required":
-            return tools
-        case "none":
-            return ()
-        case {"type": "function", "function": {"name": str(name)}}:
-            pass
-        case {"type": "function", "name": str(name)}:
-            pass
-        case _:
-            raise FieldError(
-                "tool_choice",
-                f"expected 'none', 'auto', 'required' or a function, got {quote(choice)}",
-            )
-    chosen_tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
-    if not chosen_tools:
-        raise FieldError("tool_choice", f"expected one of the request's tools, got {quote(name)}")
-    return chosen_tools
-
-
-def refuse_top_logprobs(body: JsonObject) -> None:
-    """Refuse log-probs of tokens that were not sampled.
-
-    Raises:
-        FieldError: the request asks for some.
-    """
-    if read_integer(body, "top_logprobs", 0):
-        raise FieldError(
-            "top_logprobs",
-            "expected 0, because only the sampled tokens have log-probs",
-            "unsupported_parameter",
-        )
-
-
 def token_logprobs(response_tokens: Collection[Any]) -> list[JsonObject]:
     """Return OpenAI's entries for the tokens of a response, with their log-probs."""
     return [
@@ -233,3 +229,49 @@ def token_logprobs(response_tokens: Collection[Any]) -> list[JsonObject]:
         }
         for token in response_tokens
     ]
+
+
+def _read_stops(fields: JsonObject) -> tuple[str, ...]:
+    value = fields.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
+    is_valid = isinstance(stops, list) and len(stops) <= _MAX_STOPS
+    if not is_valid or not all(isinstance(stop, str) and stop for stop in stops):
+        raise FieldError("stop", f"expected up to {_MAX_STOPS} texts, got {quote(value)}")
+    return tuple(stops)
+
+
+def _read_tool(tool: Any, param: str) -> ToolSpec:
+    """Return a tool in the form that chat templates list; chat completions nest its function."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise FieldError(param, f"expected a tool of type 'function', got {quote(tool)}")
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise FieldError(f"{param}.name", f"expected a function with a name, got {quote(function)}")
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(schema, dict):
+        raise FieldError(f"{param}.parameters", f"expected a JSON schema, got {quote(schema)}")
+    description = str(function.get("description") or "")
+    spec = {"name": function["name"], "description": description, "parameters": schema}
+    return {"type": "function", "function": spec}
+
+
+def _choose_tools(tools: tuple[ToolSpec, ...], choice: Any) -> tuple[ToolSpec, ...]:
+    """Return the tools that a completion may call; the policy is not forced to call one."""
+    match choice:
+        case None | "auto" | "required":
+            return tools
+        case "none":
+            return ()
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "function",
+            "name": str(name),
+        }:
+            chosen_tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
+            if chosen_tools:
+                return chosen_tools
+            raise FieldError(
+                "tool_choice", f"expected one of the request's tools, got {quote(name)}"
+            )
+    raise FieldError(
+        "tool_choice", f"expected 'none', 'auto', 'required' or a function, got {quote(choice)}"
+    )

@@ -6,25 +6,48 @@ contains no session id, and MCP clients then send none.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.types import Tool
+from ludus.trainer.core.types import RolloutStatus
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter
 from ludus.trainer.rollout.adapters.tool_calls import ToolCall
 from ludus.trainer.rollout.agents.endpoint.fields import JsonObject, quote
+
+RecordCalls: TypeAlias = Callable[[int, int], None]
+"""Takes the number of tool calls and the number of failed ones."""
 
 _INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32600, -32601, -32602
 
 
-class EpisodeTools(Protocol):
-    """The tools of an episode's environment."""
+class EpisodeTools:
+    """The tools of an episode's environment, as its agent calls them."""
+
+    def __init__(self, adapter: ToolAdapter, record_calls: RecordCalls | None) -> None:
+        self._adapter = adapter
+        self._record_calls = record_calls
+        self.status: RolloutStatus | None = None
+        """Status in which a call ended the episode; None while it continues."""
+        self.reward = 0.0
+        """Sum of the rewards of all calls."""
 
     @property
     def tools(self) -> tuple[Tool, ...]:
         """All tools."""
+        return self._adapter.toolbox.tools
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool and return its result, and True if the call failed."""
+        if self.status is not None:
+            return "the episode is over", True
+        outcome = await self._adapter.call(call)
+        self.status = outcome.status
+        self.reward += outcome.reward
+        if self._record_calls is not None:
+            self._record_calls(1, outcome.num_calls_failed)
+        return outcome.messages[0]["content"], outcome.num_calls_failed > 0
 
 
 async def respond_to_mcp(tools: EpisodeTools, request: Any) -> JsonObject | None:

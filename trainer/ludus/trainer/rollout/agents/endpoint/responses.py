@@ -9,89 +9,62 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.agents.endpoint.api_error import ApiError, FieldError
 from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ApiError,
     ChatMessage,
-    FunctionCall,
+    FieldError,
     PolicyRequest,
     PolicyResponse,
-    Role,
     call_ids,
 )
 from ludus.trainer.rollout.agents.endpoint.fields import (
-    FieldRules,
+    ApiRequest,
     JsonObject,
-    choose_tools,
+    check_fields,
+    make_request,
     quote,
-    read_flag,
+    read_call,
     read_integer,
     read_list,
-    read_role,
+    read_message,
     read_text,
-    read_tool,
-    requires_call,
     token_logprobs,
 )
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-_LOGPROBS_OPTION = "message.output_text.logprobs"
-_FIELDS = FieldRules(
-    supported=frozenset(
-        {
-            *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice"),
-            *("parallel_tool_calls", "max_output_tokens", "stream", "include", "top_logprobs"),
-        }
-    ),
-    empty_only={
-        "text": ({"format": {"type": "text"}}, {}),
-        "reasoning": ({},),
-        "truncation": ("disabled",),
-        "background": (False,),
-        "stream_options": ({},),
-        "prompt": (),
-        "conversation": (),
-        "max_tool_calls": (),
-    },
+_SUPPORTED = (
+    *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice"),
+    *("parallel_tool_calls", "max_output_tokens", "stream", "include", "top_logprobs"),
 )
+_EMPTY_ONLY = {
+    "text": ({"format": {"type": "text"}}, {}),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "stream_options": ({},),
+    "prompt": (),
+    "conversation": (),
+    "max_tool_calls": (),
+}
+_PREFERENCES = {"text": ("verbosity",), "reasoning": ("effort", "summary", "generate_summary")}
+"""Parts of fields that the endpoint ignores."""
+_LOGPROBS_OPTION = "message.output_text.logprobs"
 _INCLUDE_OPTIONS = (_LOGPROBS_OPTION, "reasoning.encrypted_content")
-
-
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A request, and the settings of its response."""
-
-    content: PolicyRequest
-    model: str
-    is_stream: bool
-    instructions: str | None
-    previous_id: str | None
-    tools: list[JsonObject]
-    """Tools as the agent sent them."""
-
 
 ConversationsById = Mapping[str, tuple[ChatMessage, ...]]
 """Conversation up to and including a response, without instructions, by the response's id."""
 
 
-def read_responses_request(
-    body: Any, model: str, conversations: ConversationsById
-) -> ResponsesRequest:
+def read_responses_request(body: Any, model: str, conversations: ConversationsById) -> ApiRequest:
     """Return the request in a body; `model` is the default name of the model.
 
     Raises:
         ApiError: a field is unknown, not supported or invalid.
     """
-    fields = _FIELDS.check(_without_preferences(body))
+    fields = check_fields(_without_preferences(body), _SUPPORTED, _EMPTY_ONLY)
     previous_id = fields.get("previous_response_id")
     history: tuple[ChatMessage, ...] = ()
     if previous_id is not None:
@@ -103,58 +76,46 @@ def read_responses_request(
                 code="previous_response_not_found",
             )
         history = conversations[previous_id]
-    instructions = fields.get("instructions")
-    if instructions:
+    if instructions := fields.get("instructions"):
         history = (ChatMessage("system", read_text(instructions, "instructions")), *history)
-    tools = tuple(
-        _read_flat_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
-    )
-    messages = (*history, *_read_messages(fields.get("input")))
+    messages = (*history, *_read_items(fields.get("input")))
     if not messages:
         raise FieldError("input", "expected a text or a list of items, got none")
-    return ResponsesRequest(
-        PolicyRequest(
-            messages=messages,
-            tools=choose_tools(tools, fields.get("tool_choice")),
-            max_tokens=read_integer(fields, "max_output_tokens", 1),
-            max_one_call=not read_flag(fields, "parallel_tool_calls", default=True),
-            requires_call=requires_call(fields.get("tool_choice")),
-            with_logprobs=_LOGPROBS_OPTION in _read_include(fields),
-        ),
-        str(fields.get("model") or model),
-        read_flag(fields, "stream"),
-        instructions if isinstance(instructions, str) else None,
-        previous_id,
-        read_list(fields, "tools"),
+    return make_request(
+        fields,
+        model,
+        messages,
+        max_tokens=read_integer(fields, "max_output_tokens", 1),
+        with_logprobs=_LOGPROBS_OPTION in _read_include(fields),
     )
 
 
-def conversation_after(
-    request: ResponsesRequest, response: PolicyResponse
-) -> tuple[ChatMessage, ...]:
+def conversation_after(request: ApiRequest, response: PolicyResponse) -> tuple[ChatMessage, ...]:
     """Return the conversation with the response, without instructions, which apply only once."""
-    messages = request.content.messages[1 if request.instructions else 0 :]
+    messages = request.content.messages[1 if request.fields.get("instructions") else 0 :]
     return (*messages, response.as_message)
 
 
-def response_body(request: ResponsesRequest, response: PolicyResponse) -> JsonObject:
+def response_body(request: ApiRequest, response: PolicyResponse) -> JsonObject:
     """Return the complete response body."""
     is_cut = response.finish_reason == "length"
+    fields = request.fields
+    instructions = fields.get("instructions")
     return {
         "id": _make_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
         "error": None,
-        "instructions": request.instructions,
+        "instructions": instructions if isinstance(instructions, str) else None,
         "max_output_tokens": request.content.max_tokens,
         "metadata": {},
         "model": request.model,
         "parallel_tool_calls": not request.content.max_one_call,
-        "previous_response_id": request.previous_id,
+        "previous_response_id": fields.get("previous_response_id"),
         "temperature": None,
         "top_p": None,
         "tool_choice": "auto",
-        "tools": request.tools,
+        "tools": fields.get("tools", []),
         "truncation": "disabled",
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -195,84 +156,54 @@ def response_events(body: JsonObject) -> Iterator[JsonObject]:
 
 
 def _without_preferences(body: Any) -> Any:
-    """Return the request without preferences about the text and the reasoning.
-
-    The endpoint ignores the length of the text, the reasoning effort and its summary.
-    """
     if not isinstance(body, dict):
         return body
     fields = dict(body)
-    if isinstance(fields.get("text"), dict):
-        fields["text"] = {k: v for k, v in fields["text"].items() if k != "verbosity" and v}
-    if isinstance(fields.get("reasoning"), dict):
-        ignored_fields = ("effort", "summary", "generate_summary")
-        reasoning = fields["reasoning"]
-        fields["reasoning"] = {k: v for k, v in reasoning.items() if k not in ignored_fields and v}
+    for name, parts in _PREFERENCES.items():
+        if isinstance(fields.get(name), dict):
+            fields[name] = {k: v for k, v in fields[name].items() if k not in parts and v}
     return fields
 
 
 def _read_include(fields: JsonObject) -> list[Any]:
     options = read_list(fields, "include")
-    unknown_options = [option for option in options if option not in _INCLUDE_OPTIONS]
-    if unknown_options:
-        raise FieldError(
-            "include", f"expected some of {list(_INCLUDE_OPTIONS)}, got {quote(unknown_options[0])}"
-        )
+    for option in options:
+        if option not in _INCLUDE_OPTIONS:
+            raise FieldError(
+                "include", f"expected some of {list(_INCLUDE_OPTIONS)}, got {quote(option)}"
+            )
     return options
 
 
-def _read_messages(value: Any) -> list[ChatMessage]:
-    if isinstance(value, str):
-        return [ChatMessage("user", value)]
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise FieldError("input", f"expected a text or a list of items, got {quote(value)}")
+def _read_items(items: Any) -> list[ChatMessage]:
+    if isinstance(items, str):
+        return [ChatMessage("user", items)]
+    if items is not None and not isinstance(items, list):
+        raise FieldError("input", f"expected a text or a list of items, got {quote(items)}")
     messages: list[ChatMessage] = []
-    can_take_calls = False
-    for number, item in enumerate(value):
+    for number, item in enumerate(items or ()):
         param = f"input.{number}"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "reasoning":
-            continue
-        if kind == "function_call":
-            call = _read_call(item, param)
-            if can_take_calls:
-                messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
-            else:
-                messages.append(ChatMessage("assistant", "", (call,)))
-            can_take_calls = True
-            continue
-        messages.append(_read_message(kind, item, param))
-        can_take_calls = messages[-1].role == "assistant"
+        match item.get("type", "message") if isinstance(item, dict) else item:
+            case "reasoning":
+                continue
+            case "function_call":
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(ChatMessage("assistant", ""))
+                calls = (*messages[-1].calls, read_call(item, param))
+                messages[-1] = replace(messages[-1], calls=calls)
+            case "function_call_output":
+                text = read_text(item.get("output"), f"{param}.output")
+                messages.append(ChatMessage("tool", text))
+            case "message":
+                messages.append(read_message(item, param))
+            case kind:
+                raise FieldError(
+                    param,
+                    "expected a message, function_call, function_call_output or reasoning, got "
+                    f"{quote(kind)}",
+                    "unsupported_content",
+                )
     return messages
-
-
-def _read_message(kind: Any, item: Any, param: str) -> ChatMessage:
-    if kind == "function_call_output":
-        return ChatMessage("tool", read_text(item.get("output"), f"{param}.output"))
-    if kind != "message":
-        raise FieldError(
-            param,
-            "expected a message, function_call, function_call_output or reasoning, got "
-            f"{quote(kind or item)}",
-            "unsupported_content",
-        )
-    role = read_role(item, _ROLES, param)
-    return ChatMessage(role, read_text(item.get("content"), f"{param}.content"))
-
-
-def _read_call(item: JsonObject, param: str) -> FunctionCall:
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise FieldError(param, f"expected name and arguments as JSON, got {quote(item)}")
-    return FunctionCall(name, arguments)
-
-
-def _read_flat_tool(tool: Any, param: str) -> ToolSpec:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise FieldError(param, f"expected a tool of type 'function', got {quote(tool)}")
-    return read_tool(tool, param)
 
 
 def _output_items(request: PolicyRequest, response: PolicyResponse) -> Iterator[JsonObject]:

@@ -27,13 +27,13 @@ from starlette.routing import Route
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener, authority, bind
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.rollout.agents.endpoint.api_error import ApiError, invalid_key_error
 from ludus.trainer.rollout.agents.endpoint.chat_completions import (
     chat_chunks,
     chat_response,
     read_chat_request,
 )
 from ludus.trainer.rollout.agents.endpoint.exchange import (
+    ApiError,
     ChatMessage,
     PolicyRequest,
     PolicyResponse,
@@ -172,7 +172,12 @@ class AgentEndpoint:
                 scheme, _, key = request.headers.get("authorization", "").partition(" ")
                 episode = self._episodes.get(key.strip())
                 if scheme.lower() != "bearer" or episode is None:
-                    raise invalid_key_error()
+                    raise ApiError(
+                        "expected the key of an episode that is being played here (OPENAI_API_KEY "
+                        "of its agent), got another one; the key ends with its episode",
+                        status=401,
+                        code="invalid_api_key",
+                    )
                 # The body must be read before waiting for the disconnect, which would consume it.
                 body = (
                     await _read_json(request) if request.method == "POST" else request.path_params
