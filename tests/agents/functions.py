@@ -9,7 +9,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI, PermissionDeniedError
 
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
-from ludus.trainer.rollout.agents.task import AgentTask
+from ludus.trainer.rollout.agents.launchers import AgentTask
 
 
 def make_client(access: EndpointAccess) -> AsyncOpenAI:

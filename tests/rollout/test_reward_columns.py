@@ -11,7 +11,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.driver.checks import check_server_columns, check_start
-from ludus.trainer.rollout.rewards.reward_function import check_columns
+from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows
 

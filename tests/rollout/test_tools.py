@@ -19,10 +19,12 @@ from ludus.trainer.core.types import RolloutStatus, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.tool_adapter import (
     MAX_BAD_COMPLETIONS,
+    MAX_CALLS,
     MAX_RESULT_CHARACTERS,
     Toolbox,
+    ToolCall,
+    read_calls,
 )
-from ludus.trainer.rollout.adapters.tool_calls import MAX_CALLS, ToolCall, read_calls
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv

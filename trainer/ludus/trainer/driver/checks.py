@@ -50,8 +50,8 @@ from ludus.trainer.models.load import (
     load_config,
 )
 from ludus.trainer.rollout.agents.launchers import check_agent
-from ludus.trainer.rollout.limits import episode_limits
-from ludus.trainer.rollout.rewards.reward_function import check_columns
+from ludus.trainer.rollout.rewards.scoring import check_columns
+from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.environments import (

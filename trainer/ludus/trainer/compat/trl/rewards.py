@@ -12,7 +12,7 @@ from torch import nn
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.core.functions import function_path
-from ludus.trainer.rollout.rewards.reward_function import STANDARD_ARGUMENTS
+from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
 
 _UNAVAILABLE = frozenset({"trainer_state", "log_extra", "log_metric"})
 """TRL's arguments of reward functions that show its trainer."""

@@ -26,7 +26,7 @@ from ludus.trainer.compat.trl.rollout.arguments import RolloutTrainer
 from ludus.trainer.compat.trl.rollout.completions import generate_rollout_completions
 from ludus.trainer.models.chat import ChatTokenizer, strip_reasoning
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.adapters.tool_calls import ToolCall, read_calls
+from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
 ToolFunction = Callable[..., Any]
 EnvironmentFactory = Callable[[], Any]

@@ -13,11 +13,21 @@ template that removes reasoning) branches off at the last completion that it sha
 the root. The agent's own messages are encoded by the chat template and never trained on.
 
 Each sampled token is trained on once, in the first sequence that contains it.
+
+    text      <think> ... </think> Let me look. <tool_call>...</tool_call> STOP and more
+    response  reasoning            content       calls
+    kept      ------------------------------------------------------------>
+
+Engines do not support stop texts, so a completion is cut after it was sampled. The tokens after the
+cut are dropped: the agent never sees them, and training on them would add noise. The tokens of the
+stop text itself are kept like an EOS token, because they are the reason why the completion ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,18 +36,21 @@ from zlib import crc32
 import numpy as np
 
 from ludus.env import Message
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
+from ludus.trainer.models.chat import ChatTokenizer, split_reasoning, thoughts_end
+from ludus.trainer.rollout.adapters.tool_adapter import first_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
     ChatMessage,
+    FunctionCall,
     LimitError,
     MessageKey,
     PolicyRequest,
     PolicyResponse,
+    TokenLogprob,
 )
-from ludus.trainer.rollout.agents.parsing import parse_completion
 from ludus.trainer.rollout.conversation import EpisodeRecord
 
 
@@ -189,21 +202,40 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         prompt_ids: list[int],
         completion: SampledCompletion,
     ) -> PolicyResponse:
-        parsed = parse_completion(self.chat, completion, request, len(prompt_ids))
+        """Cut the completion as its request demands, and record it."""
+        text = self.chat.decode(completion.token_ids)
+        text_end, kept_end = _find_cut(text, request)
+        is_cut = text_end < len(text)
+        if is_cut:
+            completion = _first_tokens(self.chat, completion, text[:kept_end])
+            text = text[:text_end]
+        response = parse_response(text, with_calls=bool(request.tools))
+        if not completion.has_end_token and not is_cut and not response.calls:
+            response = replace(response, finish_reason="length")
+        response = replace(
+            response,
+            num_prompt_tokens=len(prompt_ids),
+            num_tokens=len(completion.token_ids),
+            tokens=self._list_tokens(completion) if request.with_logprobs else (),
+        )
         num_shared_tokens = len(join_tokens(parent.path)) if parent else 0
         num_shared_messages = len(parent.request.messages) + 1 if parent else 0
         turn = AgentTurn(
             prompt_ids[num_shared_tokens:],
-            parsed.completion,
+            completion,
             messages=[message.plain for message in request.messages[num_shared_messages:]],
-            text=parsed.text,
+            text=text,
             parent=parent,
             request=request,
-            response=parsed.response,
+            response=response,
         )
         self.turns.append(turn)
-        self._turns_by_key[parsed.response.as_message.key].append(turn)
-        return parsed.response
+        self._turns_by_key[response.as_message.key].append(turn)
+        return response
+
+    def _list_tokens(self, completion: SampledCompletion) -> tuple[TokenLogprob, ...]:
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        return tuple(TokenLogprob(self.chat.decode([token]), logprob) for token, logprob in pairs)
 
     def _check_limits(self, request: PolicyRequest, num_prompt: int, max_tokens: int) -> None:
         limits = self.limits
@@ -255,3 +287,50 @@ def _split_at_completions(
 def _first_completion(messages: Sequence[Message]) -> int:
     roles = [message["role"] for message in messages]
     return roles.index("assistant") if "assistant" in roles else len(roles)
+
+
+def parse_response(text: str, *, with_calls: bool) -> PolicyResponse:
+    """Split a text into reasoning, content and calls."""
+    reasoning, content = split_reasoning(text)
+    try:
+        calls = read_calls(content) if with_calls else []
+    except ActionParseError:
+        # The agent receives an invalid call as text, and decides how to continue.
+        calls = []
+    if not calls:
+        return PolicyResponse(content, reasoning)
+    function_calls = tuple(FunctionCall(call.name, json.dumps(call.arguments)) for call in calls)
+    return PolicyResponse(remove_calls(content), reasoning, function_calls, "tool_calls")
+
+
+def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
+    """Return the end of the response's text, and the end of the text that is kept."""
+    start = thoughts_end(text)
+    cuts = [
+        (index, index + len(stop))
+        for stop in request.stop
+        if (index := text.find(stop, start)) >= 0
+    ]
+    if request.max_one_call and request.tools:
+        end = first_call_end(text[start:])
+        if end is not None:
+            cuts.append((start + end, start + end))
+    return min(cuts, default=(len(text), len(text)))
+
+
+def _first_tokens(
+    chat: ChatTokenizer, completion: SampledCompletion, text: str
+) -> SampledCompletion:
+    """Return the smallest number of first tokens whose text starts with `text`."""
+    token_ids = completion.token_ids
+    num = bisect_left(
+        range(len(token_ids)), len(text), key=lambda n: len(chat.decode(token_ids[:n]))
+    )
+    while num < len(token_ids) and not chat.decode(token_ids[:num]).startswith(text):
+        num += 1
+    return replace(
+        completion,
+        token_ids=token_ids[:num],
+        logprobs=completion.logprobs[:num],
+        has_end_token=False,
+    )

@@ -20,13 +20,13 @@ from typing import Any
 from ludus.proto.errors import AgentError, ConfigError
 from ludus.trainer.learner.warm_start import Conversation, Exchange
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
+from ludus.trainer.rollout.agents.conversation_tree import parse_response
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ChatMessage,
     LimitError,
     PolicyRequest,
     PolicyResponse,
 )
-from ludus.trainer.rollout.agents.parsing import parse_response
 from ludus.trainer.rollout.agents.runner import AgentHost
 
 _MIN_INTEGER, _MAX_INTEGER = 0, 9

@@ -28,8 +28,13 @@ from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.exchange import Responder
 from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, RecordCalls
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
-from ludus.trainer.rollout.agents.launchers import RunAgent, start_launcher
-from ludus.trainer.rollout.agents.task import AgentResult, AgentTask, read_result
+from ludus.trainer.rollout.agents.launchers import (
+    AgentResult,
+    AgentTask,
+    RunAgent,
+    read_result,
+    start_launcher,
+)
 from ludus.trainer.rollout.episode import EpisodeEnd, LastResult, SessionRunner
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
 

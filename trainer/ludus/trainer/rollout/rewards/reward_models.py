@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,9 +25,11 @@ from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm
 from ludus.proto.errors import RewardFunctionError
 from ludus.trainer.reward_model import RewardModel, load_reward_model
-from ludus.trainer.rollout.rewards.reward_function import Columns
 
 _log = logging.getLogger(__name__)
+
+Columns = dict[str, list[Any]]
+"""Arguments of a reward function by name, each with one entry for each episode."""
 
 
 class RewardModels:

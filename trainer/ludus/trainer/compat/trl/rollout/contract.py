@@ -24,7 +24,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ludus.proto.errors import ConfigError, RolloutFunctionError
-from ludus.trainer.rollout.rewards.reward_function import STANDARD_ARGUMENTS
+from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
 
 REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK_KEY = "env_mask"

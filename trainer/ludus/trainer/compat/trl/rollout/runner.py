@@ -166,12 +166,12 @@ class BatchFunctionRunner:
         episodes = []
         for prompt, group in zip(prompts, groups, strict=True):
             for start in group:
-                error = failure if isinstance(prompt, RolloutPrompt) else prompt
-                if isinstance(prompt, RolloutPrompt) and error is None:
-                    episodes.append(self._make_episode(start.seed, prompt, next(rows)))
+                if isinstance(prompt, Exception):
+                    episodes.append(self._void_episode(start.seed, prompt))
+                elif failure is not None:
+                    episodes.append(self._void_episode(start.seed, failure))
                 else:
-                    rollout = void_rollout(self._environment, start.seed, error)
-                    episodes.append(PlayedEpisode(rollout))
+                    episodes.append(self._make_episode(start.seed, prompt, next(rows)))
         return episodes
 
     async def _open_prompt(self, seed: int) -> RolloutPrompt | Exception:
@@ -305,6 +305,9 @@ class BatchFunctionRunner:
             fields={**prompt.columns, **row.fields},
             history=_transcript_turns(self._chat, prompt.prompt, row),
         )
+
+    def _void_episode(self, seed: int, error: Exception) -> PlayedEpisode:
+        return PlayedEpisode(void_rollout(self._environment, seed, error))
 
 
 def _transcript_turns(

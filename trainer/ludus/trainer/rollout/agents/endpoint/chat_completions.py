@@ -66,7 +66,7 @@ def read_chat_request(body: Any, model: str) -> ApiRequest:
     return make_request(
         fields,
         model,
-        [_read_message(message, f"messages.{n}") for n, message in enumerate(messages)],
+        [_read_message_and_calls(message, f"messages.{n}") for n, message in enumerate(messages)],
         max_tokens=min(limits, default=None),
         with_logprobs=read_flag(fields, "logprobs"),
     )
@@ -107,7 +107,7 @@ def _check_stream_options(options: Any) -> None:
     read_flag(options, "include_usage")
 
 
-def _read_message(source: Any, param: str) -> ChatMessage:
+def _read_message_and_calls(source: Any, param: str) -> ChatMessage:
     message = read_message(source, param)
     if message.role == "assistant" and source.get("function_call"):
         raise FieldError(f"{param}.function_call", "expected tool_calls instead")

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.types import Tool
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter
-from ludus.trainer.rollout.adapters.tool_calls import ToolCall
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
 from ludus.trainer.rollout.agents.endpoint.fields import JsonObject, quote
 
 RecordCalls: TypeAlias = Callable[[int, int], None]
