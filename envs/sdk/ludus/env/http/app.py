@@ -25,14 +25,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ludus.env.asgi.sessions import (
     UNUSED_TIMEOUT_S,
-    EvictableSessions,
     HttpSessions,
     forget_header,
     named_session,
     session_headers,
 )
-from ludus.env.asgi.socket import SessionSockets
-from ludus.env.encoding import EncodedResult
+from ludus.env.encoding import EncodedResult, plain_json
 from ludus.env.http.health import health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
@@ -42,7 +40,6 @@ from ludus.env.messages.openenv import (
     MAX_FAULTS_BYTES,
     ResetRequest,
     StepRequest,
-    action_json,
     error_data,
     ludus_metadata,
     observation_payload,
@@ -81,18 +78,16 @@ def build_app(
     """
     app = FastAPI(title=sessions.description.name, version="1.0.0")
     app.router.route_class = _BoundedRoute
-    sockets = SessionSockets(sessions.events)
-    evictable = EvictableSessions(sessions)
-    mcp = McpServer(sessions, sockets, evictable, mcp_key)
+    mcp = McpServer(sessions, mcp_key)
     legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
-    http = HttpSessions(sessions, evictable, unused_timeout_s=unused_timeout_s, legacy=legacy)
+    http = HttpSessions(sessions, mcp.evictable, unused_timeout_s=unused_timeout_s, legacy=legacy)
     _add_description_routes(app, sessions)
     _add_episode_routes(app, sessions, http, mcp)
     add_mcp_routes(app, mcp)
     app.router.routes.extend(health_routes(sessions))
     app.router.routes[:0] = [
-        WebSocketRoute("/ws", WebSocketWire(sessions, sockets, evictable, mcp)),
-        WebSocketRoute("/mcp", McpSocket(mcp, sessions, sockets)),
+        WebSocketRoute("/ws", WebSocketWire(mcp)),
+        WebSocketRoute("/mcp", McpSocket(mcp)),
     ]
     answer_error = _error_handler(sessions)
     app.add_exception_handler(EnvError, answer_error)
@@ -152,7 +147,7 @@ def _add_episode_routes(
         action, session_id = body.parsed_action, _named_session_id(request)
         if mcp.understands(action):
             return _json(await mcp.step(http.use(session_id), action))
-        result = await http.step(session_id, action_json(action), body.timeout_s or 0.0)
+        result = await http.step(session_id, plain_json(action, "an action"), body.timeout_s or 0.0)
         return _observation(result)
 
     @app.get("/state")

@@ -25,9 +25,9 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.sessions import EvictableSessions, require_session, shorten
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, accept_socket
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.asgi.sessions import require_session, shorten
+from ludus.env.asgi.socket import AsgiSocket, accept_socket
+from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
     CloseMessage,
@@ -36,7 +36,6 @@ from ludus.env.messages.openenv import (
     ResetMessage,
     StateMessage,
     StepMessage,
-    action_json,
     error_data,
     frame,
     ludus_payload,
@@ -45,7 +44,7 @@ from ludus.env.messages.openenv import (
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
-from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
+from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -69,17 +68,9 @@ _LUDUS_MESSAGE_TYPES = _MESSAGE_TYPES | {"step": LudusStepMessage}
 class WebSocketWire:
     """The ASGI application of `/ws`."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        sockets: SessionSockets,
-        evictable: EvictableSessions,
-        mcp: McpServer,
-    ) -> None:
-        self._sessions = sessions
-        self._sockets = sockets
-        self._evictable = evictable
+    def __init__(self, mcp: McpServer) -> None:
         self._mcp = mcp
+        self._sessions = mcp.sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then close its session unless it existed before."""
@@ -93,7 +84,7 @@ class WebSocketWire:
                 if not existing_id:
                     opening = self._sessions.open(OpenArgs(with_text=with_text), connection)
                     opened = await socket.run_while_connected(opening)
-                server = _WebSocketServer(socket, self._sessions, self._mcp, opened, upstream)
+                server = _WebSocketServer(socket, self._mcp, opened, upstream)
                 await self._serve(server, opened.session_id, is_guest=bool(existing_id))
             except EnvError as error:
                 data = error_data(error, self._sessions, upstream=upstream)
@@ -103,15 +94,15 @@ class WebSocketWire:
         """Serve the connection; a guest does not close the session at the end."""
         if is_guest:
             await require_session(self._sessions, session_id)
-            self._evictable.mark_used(session_id)
-        if not self._sockets.claim(session_id, server):
+            self._mcp.evictable.mark_used(session_id)
+        if not self._mcp.sockets.claim(session_id, server):
             raise SessionLostError(
                 f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
             )
         try:
             await server.serve()
         finally:
-            must_close = self._sockets.remove(session_id) or not is_guest
+            must_close = self._mcp.sockets.remove(session_id) or not is_guest
             if must_close:
                 await self._sessions.close(session_id)
 
@@ -120,16 +111,11 @@ class _WebSocketServer:
     """The server's side of one connection and its session."""
 
     def __init__(
-        self,
-        socket: AsgiSocket,
-        sessions: Sessions,
-        mcp: McpServer,
-        opened: OpenResult,
-        upstream: bool,
+        self, socket: AsgiSocket, mcp: McpServer, opened: OpenResult, upstream: bool
     ) -> None:
         self._socket = socket
-        self._sessions = sessions
         self._mcp = mcp
+        self._sessions = mcp.sessions
         self._session_id = opened.session_id
         self._tools_session_id = opened.tools_session_id
         self._upstream = upstream
@@ -138,7 +124,7 @@ class _WebSocketServer:
         self._is_over = False
         self._tombstone: SessionTombstone | None = None
         self._closing: asyncio.Task[None] | None = None
-        direct, immediate = socket.direct, sessions.immediate
+        direct, immediate = socket.direct, mcp.sessions.immediate
         if direct is not None and immediate is not None:
             self._immediate = immediate
             direct.set_direct_handler(_run_in_current_context(self._answer_now))
@@ -206,7 +192,7 @@ class _WebSocketServer:
         action, step_index = plain
         if isinstance(action, dict) and self._mcp.understands(action):
             return None
-        encoded = action if isinstance(action, str) else action_json(action)
+        encoded = action if isinstance(action, str) else plain_json(action, "an action")
         return self._result_frame(self._immediate.step_now(self._session_id, encoded, step_index))
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
@@ -243,7 +229,7 @@ class _WebSocketServer:
         if isinstance(action, dict) and self._mcp.understands(action):
             payload_json = await self._mcp.step(self._session_id, action)
             return frame("observation", orjson.Fragment(payload_json))
-        encoded = action if isinstance(action, str) else action_json(action)
+        encoded = action if isinstance(action, str) else plain_json(action, "an action")
         return self._result_frame(await self._sessions.step(self._session_id, encoded, step_index))
 
     def _first_frame(self, result: EncodedResult) -> bytes:

@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, accept_socket
+from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
     McpCaller,
@@ -23,7 +23,7 @@ from ludus.env.mcp.server import (
     error_response,
     parse_error,
 )
-from ludus.env.sessions.interface import Connection, Sessions
+from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
@@ -68,27 +68,22 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
 class McpSocket:
     """The ASGI application of `WS /mcp`. The first call that needs a session opens it."""
 
-    def __init__(self, mcp: McpServer, sessions: Sessions, sockets: SessionSockets) -> None:
+    def __init__(self, mcp: McpServer) -> None:
         self._mcp = mcp
-        self._sessions = sessions
-        self._sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then close its session."""
-        async with accept_socket(scope, receive, send, self._sessions) as (socket, connection):
-            await _McpSocketServer(socket, self._mcp, connection, self._sockets).serve()
+        async with accept_socket(scope, receive, send, self._mcp.sessions) as (socket, connection):
+            await _McpSocketServer(socket, self._mcp, connection).serve()
 
 
 class _McpSocketServer:
     """The server's side of one connection."""
 
-    def __init__(
-        self, socket: AsgiSocket, mcp: McpServer, connection: Connection, sockets: SessionSockets
-    ) -> None:
+    def __init__(self, socket: AsgiSocket, mcp: McpServer, connection: Connection) -> None:
         self._socket = socket
         self._mcp = mcp
         self._caller = McpCaller(is_managed=True, connection=connection)
-        self._sockets = sockets
         self._closing: asyncio.Task[None] | None = None
 
     def on_session_end(self, tombstone: SessionTombstone) -> None:
@@ -107,7 +102,7 @@ class _McpSocketServer:
             await self._socket.send(orjson.dumps(_invalid_request(error.message)))
         finally:
             if self._caller.session_id is not None:
-                self._sockets.remove(self._caller.session_id)
+                self._mcp.sockets.remove(self._caller.session_id)
 
     async def _answer(self, text: str) -> Any:
         try:
@@ -118,7 +113,7 @@ class _McpSocketServer:
             return await self._mcp.answer(request, self._caller)
         finally:
             if self._caller.session_id is not None:
-                self._sockets.claim(self._caller.session_id, self)
+                self._mcp.sockets.claim(self._caller.session_id, self)
 
 
 def _invalid_request(message: str) -> dict[str, Any]:

@@ -94,16 +94,10 @@ class McpServer:
         key: key for signing the ids of sessions that clients may play in. Default: a random key.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        sockets: SessionSockets,
-        evictable: EvictableSessions,
-        key: bytes | None = None,
-    ) -> None:
-        self._sessions = sessions
-        self._sockets = sockets
-        self._evictable = evictable
+    def __init__(self, sessions: Sessions, key: bytes | None = None) -> None:
+        self.sessions = sessions
+        self.sockets = SessionSockets(sessions.events)
+        self.evictable = EvictableSessions(sessions)
         self._key = key or secrets.token_bytes(32)
         self._methods: dict[str, Callable[[JsonObject, McpCaller], Awaitable[JsonObject]]] = {
             "initialize": self._initialize,
@@ -151,16 +145,14 @@ class McpServer:
 
     def understands(self, action: JsonObject) -> bool:
         """Return True if a step's action is OpenEnv's action for tools."""
-        return (
-            "type" in action and bool(self._sessions.description.tools) and is_tool_action(action)
-        )
+        return "type" in action and bool(self.sessions.description.tools) and is_tool_action(action)
 
     async def step(self, session_id: str | None, action: JsonObject) -> bytes:
         """Take a step with OpenEnv's action for tools, and return the payload as JSON."""
         if action["type"] == "list_tools":
-            return await step_with_tools(self._sessions, session_id or "", action)
-        async with session_for_call(self._sessions, session_id) as used_id:
-            return await step_with_tools(self._sessions, used_id, action)
+            return await step_with_tools(self.sessions, session_id or "", action)
+        async with session_for_call(self.sessions, session_id) as used_id:
+            return await step_with_tools(self.sessions, used_id, action)
 
     # -- session ids of clients that may play ------------------------------------------
 
@@ -185,7 +177,7 @@ class McpServer:
     async def end(self, caller: McpCaller) -> None:
         """Close the caller's session."""
         if caller.session_id is not None:
-            await self._sessions.close(caller.session_id)
+            await self.sessions.close(caller.session_id)
 
     # -- methods -----------------------------------------------------------------------
 
@@ -193,10 +185,10 @@ class McpServer:
         if caller.session_id is None:
             caller.may_play = True
             if caller.connection is None:
-                caller.session_id = (await self._sessions.open(OpenArgs())).session_id
-                self._evictable.add(caller.session_id)
+                caller.session_id = (await self.sessions.open(OpenArgs())).session_id
+                self.evictable.add(caller.session_id)
         version = params.get("protocolVersion")
-        description = self._sessions.description
+        description = self.sessions.description
         result: JsonObject = {
             "protocolVersion": version if version in PROTOCOL_VERSIONS else PROTOCOL_VERSIONS[-1],
             "capabilities": {"tools": {"listChanged": False}},
@@ -210,7 +202,7 @@ class McpServer:
         return {}
 
     async def _list_tools(self, params: JsonObject, caller: McpCaller) -> JsonObject:
-        description = self._sessions.description
+        description = self.sessions.description
         tools = [*description.tools, *(play_tools(description) if caller.may_play else ())]
         if not tools:
             raise McpError(INTERNAL_ERROR, _NO_TOOLS)
@@ -224,7 +216,7 @@ class McpServer:
             arguments = {}
         if not isinstance(arguments, dict):
             raise McpError(INVALID_PARAMS, "'arguments' must be an object")
-        description = self._sessions.description
+        description = self.sessions.description
         is_environment_tool = any(tool.name == name for tool in description.tools)
         is_play = caller.may_play and any(t.name == name for t in play_tools(description))
         if not is_environment_tool and not is_play:
@@ -234,12 +226,12 @@ class McpServer:
                 _NO_TOOLS if is_missing else f"Unknown tool: {shorten(name)!r}",
             )
         session_id = await self._session_for(params, caller)
-        async with session_for_call(self._sessions, session_id) as used_id:
-            return await call_tool(self._sessions, used_id, name, arguments, is_play=is_play)
+        async with session_for_call(self.sessions, session_id) as used_id:
+            return await call_tool(self.sessions, used_id, name, arguments, is_play=is_play)
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
-            reply = await self._sessions.open(OpenArgs(with_text=False))
+            reply = await self.sessions.open(OpenArgs(with_text=False))
             return _session_ids(reply.session_id, reply.tools_session_id)
         return _session_ids(await self._caller_session(caller), caller.tools_session_id)
 
@@ -251,13 +243,13 @@ class McpServer:
             raise McpError(
                 INVALID_REQUEST, "Cannot close active WebSocket-managed session via MCP method"
             )
-        if self._sockets.close_later(session_id):
+        if self.sockets.close_later(session_id):
             return {"session_id": session_id, "closed": False, "closing": True}
         try:
-            await require_session(self._sessions, session_id)
+            await require_session(self.sessions, session_id)
         except SessionLostError as error:
             raise McpError(INVALID_PARAMS, error.message) from None
-        await self._sessions.close(session_id)
+        await self.sessions.close(session_id)
         return {"session_id": session_id, "closed": True}
 
     # -- sessions ----------------------------------------------------------------------
@@ -265,7 +257,7 @@ class McpServer:
     async def _session_for(self, params: JsonObject, caller: McpCaller) -> str | None:
         """Return the session for a tool call, or None for a new session."""
         if caller.session_id is not None:
-            self._evictable.mark_used(caller.session_id)
+            self.evictable.mark_used(caller.session_id)
             return caller.session_id
         if caller.connection is not None:
             return await self._caller_session(caller)
@@ -276,14 +268,14 @@ class McpServer:
 
     async def _caller_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
-            reply = await self._sessions.open(OpenArgs(), caller.connection)
+            reply = await self.sessions.open(OpenArgs(), caller.connection)
             caller.session_id, caller.tools_session_id = reply.session_id, reply.tools_session_id
         return caller.session_id
 
     # -- errors ------------------------------------------------------------------------
 
     def _convert_error(self, error: EnvError) -> McpError:
-        data = error_data(error, self._sessions, upstream=True)
+        data = error_data(error, self.sessions, upstream=True)
         message = data.pop("message")
         if error.retry_after_s > 0:
             data["retry_after_s"] = error.retry_after_s

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, plain_json
-from ludus.env.messages.openenv import action_json, ludus_payload
+from ludus.env.messages.openenv import ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.errors import (
@@ -86,7 +86,7 @@ async def call_tool(
         if name == START_EPISODE:
             result = await sessions.reset(session_id, _start_args(arguments))
         else:
-            result = await sessions.step(session_id, action_json(arguments))
+            result = await sessions.step(session_id, plain_json(arguments, "an action"))
     except InfrastructureError:
         raise
     except EnvError as error:

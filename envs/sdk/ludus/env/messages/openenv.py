@@ -118,15 +118,6 @@ def reset_args(
     return ResetArgs(request.seed, request.episode_id or "", options)
 
 
-def action_json(action: JsonObject) -> bytes:
-    """Encode an action.
-
-    Raises:
-        InvalidCallError: the action is nested too deeply.
-    """
-    return plain_json(action, "an action")
-
-
 def observation_payload(result: EncodedResult) -> JsonObject:
     """Return the payload of a reset or step for upstream clients; it contains JSON fragments."""
     return _payload(result, _insert_tensors(result))

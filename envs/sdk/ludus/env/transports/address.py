@@ -55,11 +55,6 @@ class ServerAddress:
         return self.path.removeprefix("/")
 
     @property
-    def http_base(self) -> str:
-        """The base URL of OpenEnv's HTTP endpoints."""
-        return f"{'https' if self.is_secure else 'http'}://{self.authority}{self.path}"
-
-    @property
     def ws_base(self) -> str:
         """The base URL of OpenEnv's WebSocket."""
         return f"{'wss' if self.is_secure else 'ws'}://{self.authority}{self.path}"
@@ -168,19 +163,11 @@ class RemoteServer:
         return f"Bearer {token}" if token else self.address.credentials
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS.
-
-        Raises:
-            ConfigError: a file is missing or unusable.
-        """
+        """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS."""
         return client_ssl_context(*self._tls_files()) if self.address.is_secure else None
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return the TLS credentials for gRPC, or None if the address uses no TLS.
-
-        Raises:
-            ConfigError: a file is missing or unusable.
-        """
+        """Return the TLS credentials for gRPC, or None if the address uses no TLS."""
         return client_channel_credentials(*self._tls_files()) if self.address.is_secure else None
 
     def _tls_files(self) -> tuple[Path | None, TlsFiles | None]:

@@ -68,8 +68,6 @@ class GrpcTransport:
         self._granted_linger_s: float | None = None
         self.surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
         """Sessions that outlive their stream."""
-        self._stranded: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
-        """Surviving sessions that were not called since their stream broke."""
         self._keeping: asyncio.Task[None] | None = None
 
     async def connect(self, timeout_s: float) -> None:
@@ -172,18 +170,12 @@ class GrpcTransport:
             str(self.server.address),
             timeout_s=self.server.options.timeout_s,
             max_calls_per_batch=self.server.options.max_calls_per_message,
-            on_broken=self._strand,
+            on_broken=self._handle_broken,
         )
 
-    def mark_called(self, session: GrpcSession) -> None:
-        """Record that the server has received a call of the session on the live stream."""
-        self._stranded.discard(session)
-
-    def _strand(self, reason: str) -> None:
-        if self._is_closed or not self.surviving:
-            return
-        self._stranded.update(self.surviving)
-        self._start_keeping()
+    def _handle_broken(self, reason: str) -> None:
+        if self.surviving and not self._is_closed:
+            self._start_keeping()
 
     def _start_keeping(self) -> None:
         if self._keeping is None or self._keeping.done():
@@ -196,11 +188,11 @@ class GrpcTransport:
                 linger_s = min((session.linger_s for session in self.surviving), default=0.0)
                 await asyncio.sleep(linger_s * KEEP_AFTER)
                 stream = await self.live_stream(self.reconnect_timeout_s)
-                moves = [session.move_to(stream) for session in tuple(self._stranded)]
+                idle = [session for session in self.surviving if session.stream is not stream]
+                moves = [session.move_to(stream) for session in idle]
                 if not moves:
                     # An empty call shows whether the stream is still alive.
                     moves = [stream.begin(lambda call: None)]
-                self._stranded.clear()
                 await asyncio.gather(*moves, return_exceptions=True)
 
 
@@ -214,7 +206,8 @@ class GrpcSession:
         self, transport: GrpcTransport, stream: CallStream, opened: pb.OpenResponse, linger_s: float
     ) -> None:
         self.transport = transport
-        self._stream = stream
+        self.stream = stream
+        """Stream that the session last used."""
         self.session_id = opened.session_id
         self.tools_session_id = opened.tools_session_id
         self.linger_s = linger_s
@@ -223,7 +216,7 @@ class GrpcSession:
     def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
         """Call the session on another stream, and return the future of the reply."""
         future = stream.begin(self._fill_state)
-        self._stream = stream
+        self.stream = stream
         return future
 
     async def reset(self, args: ResetArgs) -> StepResult:
@@ -249,31 +242,30 @@ class GrpcSession:
             fill_call_tool(call.call_tool, self.session_id, name, arguments)
 
         # A tool call has no number, so it cannot be repeated when the connection breaks.
-        reply = await self._stream.begin(fill)
+        reply = await self.stream.begin(fill)
         result: JsonObject = orjson.loads(reply.call_tool.result_json)
         return result
 
     async def close(self) -> None:
-        if self._stream.broken is None:
-            await self._stream.send_close(self.session_id)
+        if self.stream.broken is None:
+            await self.stream.send_close(self.session_id)
         elif self.survives_disconnect:
             with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
                 await self.transport.call_anywhere(self._fill_close, _CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        if self._stream.broken is None:
-            self._stream.send_close(self.session_id)
+        if self.stream.broken is None:
+            self.stream.send_close(self.session_id)
 
     async def _call(self, fill: Fill) -> pb.Reply:
         try:
-            return await self._stream.begin(fill)
+            return await self.stream.begin(fill)
         except ConnectionLostError:
             if not self.survives_disconnect:
                 raise
-        self._stream, reply = await self.transport.call_anywhere(
+        self.stream, reply = await self.transport.call_anywhere(
             fill, self.transport.reconnect_timeout_s
         )
-        self.transport.mark_called(self)
         return reply
 
     def _fill_state(self, call: pb.Call) -> None:

@@ -17,7 +17,6 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import orjson
 
@@ -40,16 +39,6 @@ from ludus.proto.errors import (
     SessionLostError,
     ToolError,
 )
-
-
-class _Channel(Protocol):
-    """The connection of one session."""
-
-    async def call(self, message: JsonObject) -> JsonObject:
-        """Send a message of OpenEnv's WebSocket, and return the data of the reply."""
-
-    async def close(self) -> None:
-        """Close the connection, which ends the session."""
 
 
 class OpenEnvTransport:
@@ -160,7 +149,7 @@ class OpenEnvTransport:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _open_channel(self, with_text: bool) -> _Channel:
+    async def _open_channel(self, with_text: bool) -> HttpChannel | SocketChannel:
         if self.is_legacy:
             return HttpChannel(self._client)
         query = ""
@@ -181,7 +170,9 @@ class OpenEnvTransport:
 class OpenEnvSession:
     """One session on its own channel. `WireSession` documents its methods."""
 
-    def __init__(self, transport: OpenEnvTransport, channel: _Channel, args: OpenArgs) -> None:
+    def __init__(
+        self, transport: OpenEnvTransport, channel: HttpChannel | SocketChannel, args: OpenArgs
+    ) -> None:
         self.session_id = uuid.uuid4().hex
         self.tools_session_id = ""
         self.channel = channel
