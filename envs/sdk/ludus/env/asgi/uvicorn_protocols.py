@@ -58,17 +58,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer of the first head."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
         self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data and count the bytes of an incomplete head."""
         super().data_received(data)
         if not self._is_in_head or self.transport.is_closing():
             return
@@ -80,7 +77,6 @@ class BoundedHttp(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a head."""
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
@@ -93,7 +89,6 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop counting, because the head is complete."""
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
@@ -122,22 +117,22 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
-    """A connection that offers itself to the application as the extension `ludus.direct`."""
+    """A connection that offers itself to the application as the extension `ludus.direct`.
+
+    `DirectConnection` documents the extension.
+    """
 
     _direct: DirectHandler | None = None
     _close_callback: Callable[[], None] | None = None
     _is_app_waiting = False
 
     def set_direct_handler(self, handler: DirectHandler) -> None:
-        """Pass text frames to the handler first."""
         self._direct = handler
 
     def set_close_callback(self, callback: Callable[[], None]) -> None:
-        """Call the callback when the connection is lost."""
         self._close_callback = callback
 
     def write_now(self, frame: bytes) -> bool:
-        """Send a text frame and return True, or return False if that requires a wait."""
         if not self._can_write():
             return False
         self.conn.send_text(frame)
@@ -145,7 +140,6 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the connection's task and the callback."""
         super().connection_lost(exc)
         self._direct = None
         callback, self._close_callback = self._close_callback, None
@@ -153,14 +147,12 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             callback()
 
     def handle_connect(self, event: Request) -> None:
-        """Start the connection's task and offer it the direct path."""
         super().handle_connect(event)
         if not self.handshake_complete:
             extensions: dict[str, Any] = self.scope["extensions"]
             extensions[DIRECT_EXTENSION] = self
 
     def handle_text(self, event: Frame) -> None:
-        """Answer the frame, or queue it."""
         if (
             self._direct is not None
             and event.fin
@@ -175,7 +167,6 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_text(event)
 
     async def receive(self) -> Any:
-        """Return the next event for the connection's task."""
         self._is_app_waiting = True
         try:
             return await super().receive()

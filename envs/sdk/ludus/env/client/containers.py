@@ -85,10 +85,13 @@ class ContainerProvider(Protocol):
 
 
 class LocalContainers:
-    """A provider that uses the command line of docker or podman on this machine."""
+    """A provider that uses the command line of docker or podman on this machine.
+
+    Args:
+        engine: name or path. Default: the first of docker and podman that works.
+    """
 
     def __init__(self, engine: str | None = None) -> None:
-        """Args: engine: name or path. Default: the first of docker and podman that works."""
         self._requested_engine = engine
         self._engine = ""
         self._name = ""
@@ -132,11 +135,7 @@ class LocalContainers:
         return f"http://{addresses.splitlines()[0]}"
 
     def wait_for_ready(self, base_url: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until /health responds.
-
-        Raises:
-            UnavailableError: the container exited, or did not respond within `timeout_s`.
-        """
+        """Wait until /health responds."""
         deadline_s = time.monotonic() + timeout_s
         while not _is_healthy(base_url):
             if not self._is_running():

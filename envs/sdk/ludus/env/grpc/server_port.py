@@ -168,20 +168,18 @@ class ServerPort:
 
 
 class GrpcDuplex:
-    """A Connect call as a stream of batches."""
+    """A Connect call as a stream of batches. `Duplex` documents its methods."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     async def write(self, batch: pb.CallBatch) -> None:
-        """Send a batch."""
         try:
             await self._call.write(batch)
         except grpc.aio.AioRpcError as error:
             raise StreamBrokenError(error.details() or "") from None
 
     async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """Yield the batches of replies."""
         try:
             async for batch in self._call:
                 yield batch
@@ -189,7 +187,6 @@ class GrpcDuplex:
             raise StreamBrokenError(error.details() or "") from None
 
     def cancel(self) -> None:
-        """End the call."""
         self._call.cancel()
 
 

@@ -91,7 +91,6 @@ class WebSocketWire:
                 await socket.send(frame("error", data))
 
     async def _serve(self, server: _WebSocketServer, session_id: str, *, is_guest: bool) -> None:
-        """Serve the connection; a guest does not close the session at the end."""
         if is_guest:
             await require_session(self._sessions, session_id)
             self._mcp.evictable.mark_used(session_id)

@@ -21,7 +21,6 @@ from ludus.env.mcp.server import (
     McpError,
     McpServer,
     error_response,
-    parse_error,
 )
 from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.tombstones import SessionTombstone
@@ -35,16 +34,15 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
 
     @app.post("/mcp")
     async def call(request: Request) -> Response:
-        try:
-            body = orjson.loads(await request.body())
-        except orjson.JSONDecodeError as error:
-            return _json(parse_error(error))
+        body = await request.body()
         ticket = request.headers.get(TICKET_HEADER)
-        try:
-            caller = mcp.read_ticket(ticket) if ticket else McpCaller()
-        except SessionLostError as error:
-            return _json(_invalid_request(error.message), 404)
-        response = await mcp.answer(body, caller)
+        caller = McpCaller()
+        if ticket:
+            try:
+                caller = McpCaller(mcp.read_ticket(ticket), may_play=True)
+            except SessionLostError as error:
+                return _json(_invalid_request(error.message), 404)
+        response = await mcp.answer_text(body, caller)
         if response is None:
             return Response(status_code=202)
         if ticket:
@@ -59,7 +57,7 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
         if not ticket:
             return _json(_invalid_request("expected an Mcp-Session-Id header, got none"), 400)
         try:
-            await mcp.end(mcp.read_ticket(ticket))
+            await mcp.sessions.close(mcp.read_ticket(ticket))
         except SessionLostError as error:
             return _json(_invalid_request(error.message), 404)
         return Response(status_code=204)
@@ -87,12 +85,10 @@ class _McpSocketServer:
         self._closing: asyncio.Task[None] | None = None
 
     def on_session_end(self, tombstone: SessionTombstone) -> None:
-        """Close the socket."""
         closing = self._socket.close_with_reason(tombstone)
         self._closing = asyncio.get_running_loop().create_task(closing)
 
     async def serve(self) -> None:
-        """Answer frames until a frame violates the protocol."""
         try:
             while True:
                 response = await self._answer(await self._socket.receive())
@@ -106,11 +102,7 @@ class _McpSocketServer:
 
     async def _answer(self, text: str) -> Any:
         try:
-            request = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            return parse_error(error)
-        try:
-            return await self._mcp.answer(request, self._caller)
+            return await self._mcp.answer_text(text, self._caller)
         finally:
             if self._caller.session_id is not None:
                 self._mcp.sockets.claim(self._caller.session_id, self)

@@ -110,6 +110,14 @@ class McpServer:
 
     # -- calls -------------------------------------------------------------------------
 
+    async def answer_text(self, text: str | bytes, caller: McpCaller) -> JsonObject | None:
+        """Return the response to a request as JSON, or None if it needs no response."""
+        try:
+            request = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            return error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
+        return await self.answer(request, caller)
+
     async def answer(self, request: Any, caller: McpCaller) -> JsonObject | None:
         """Return the JSON-RPC response, or None for notifications and responses."""
         request_id = None
@@ -161,8 +169,8 @@ class McpServer:
         digest = hmac.digest(self._key, session_id.encode(), "sha256")
         return f"{session_id}.{base64.urlsafe_b64encode(digest[:16]).decode().rstrip('=')}"
 
-    def read_ticket(self, ticket: str) -> McpCaller:
-        """Return the caller with an `Mcp-Session-Id`.
+    def read_ticket(self, ticket: str) -> str:
+        """Return the session id in an `Mcp-Session-Id`.
 
         Raises:
             SessionLostError: this server did not issue the id.
@@ -172,12 +180,7 @@ class McpServer:
             raise SessionLostError(
                 "the Mcp-Session-Id is not an id that initialize returned; initialize again"
             )
-        return McpCaller(session_id, may_play=True)
-
-    async def end(self, caller: McpCaller) -> None:
-        """Close the caller's session."""
-        if caller.session_id is not None:
-            await self.sessions.close(caller.session_id)
+        return session_id
 
     # -- methods -----------------------------------------------------------------------
 
@@ -291,11 +294,6 @@ def error_response(request_id: Any, error: McpError) -> JsonObject:
     """Return the JSON-RPC response for an error."""
     content = {"code": error.code, "message": error.message, "data": error.data}
     return {"jsonrpc": "2.0", "id": request_id, "error": content}
-
-
-def parse_error(error: orjson.JSONDecodeError) -> JsonObject:
-    """Return the JSON-RPC response for malformed JSON."""
-    return error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
 
 
 def _session_ids(session_id: str, tools_session_id: str) -> JsonObject:

@@ -154,11 +154,7 @@ def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
 
 
 def read_open_args(message: pb.OpenRequest) -> OpenArgs:
-    """Read the arguments of an open.
-
-    Raises:
-        InvalidCallError: the arguments are malformed.
-    """
+    """Read the arguments of an open."""
     return OpenArgs(
         reset=read_reset_args(message.reset) if message.HasField("reset") else None,
         close_when_done=message.close_when_done,
@@ -214,22 +210,14 @@ def fill_call_tool(
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
-    """Read the arguments of a reset.
-
-    Raises:
-        InvalidCallError: `options_json` is not a JSON object, or it is nested too deeply.
-    """
+    """Read the arguments of a reset."""
     options = read_object(message.options_json, "options_json")
     seed = message.seed if message.HasField("seed") else None
     return ResetArgs(seed, message.episode_id, options)
 
 
 def read_object(text: bytes, field: str) -> JsonObject:
-    """Read the JSON object in a field of a call; an empty field is an empty object.
-
-    Raises:
-        InvalidCallError: the value is not a JSON object, or it is nested too deeply.
-    """
+    """Read the JSON object in a field of a call; an empty field is an empty object."""
     if not text:
         return {}
     try:
@@ -245,11 +233,7 @@ def read_object(text: bytes, field: str) -> JsonObject:
 
 
 def read_action(message: pb.StepRequest) -> bytes | str:
-    """Read an action. Bytes are JSON; a str is text.
-
-    Raises:
-        InvalidCallError: the request has no action, or it has tensors.
-    """
+    """Read an action. Bytes are JSON; a str is text."""
     if message.tensors:
         raise InvalidCallError(
             f"an action must be JSON or text, got {len(message.tensors)} tensors; put the values"

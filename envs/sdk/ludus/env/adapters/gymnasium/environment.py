@@ -103,11 +103,7 @@ class GymnasiumEpisodes(Environment[ActionT, ObservationT, GymnasiumState]):
         return element, info
 
     def require_episode(self) -> None:
-        """Check that an episode is running.
-
-        Raises:
-            EpisodeStateError: no episode is running.
-        """
+        """Check that an episode is running."""
         if not self._is_playing:
             raise EpisodeStateError(
                 "a step needs a running episode; call reset",

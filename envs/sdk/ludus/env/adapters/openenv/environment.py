@@ -25,14 +25,15 @@ from typing import Any, ClassVar, cast
 
 from pydantic import ValidationError
 
-from ludus.env.adapters.openenv.models import (
+from ludus.env.adapters.openenv.source import (
     ForeignAction,
     ForeignObservation,
     ForeignState,
     ForeignType,
+    OpenEnvSource,
+    find_source,
     read_fields,
 )
-from ludus.env.adapters.openenv.source import OpenEnvSource, find_source
 from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
 from ludus.env.text.fields import FieldsText
