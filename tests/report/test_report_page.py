@@ -346,7 +346,7 @@ def test_without_success_the_report_shows_the_return(tmp_path: Path, finished: b
         row = next(
             join_text(node) for node in root.iter("tr") if "basic strategy" in join_text(node)
         )
-        assert "–––" in row, "rate, interval and draws"
+        assert "– – –" in row, "rate, interval and draws"
     figure = join_text(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "Expected return over episodes trained" in figure
     assert "wins" not in figure

@@ -14,8 +14,7 @@ from ludus.services.numbers import (
     format_percent,
     format_percent_interval,
 )
-from ludus.services.report.drawing import Drawing
-from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point, draw
+from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point
 from ludus.services.report.run_files import RunFiles
 from ludus.services.results import readable_policy_name
 
@@ -37,24 +36,33 @@ SMALL_FRAME = Frame(
 )
 
 
+Reading = tuple[float | None, tuple[float, float] | None]
+"""A value and its interval; None if the environment does not report them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A quantity of an evaluation: its metrics, and its text format."""
 
     name: str
-    value: EvalMetric
+    metric: EvalMetric
     low: EvalMetric
     high: EvalMetric
-    read_result: Callable[[PolicyResult], tuple[float | None, tuple[float, float] | None]]
-    """Returns the value and its interval; None if the environment does not report them."""
+    read_result: Callable[[PolicyResult], Reading]
     format: Callable[[float], str]
     format_tick: Callable[[float], str]
     format_interval: Callable[[tuple[float, float]], str]
 
+    def read_row(self, row: MetricsRow) -> Reading:
+        """Return the value and its interval in a row of metrics."""
+        low, high = row.values.get(self.low), row.values.get(self.high)
+        interval = None if low is None or high is None else (low, high)
+        return row.values.get(self.metric), interval
+
 
 WIN_RATE = Measure(
     name="Win rate",
-    value=EvalMetric.WIN_RATE,
+    metric=EvalMetric.WIN_RATE,
     low=EvalMetric.WIN_RATE_CI95_LOW,
     high=EvalMetric.WIN_RATE_CI95_HIGH,
     read_result=lambda result: (result.win_rate, result.win_rate_ci95),
@@ -64,7 +72,7 @@ WIN_RATE = Measure(
 )
 EXPECTED_RETURN = Measure(
     name="Expected return",
-    value=EvalMetric.RETURN_MEAN,
+    metric=EvalMetric.RETURN_MEAN,
     low=EvalMetric.RETURN_CI95_LOW,
     high=EvalMetric.RETURN_CI95_HIGH,
     read_result=lambda result: (result.expected_return, result.expected_return_ci95),
@@ -78,7 +86,7 @@ EXPECTED_RETURN = Measure(
 class _TrainingCurve:
     metric: TrainMetric | str
     """Metric, or the name of a reward term."""
-    title: str
+    name: str
     unit: str
     per: TrainMetric | None = None
     """Metric by which the value is divided."""
@@ -94,29 +102,29 @@ class _TrainingCurve:
         return value / divisor if divisor else None
 
 
-def _share(metric: TrainMetric, title: str) -> _TrainingCurve:
-    return _TrainingCurve(metric, title, "share of episodes", TrainMetric.NUM_EPISODES)
+def _share(metric: TrainMetric, name: str) -> _TrainingCurve:
+    return _TrainingCurve(metric, name, "share of episodes", TrainMetric.NUM_EPISODES)
 
 
+_REWARD = _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode")
+_ZERO_VARIANCE = _TrainingCurve(
+    TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
+)
 TRAINING_CURVES = (
-    _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
+    _REWARD,
     _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
     _TrainingCurve(TrainMetric.STALENESS_MEAN, "Staleness", "weight versions behind"),
     _TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
     _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
     _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
-    _TrainingCurve(
-        TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
-    ),
+    _ZERO_VARIANCE,
     _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
     _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
 SHARED_CURVES = (
-    _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
+    _REWARD,
     _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
-    _TrainingCurve(
-        TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
-    ),
+    _ZERO_VARIANCE,
 )
 """Curves of the run that are repeated per environment if there are several environments."""
 ENVIRONMENT_CURVES = (
@@ -145,41 +153,42 @@ _ENVIRONMENT_RETURN = REWARD_TERM_PREFIX + "environment"
 class SmallChart:
     """A training metric over the number of episodes."""
 
-    title: str
+    name: str
     unit: str
     latest: str
-    drawing: Drawing
+    """Latest mean."""
+    chart: LineChart
 
 
 def learning_curve(
     run: RunFiles, environment: str, measure: Measure, frame: Frame = CURVE_FRAME
-) -> Drawing | None:
-    """Draw an evaluation measure with its 95 % band and the baselines; None without data."""
+) -> LineChart | None:
+    """Return the curve of an evaluation measure with its baselines; None without data."""
     points = _eval_points(run, environment, measure)
     if not points:
         return None
-    chart = LineChart(
-        label=f"{measure.name} over episodes trained",
-        points=points,
+    return LineChart(
+        frame,
+        f"{measure.name} over episodes trained",
+        points,
         levels=_levels(run, environment, measure),
         marks=_marks(run),
         format_y=measure.format,
-        format_tick=measure.format_tick,
+        format_y_tick=measure.format_tick,
         final_label="this policy",
         x_title="episodes trained",
-        x_high=float(max(row.num_games_trained for row in run.metrics)) if run.metrics else None,
+        x_high=max((row.num_games_trained for row in run.metrics), default=0),
     )
-    return draw(chart, frame)
 
 
 def training_curves(run: RunFiles) -> list[SmallChart]:
-    """Draw a chart of each training metric that the run recorded."""
-    return _small_charts(run.train_rows, TRAINING_CURVES, _marks(run))
+    """Return a chart of each training metric that the run recorded."""
+    return _small_charts(run.rows("train"), TRAINING_CURVES, _marks(run))
 
 
 def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
-    """Draw a chart of each training metric of one environment."""
-    rows = run.environment_rows(environment)
+    """Return a chart of each training metric of one environment."""
+    rows = run.rows("environment", environment)
     shared = SHARED_CURVES if len(run.environments) > 1 else ()
     return _small_charts(rows, (*shared, *ENVIRONMENT_CURVES, *_term_curves(rows)), _marks(run))
 
@@ -218,13 +227,14 @@ def _small_charts(
         if measured:
             means = _moving_means(curve, [row for row, _ in measured])
             chart = LineChart(
-                label=f"{curve.title} over episodes trained",
+                SMALL_FRAME,
+                f"{curve.name} over episodes trained",
                 points=[Point(row.num_games_trained, mean) for row, mean in means],
                 raw=[Point(row.num_games_trained, value) for row, value in measured],
                 marks=marks,
             )
             latest = format_compact(means[-1][1])
-            charts.append(SmallChart(curve.title, curve.unit, latest, draw(chart, SMALL_FRAME)))
+            charts.append(SmallChart(curve.name, curve.unit, latest, chart))
     return charts
 
 
@@ -243,49 +253,30 @@ def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
     goal = config.optimal_policy if config is not None else None
     if run.summary is not None:
         results = run.summary.results[environment].report.baselines
-        all_values = {name: measure.read_result(result)[0] for name, result in results.items()}
-        values = {name: value for name, value in all_values.items() if value is not None}
+        readings = {name: measure.read_result(result) for name, result in results.items()}
     else:
-        rows = run.baseline_rows(environment)
-        values = {
-            name: row.values[measure.value]
-            for name, row in rows.items()
-            if measure.value in row.values
-        }
+        rows = run.rows("baseline", environment)
+        readings = {row.policy or "": measure.read_row(row) for row in rows}
     return [
         Level(readable_policy_name(name), value, is_goal=name == goal)
-        for name, value in values.items()
+        for name, (value, _) in readings.items()
+        if value is not None
     ]
 
 
 def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
     """Return a point per evaluation; the summary, on more episodes, replaces the last point."""
     summary = run.summary
-    points = [
-        _row_point(row, measure)
-        for row in run.eval_rows(environment)
-        if measure.value in row.values
-        and (summary is None or row.num_games_trained != summary.games_trained)
-    ]
+    readings = {
+        row.num_games_trained: measure.read_row(row) for row in run.rows("eval", environment)
+    }
     if summary is not None:
         policy = summary.results[environment].report.policy
-        value, interval = measure.read_result(policy)
+        readings[summary.games_trained] = measure.read_result(policy)
+    points = []
+    for num_games, (value, interval) in sorted(readings.items()):
         if value is not None:
-            points.append(_point(summary.games_trained, value, interval, measure))
-    return sorted(points, key=lambda point: point.x)
-
-
-def _row_point(row: MetricsRow, measure: Measure) -> Point:
-    values = row.values
-    interval = None
-    if measure.low in values and measure.high in values:
-        interval = (values[measure.low], values[measure.high])
-    return _point(row.num_games_trained, values[measure.value], interval, measure)
-
-
-def _point(
-    num_games: int, value: float, interval: tuple[float, float] | None, measure: Measure
-) -> Point:
-    spread = f" ({measure.format_interval(interval)})" if interval else ""
-    hover = f"after {num_games:,} episodes: {measure.format(value)}{spread}"
-    return Point(float(num_games), value, interval, hover)
+            spread = f" ({measure.format_interval(interval)})" if interval else ""
+            hover = f"after {num_games:,} episodes: {measure.format(value)}{spread}"
+            points.append(Point(float(num_games), value, interval, hover))
+    return points

@@ -1,4 +1,4 @@
-"""Line charts with confidence bands, labeled levels and hover text.
+"""Line charts with confidence bands, labeled levels and hover text, which `charts.svg` draws.
 
 The report draws its own SVG: the page stays one small file that follows the reader's light or dark
 mode and shows values under the pointer, and `ludus report` needs no plotting library.
@@ -6,13 +6,12 @@ mode and shows values under the pointer, and `ludus report` needs no plotting li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ludus.services.numbers import format_axis_count, format_compact
-from ludus.services.report.drawing import Drawing, hover, line, text
-from ludus.services.report.markup import Markup, element, join, number
-from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
 
 LABEL_GAP = 15.0
 """Minimum distance of two labels in pixels."""
@@ -46,22 +45,14 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class LineChart:
-    """Content of a chart; `draw` determines its appearance."""
+class Label:
+    """A name and a value in the right margin."""
 
-    label: str
-    points: Sequence[Point]
-    raw: Sequence[Point] = ()
-    """Noisy measurements, drawn faintly behind the line."""
-    levels: Sequence[Level] = ()
-    marks: Sequence[Mark] = ()
-    format_y: Callable[[float], str] = format_compact
-    format_tick: Callable[[float], str] = format_compact
-    final_label: str | None = None
-    """Label at the end of the line."""
-    x_title: str = ""
-    x_high: float | None = None
-    """End of the x axis. None: the last point."""
+    y: float
+    value: str
+    name: str
+    kind: str
+    """CSS class: goal, policy or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,149 +61,135 @@ class Frame:
 
     width: float
     height: float
-    margin_left: float = 52
-    margin_right: float = 16
-    margin_top: float = 12
-    margin_bottom: float = 28
+    margin_left: float
+    margin_right: float
+    margin_top: float
+    margin_bottom: float
     num_x_ticks: int = 6
     num_y_ticks: int = 5
 
 
-def draw(chart: LineChart, frame: Frame) -> Drawing:
-    """Draw the chart as SVG."""
-    x = Scale(0.0, _x_end(chart), frame.margin_left, frame.width - frame.margin_right)
-    y = Scale(*_y_range(chart), frame.height - frame.margin_bottom, frame.margin_top)
-    layers = [
-        _grid(chart, frame, x, y),
-        _levels(chart, x, y),
-        _marks(chart, x, y),
-        _band(chart.points, x, y),
-        _polyline(chart.raw, x, y, "raw"),
-        _polyline(chart.points, x, y, "curve"),
-        _dots(chart.points, x, y),
-        _labels(chart, frame, y),
-    ]
-    return Drawing(frame.width, frame.height, join(*layers), chart.label)
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A linear map from a range of values to a range of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Return the pixel of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 2)
 
 
-def _x_end(chart: LineChart) -> float:
-    values = [point.x for point in (*chart.points, *chart.raw)]
-    return max([*values, chart.x_high or 0.0]) or 1.0
+@dataclass(frozen=True)
+class LineChart:
+    """Content of a chart, and its positions in pixels."""
 
+    frame: Frame
+    title: str
+    points: Sequence[Point]
+    raw: Sequence[Point] = ()
+    """Noisy measurements, drawn faintly behind the line."""
+    levels: Sequence[Level] = ()
+    marks: Sequence[Mark] = ()
+    format_y: Callable[[float], str] = format_compact
+    format_y_tick: Callable[[float], str] = format_compact
+    final_label: str = ""
+    """Label at the end of the line."""
+    x_title: str = ""
+    x_high: float = 0.0
+    """Minimum end of the x axis."""
 
-def _y_range(chart: LineChart) -> tuple[float, float]:
-    values = [point.y for point in (*chart.points, *chart.raw)]
-    values += [level.value for level in chart.levels]
-    values += [end for point in chart.points for end in point.interval or ()]
-    return padded_range(values)
+    @cached_property
+    def x(self) -> Scale:
+        """Scale of the x axis, which starts at 0."""
+        high = max([self.x_high, *(point.x for point in (*self.points, *self.raw))])
+        frame = self.frame
+        return Scale(0.0, high or 1.0, frame.margin_left, frame.width - frame.margin_right)
 
+    @cached_property
+    def y(self) -> Scale:
+        """Scale of the y axis."""
+        values = [point.y for point in (*self.points, *self.raw)]
+        values += [level.value for level in self.levels]
+        values += [end for point in self.points for end in point.interval or ()]
+        frame = self.frame
+        return Scale(*padded_range(values), frame.height - frame.margin_bottom, frame.margin_top)
 
-def _grid(chart: LineChart, frame: Frame, x: Scale, y: Scale) -> Markup:
-    parts: list[Markup] = []
-    for value in round_ticks(y.low, y.high, frame.num_y_ticks):
-        parts.append(line(x.start, y(value), x.end, y(value), "grid"))
-        parts.append(text(x.start - 8, y(value) + 4, chart.format_tick(value), anchor="end"))
-    for value in round_ticks(x.low, x.high, frame.num_x_ticks):
-        parts.append(line(x(value), y.start, x(value), y.start + 4, "axis"))
-        parts.append(
-            text(x(value), y.start + 18, format_axis_count(value, x.high), anchor="middle")
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """Return the pixels and texts of the ticks of the x axis."""
+        ticks = round_ticks(self.x.low, self.x.high, self.frame.num_x_ticks)
+        return [(self.x(tick), format_axis_count(tick, self.x.high)) for tick in ticks]
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Return the pixels and texts of the ticks of the y axis."""
+        ticks = round_ticks(self.y.low, self.y.high, self.frame.num_y_ticks)
+        return [(self.y(tick), self.format_y_tick(tick)) for tick in ticks]
+
+    def line(self, points: Sequence[Point]) -> str:
+        """Return the SVG coordinates of a line through the points."""
+        return self._coordinates([(point.x, point.y) for point in points])
+
+    def band(self) -> str:
+        """Return the SVG coordinates of the band of intervals."""
+        ends = [(point.x, *point.interval) for point in self.points if point.interval]
+        top = [(x, high) for x, _, high in ends]
+        bottom = [(x, low) for x, low, _ in reversed(ends)]
+        return self._coordinates([*top, *bottom])
+
+    def labels(self) -> list[Label]:
+        """Return the labels of the levels and of the line, without overlap."""
+        named = [
+            (level.value, level.name, "goal" if level.is_goal else "") for level in self.levels
+        ]
+        if self.final_label:
+            named.append((self.points[-1].y, self.final_label, "policy"))
+        heights = spread(
+            [self.y(value) for value, *_ in named], LABEL_GAP, self.y.end, self.y.start
         )
-    parts.append(line(x.start, y.start, x.end, y.start, "axis"))
-    if chart.x_title:
-        middle = (x.start + x.end) / 2
-        parts.append(text(middle, frame.height - 2, chart.x_title, anchor="middle"))
-    return join(*parts)
+        return [
+            Label(height, self.format_y(value), name, kind)
+            for height, (value, name, kind) in zip(heights, named, strict=True)
+        ]
+
+    def _coordinates(self, positions: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{self.x(x):g},{self.y(y):g}" for x, y in positions)
 
 
-def _levels(chart: LineChart, x: Scale, y: Scale) -> Markup:
-    return join(
-        *(
-            hover(
-                f"{level.name}: {chart.format_y(level.value)}",
-                line(x.start, y(level.value), x.end, y(level.value), _level_class(level)),
-            )
-            for level in chart.levels
-        )
-    )
+def padded_range(values: Sequence[float], padding: float = 0.06) -> tuple[float, float]:
+    """Return the range of the values with padding; never empty."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        margin = abs(low) * 0.5 or 1.0
+    else:
+        margin = (high - low) * padding
+    # The axis starts at 0 or above if no value is negative.
+    return (max(low - margin, 0.0) if low >= 0 else low - margin), high + margin
 
 
-def _level_class(level: Level) -> str:
-    return "level goal" if level.is_goal else "level"
+def round_ticks(low: float, high: float, num_ticks: int) -> list[float]:
+    """Return about `num_ticks` round values within the range, evenly spaced."""
+    min_step = (high - low) / num_ticks
+    power = 10.0 ** math.floor(math.log10(min_step))
+    steps = (factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0))
+    step = next((step for step in steps if step >= min_step * (1 - 1e-9)), 10.0 * power)
+    first_index, last_index = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first_index, last_index + 1)]
 
 
-def _marks(chart: LineChart, x: Scale, y: Scale) -> Markup:
-    return join(
-        *(
-            hover(mark.hover, line(x(mark.x), y.start, x(mark.x), y.end, "mark"))
-            for mark in chart.marks
-        )
-    )
-
-
-def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
-    ends = [(x(point.x), *point.interval) for point in points if point.interval]
-    if len(ends) < 2:
-        return Markup("")
-    top = [(x_pixel, y(high)) for x_pixel, _, high in ends]
-    bottom = [(x_pixel, y(low)) for x_pixel, low, _ in reversed(ends)]
-    return element("polygon", points=_coordinates([*top, *bottom]), class_="band")
-
-
-def _polyline(points: Sequence[Point], x: Scale, y: Scale, class_: str) -> Markup:
-    if len(points) < 2:
-        return Markup("")
-    pixels = [(x(point.x), y(point.y)) for point in points]
-    return element("polyline", points=_coordinates(pixels), class_=class_)
-
-
-def _dots(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
-    """Draw a dot for each point that has hover text, or for a single point."""
-    marked = [point for point in points if point.hover or len(points) == 1]
-    return join(
-        *(
-            hover(
-                point.hover,
-                element("circle", cx=x(point.x), cy=y(point.y), r=9, class_="target"),
-                element("circle", cx=x(point.x), cy=y(point.y), r=2.6, class_="dot"),
-            )
-            for point in marked
-        )
-    )
-
-
-def _labels(chart: LineChart, frame: Frame, y: Scale) -> Markup:
-    """Draw the names of the levels and of the line in the right margin."""
-    entries = [
-        (y(level.value), level.name, chart.format_y(level.value), _label_class(level))
-        for level in chart.levels
-    ]
-    if chart.final_label and chart.points:
-        end = chart.points[-1]
-        entries.append((y(end.y), chart.final_label, chart.format_y(end.y), "label policy"))
-    y_labels = spread(
-        [y_label for y_label, *_ in entries],
-        LABEL_GAP,
-        frame.margin_top,
-        frame.height - frame.margin_bottom,
-    )
-    x_labels = frame.width - frame.margin_right + 10
-    return join(
-        *(
-            text(
-                x_labels,
-                y_label + 4,
-                element("tspan", value, class_="value"),
-                f" {name}",
-                class_=class_,
-            )
-            for y_label, (_, name, value, class_) in zip(y_labels, entries, strict=True)
-        )
-    )
-
-
-def _label_class(level: Level) -> str:
-    return "label goal" if level.is_goal else "label"
-
-
-def _coordinates(pixels: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{number(x)},{number(y)}" for x, y in pixels)
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move positions as little as possible so that they are `gap` apart within low .. high."""
+    order = sorted(range(len(positions)), key=lambda index: positions[index])
+    new_positions = list(positions)
+    floor = low
+    for index in order:
+        new_positions[index] = max(new_positions[index], floor)
+        floor = new_positions[index] + gap
+    ceiling = high
+    for index in reversed(order):
+        new_positions[index] = min(new_positions[index], ceiling)
+        ceiling = new_positions[index] - gap
+    return new_positions

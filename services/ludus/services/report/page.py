@@ -1,16 +1,28 @@
-"""The report page: one self-contained file, in light and dark mode."""
+"""The report page and the picture of a run, rendered from the templates in this folder."""
 
 from __future__ import annotations
 
 import os
-from importlib.resources import files
+from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
+
 from ludus.proto.errors import ConfigError
-from ludus.proto.runs import REPORT_FILE
-from ludus.services.report import headline, sections
-from ludus.services.report.markup import Markup, element, join
+from ludus.proto.runs import REPORT_FILE, Transcript
+from ludus.services import numbers
+from ludus.services.report import curves, headline
+from ludus.services.report.line_chart import Frame, LineChart, Scale, padded_range
+from ludus.services.report.policy_grid import count_agreements, legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
+from ludus.services.results import NamedResult, compare_policies
+from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
+
+NUM_TRANSCRIPTS = 3
+"""Number of first episodes, and of last episodes, per environment."""
+_FIGURE_FRAME = Frame(
+    width=520, height=470, margin_left=46, margin_right=158, margin_top=12, margin_bottom=46
+)
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -20,37 +32,127 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         NotFoundError: the folder contains no run.
         ConfigError: the file cannot be written.
     """
-    page = render_report(load_run_files(run_dir))
-    return write_atomically(output or run_dir / REPORT_FILE, page)
+    run = load_run_files(run_dir)
+    return _write_atomically(output or run_dir / REPORT_FILE, _render_page(run))
 
 
-def render_report(run: RunFiles) -> str:
-    """Render the page of a run, which may be unfinished."""
-    return "<!doctype html>\n" + element(
-        "html",
-        element(
-            "head",
-            element("meta", charset="utf-8"),
-            element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-            element("title", f"{run.name} · Ludus"),
-            element("style", style_sheet("style.css"), style_sheet("page.css")),
-        ),
-        element("body", element("main", *_content(run))),
-        lang="en",
+def write_figure(run_dir: Path, path: Path) -> Path:
+    """Write a standalone SVG and return its path.
+
+    The picture shows the environment that has a policy chart, or the first one.
+
+    Raises:
+        NotFoundError: the folder contains no run.
+        ConfigError: the run has no evaluation yet, or the file cannot be written.
+    """
+    return _write_atomically(path, _render_figure(load_run_files(run_dir)))
+
+
+def _render_page(run: RunFiles) -> str:
+    by_environment = {
+        environment: [row for row in run.transcripts if row.environment == environment]
+        for environment in run.environments
+    }
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            run=run,
+            lead=headline.describe_run(run),
+            notices=headline.list_notices(run),
+            environment_tiles=headline.environment_tiles(run),
+            run_tiles=headline.run_tiles(run),
+            run_facts=headline.run_facts(run),
+            learning=_learning_curves(run),
+            panels=split_panels(run.chart) if run.chart else [],
+            reference=run.reference_name(run.chart.environment) if run.chart else "",
+            num_agreements=count_agreements(run.chart) if run.chart else 0,
+            legend_colors=legend_colors(),
+            policies={
+                environment: compare_policies(result)
+                for environment, result in (run.summary.results if run.summary else {}).items()
+            },
+            return_scale=_return_scale,
+            training=curves.training_curves(run),
+            environment_training={
+                environment: curves.environment_curves(run, environment)
+                for environment in run.environments
+            },
+            mean_window=curves.MEAN_WINDOW,
+            transcripts={name: _select(rows) for name, rows in by_environment.items() if rows},
+            num_transcripts=NUM_TRANSCRIPTS,
+        )
     )
 
 
-def style_sheet(name: str) -> Markup:
-    """Read a style sheet of this package, which contains nothing to escape."""
-    return Markup("\n" + files(__package__).joinpath(name).read_text(encoding="utf-8"))
+def _render_figure(run: RunFiles) -> str:
+    chart = run.chart
+    environment = chart.environment if chart else next(iter(run.environments), "")
+    # An environment that does not report wins has returns only.
+    curve = next(iter(_measured_curves(run, environment, _FIGURE_FRAME).values()), None)
+    if curve is None:
+        raise ConfigError(
+            f"run '{run.run_dir}' has no evaluation yet; train it first with `ludus train`"
+        )
+    return (
+        _templates()
+        .get_template("figure.svg")
+        .render(
+            title=headline.describe_result(run, environment),
+            curve=curve,
+            chart=chart,
+            panel=split_panels(chart)[0] if chart else None,
+            num_agreements=count_agreements(chart) if chart else 0,
+            reference=run.reference_name(environment),
+        )
+    )
 
 
-def write_atomically(path: Path, content: str) -> Path:
-    """Write a file atomically and return its path.
+def _templates() -> jinja2.Environment:
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    templates.filters |= {
+        "count": "{:,}".format,
+        "percent": numbers.format_percent,
+        "percent_interval": numbers.format_percent_interval,
+        "fixed": numbers.format_fixed,
+        "fixed_interval": numbers.format_fixed_interval,
+    }
+    functions = (describe_consequence, describe_episode, describe_outcome)
+    templates.globals |= {function.__name__: function for function in functions}
+    return templates
 
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+
+def _learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
+    """Return the learning curves of each environment that was evaluated, by measure."""
+    charts = {name: _measured_curves(run, name, curves.CURVE_FRAME) for name in run.environments}
+    return {environment: by_measure for environment, by_measure in charts.items() if by_measure}
+
+
+def _measured_curves(run: RunFiles, environment: str, frame: Frame) -> dict[str, LineChart]:
+    return {
+        measure.name: chart
+        for measure in (curves.WIN_RATE, curves.EXPECTED_RETURN)
+        if (chart := curves.learning_curve(run, environment, measure, frame)) is not None
+    }
+
+
+def _return_scale(results: Sequence[NamedResult]) -> Scale:
+    ends = [end for named in results for end in named.result.expected_return_ci95]
+    return Scale(*padded_range(ends), 4, 196)
+
+
+def _select(transcripts: Sequence[Transcript]) -> list[Transcript]:
+    """Return the first and the last transcripts."""
+    first = transcripts[:NUM_TRANSCRIPTS]
+    return [*first, *transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]]
+
+
+def _write_atomically(path: Path, content: str) -> Path:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(content, encoding="utf-8")
@@ -61,18 +163,3 @@ def write_atomically(path: Path, content: str) -> Path:
             f"cannot write '{path}': {error.strerror}; choose another path with --output"
         ) from None
     return path
-
-
-def _content(run: RunFiles) -> list[Markup | None]:
-    return [
-        headline.render_header(run),
-        headline.render_notices(run),
-        headline.render_key_figures(run),
-        sections.render_learning(run),
-        sections.render_learned_policy(run),
-        sections.render_policies(run),
-        sections.render_training(run),
-        sections.render_transcripts(run),
-        sections.render_details(run),
-        join(element("footer", "Written by “ludus report” from the files in the run folder.")),
-    ]

@@ -21,6 +21,7 @@ from ludus.proto.runs import (
     TRANSCRIPTS_FILE,
     MetricsRow,
     PolicyChart,
+    RowKind,
     Summary,
     Transcript,
     read_metrics,
@@ -57,7 +58,7 @@ class RunFiles:
             return list(self.summary.results)
         if self.config is not None:
             return list(self.config.environments)
-        return list(dict.fromkeys(row.environment or "" for row in self._rows("eval")))
+        return list(dict.fromkeys(row.environment or "" for row in self.rows("eval")))
 
     def environment_config(self, environment: str) -> EnvironmentConfig | None:
         """Return the section of a language-model run's environment; None for other runs."""
@@ -65,46 +66,30 @@ class RunFiles:
             return None
         return self.config.environments.get(environment)
 
-    def eval_rows(self, environment: str) -> list[MetricsRow]:
-        """Return the rows of the trained policy's evaluations in an environment."""
-        return [row for row in self._rows("eval") if row.environment == environment]
-
-    def baseline_rows(self, environment: str) -> dict[str, MetricsRow]:
-        """Return the latest row of each fixed policy in an environment."""
-        rows = [row for row in self._rows("baseline") if row.environment == environment]
-        return {row.policy or "": row for row in rows}
-
-    def environment_rows(self, environment: str) -> list[MetricsRow]:
-        """Return the rows of training steps for one environment."""
-        return [row for row in self._rows("environment") if row.environment == environment]
-
-    @property
-    def train_rows(self) -> list[MetricsRow]:
-        """Rows of training steps for the whole run."""
-        return self._rows("train")
+    def rows(self, kind: RowKind, environment: str | None = None) -> list[MetricsRow]:
+        """Return the metrics of a kind: of one environment, or of all."""
+        rows = [row for row in self.metrics if row.kind == kind]
+        return [row for row in rows if environment in (None, row.environment)]
 
     @property
     def unlocks(self) -> list[tuple[int, str]]:
         """Number of trained episodes and environment, for each opening by the curriculum."""
         return [
             (row.num_games_trained, row.environment or "")
-            for row in self._rows("event")
+            for row in self.rows("event")
             if TrainMetric.NUM_UNLOCKS in row.values
         ]
 
     @property
     def num_steps_done(self) -> int:
         """Number of training steps in the metrics."""
-        return max((row.step for row in self.train_rows), default=0)
+        return max((row.step for row in self.rows("train")), default=0)
 
     def reference_name(self, environment: str) -> str:
         """Return the readable name of the reference policy."""
         config = self.environment_config(environment)
         optimal = config.optimal_policy if config is not None else None
         return readable_policy_name(optimal) if optimal else "the reference"
-
-    def _rows(self, kind: str) -> list[MetricsRow]:
-        return [row for row in self.metrics if row.kind == kind]
 
 
 def load_run_files(run_dir: Path) -> RunFiles:
@@ -117,37 +102,39 @@ def load_run_files(run_dir: Path) -> RunFiles:
     if not any((run_dir / name).is_file() for name in names):
         raise NotFoundError(_explain_missing_run(run_dir, names))
     notices: list[str] = []
-    config = _load(run_dir / CONFIG_FILE, validate_run_json, notices)
-    summary = _load(run_dir / SUMMARY_FILE, Summary.model_validate_json, notices)
+
+    def read(file: str, parse: Callable[[], ValueT]) -> ValueT | None:
+        try:
+            return parse()
+        except FileNotFoundError:
+            notices.append(f"{file} is missing.")
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            field = ".".join(str(part) for part in first_error["loc"]) or "the file"
+            notices.append(f"{file} cannot be read: {field}: {first_error['msg']}.")
+        except OSError as error:
+            notices.append(f"{file} cannot be read: {error.strerror}.")
+        return None
+
+    def parse_json(file: str, parse: Callable[[bytes], ValueT]) -> ValueT | None:
+        return read(file, lambda: parse((run_dir / file).read_bytes()))
+
+    config = parse_json(CONFIG_FILE, validate_run_json)
+    summary = parse_json(SUMMARY_FILE, Summary.model_validate_json)
     chart = None
     if (run_dir / CHART_FILE).exists():
-        chart = _load(run_dir / CHART_FILE, PolicyChart.model_validate_json, notices)
-    metrics = _read_or_notice(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
-    transcripts = (
-        _read_or_notice(lambda: read_transcripts(run_dir), TRANSCRIPTS_FILE, notices) or []
-    )
+        chart = parse_json(CHART_FILE, PolicyChart.model_validate_json)
+    metrics = read(METRICS_FILE, lambda: read_metrics(run_dir)) or ()
+    transcripts = read(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or ()
     return RunFiles(
-        run_dir, config, summary, chart, tuple(metrics), tuple(transcripts), tuple(notices)
+        run_dir,
+        config,
+        summary,
+        chart if chart and chart.cells else None,
+        tuple(metrics),
+        tuple(transcripts),
+        tuple(notices),
     )
-
-
-def _load(path: Path, parse: Callable[[bytes], ValueT], notices: list[str]) -> ValueT | None:
-    if not path.exists():
-        notices.append(f"{path.name} is missing.")
-        return None
-    return _read_or_notice(lambda: parse(path.read_bytes()), path.name, notices)
-
-
-def _read_or_notice(read: Callable[[], ValueT], file: str, notices: list[str]) -> ValueT | None:
-    try:
-        return read()
-    except ValidationError as error:
-        first_error = error.errors()[0]
-        field = ".".join(str(part) for part in first_error["loc"]) or "the file"
-        notices.append(f"{file} cannot be read: {field}: {first_error['msg']}.")
-    except OSError as error:
-        notices.append(f"{file} cannot be read: {error.strerror}.")
-    return None
 
 
 def _explain_missing_run(run_dir: Path, names: list[str]) -> str:
