@@ -90,7 +90,10 @@ def ray_job(**spec: Any) -> Json:
             "rayClusterSpec": {
                 "rayVersion": "2.60.0",
                 "enableInTreeAutoscaling": True,
-                "autoscalerOptions": {"version": "v2"},
+                "autoscalerOptions": {
+                    "version": "v2",
+                    "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+                },
                 "authOptions": {"mode": "token"},
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", **start_params("head", 1000)},

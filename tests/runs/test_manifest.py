@@ -16,9 +16,9 @@ from ludus.proto.config import (
     load_run_config,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.services.runs.cluster_checks import broken_rules
 from ludus.services.runs.manifest import adapt_to_release, make_manifests, worker_groups
 from ludus.services.runs.platform import choose_release, parse_release, read_release_file
-from ludus.services.runs.rules import broken_rules
 from tests.charts.rendering import ValueSet, template
 from tests.charts.schemas import problems
 from tests.runs.release import (
@@ -57,7 +57,7 @@ def test_the_run_name_replaces_every_placeholder() -> None:
     assert text.count("name: demo-config") == 3
     for chart_release in (run_manifests.job, run_manifests.config_map):
         assert chart_release["metadata"]["labels"]["ludus.dev/run"] == "demo"
-    assert broken_rules(run_manifests.job) == []
+    assert list(broken_rules(run_manifests)) == []
 
 
 def test_the_trainer_reads_a_run_with_the_paths_of_the_cluster() -> None:
@@ -181,7 +181,7 @@ def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
     metadata = run_manifests.job["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert metadata["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
-    assert broken_rules(run_manifests.job) == []
+    assert list(broken_rules(run_manifests)) == []
 
 
 # Releases.
@@ -245,9 +245,9 @@ def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None
     chart_release = read_release_file(path, None)
     served = chart_release.platform.environments["blackjack"]
     run = run_config(environment={"package": served.package, "options": served.options})
-    job = make_manifests(run, chart_release).job
-    assert broken_rules(job) == []
-    assert "RUN" not in yaml.safe_dump(job).replace("LUDUS_", "")
+    run_manifests = make_manifests(run, chart_release)
+    assert list(broken_rules(run_manifests)) == []
+    assert "RUN" not in yaml.safe_dump(run_manifests.job).replace("LUDUS_", "")
 
 
 @pytest.mark.slow

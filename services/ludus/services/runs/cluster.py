@@ -111,7 +111,7 @@ class RunsCluster:
 
     async def find_job(self, run: str) -> JsonObject | None:
         """Return the RayJob of a run, or None."""
-        return await self._find(job_path(self.namespace, run))
+        return await self.find(job_path(self.namespace, run))
 
     async def jobs(self) -> list[JsonObject]:
         """Return the RayJobs of all runs, oldest first."""
@@ -124,7 +124,7 @@ class RunsCluster:
 
     async def config_map(self, run: str) -> JsonObject | None:
         """Return the ConfigMap of a run, or None."""
-        return await self._find(core_path(self.namespace, "configmaps", config_map_name(run)))
+        return await self.find(core_path(self.namespace, "configmaps", config_map_name(run)))
 
     async def pods(self, ray_cluster: str) -> list[JsonObject]:
         """Return the pods of a RayCluster, the head first."""
@@ -169,13 +169,12 @@ class RunsCluster:
         await self.api.merge(f"{config_maps}/{name}", {"metadata": {"ownerReferences": [owner]}})
         return job
 
-    async def delete(self, run: str, *, keep_config: bool = False) -> None:
+    async def delete(self, run: str) -> None:
         """Delete a RayJob and wait until it is gone; KubeRay stops its driver and pods.
 
-        Args:
-            keep_config: keep the ConfigMap, from which the run can be resumed.
+        The ConfigMap stays, so that the run can be resumed.
         """
-        if keep_config and await self.config_map(run) is not None:
+        if await self.config_map(run) is not None:
             path = core_path(self.namespace, "configmaps", config_map_name(run))
             await self.api.merge(path, {"metadata": {"ownerReferences": None}})
         await self._remove(job_path(self.namespace, run))
@@ -219,7 +218,8 @@ class RunsCluster:
             if error.status != NOT_FOUND:
                 raise
 
-    async def _find(self, path: str) -> JsonObject | None:
+    async def find(self, path: str) -> JsonObject | None:
+        """Return the object at a path of the API server, or None."""
         try:
             return await self.api.read(path)
         except ClusterError as error:

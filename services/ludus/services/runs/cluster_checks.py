@@ -1,29 +1,43 @@
 """Checks of the cluster before a run is submitted, so that the run does not fail minutes later.
 
 Each check yields messages with the problem and its remedy. A check that the account may not perform
-is skipped with a note: checks need no more rights than the run itself.
+is skipped with a note: checks need no more rights than the run itself. The dry run of `admission`
+finds what the API server refuses. The other checks find what would show only later, in a RayJob
+that KubeRay refuses or in pods that wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.kubernetes.api import JsonObject, resource_path
+from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
 from ludus.services.runs.cluster import CONFLICT, FORBIDDEN, NOT_FOUND, RunsCluster
 from ludus.services.runs.demand import (
     device_shortages,
-    explain_no_node,
+    node_problems,
     pod_demands,
     quota_shortages,
     total_demand,
 )
-from ludus.services.runs.manifest import RunManifests, pod_containers, pod_templates
-from ludus.services.runs.names import QUEUE_LABEL, core_path, job_path
-from ludus.services.runs.references import required_claims, required_secrets
-from ludus.services.runs.rules import broken_rules
+from ludus.services.runs.manifest import (
+    RunManifests,
+    pod_containers,
+    pod_templates,
+    ray_cluster,
+    worker_groups,
+)
+from ludus.services.runs.names import (
+    ELASTIC_ANNOTATION,
+    QUEUE_LABEL,
+    core_path,
+    job_name_problem,
+    job_path,
+)
 
 KUBERAY_INSTALL = (
     "helm install kuberay-operator kuberay/kuberay-operator --version 1.7.0 (docs/kubernetes.md)"
@@ -31,6 +45,8 @@ KUBERAY_INSTALL = (
 _KUEUE = "kueue.x-k8s.io"
 _DRY_RUN = {"dryRun": "All", "fieldValidation": "Strict"}
 _BAD_REQUEST = 400
+_SECRET_FIELDS = ("imagePullSecrets", "secret", "secretKeyRef", "secretRef")
+"""Fields of a pod that refer to Secrets."""
 
 
 @dataclass(slots=True)
@@ -93,9 +109,8 @@ async def check_cluster(
 
 
 async def _check_operator(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    api_group = await _read(cluster, "/apis/ray.io/v1")
-    names = {resource.get("name") for resource in (api_group or {}).get("resources") or []}
-    if "rayjobs" not in names:
+    api_group = await cluster.find("/apis/ray.io/v1") or {}
+    if "rayjobs" not in {resource.get("name") for resource in api_group.get("resources") or []}:
         yield (
             "the cluster does not support RayJobs (ray.io/v1), because the KubeRay operator is not "
             f"installed; install it with: {KUBERAY_INSTALL}"
@@ -103,46 +118,66 @@ async def _check_operator(cluster: RunsCluster, manifests: RunManifests) -> Asyn
 
 
 async def _check_rules(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    for message in (
-        *broken_rules(manifests.job),
-        *_find_local_paths(manifests),
-        *_find_missing_gpus(manifests),
-    ):
+    for message in broken_rules(manifests):
         yield message
 
 
-def _find_local_paths(manifests: RunManifests) -> list[str]:
-    path = str(getattr(manifests.run.model, "path", ""))
-    is_local = path.startswith((".", "/", "~")) and not path.startswith(manifests.run.output_dir)
-    if not is_local:
-        return []
-    return [
-        f"model.path = '{path}' is a folder of this machine; name a model of the hub, or a folder "
-        f"below {manifests.run.output_dir}, which all pods share"
-    ]
+def broken_rules(manifests: RunManifests) -> Iterator[str]:
+    """Yield a message for each rule that the API server does not check."""
+    job, run = manifests.job, manifests.run
+    spec, cluster = job["spec"], ray_cluster(job)
+    if problem := job_name_problem(run.name):
+        yield problem
+    shuts_down = spec.get("shutdownAfterJobFinishes")
+    if shuts_down and (spec.get("deletionStrategy") or {}).get("deletionRules"):
+        yield (
+            "shutdownAfterJobFinishes and deletionStrategy.deletionRules exclude each other; "
+            "remove one from the RayJob"
+        )
+    queue = job["metadata"]["labels"].get(QUEUE_LABEL)
+    if queue and not shuts_down:
+        yield f"a run in queue '{queue}' needs shutdownAfterJobFinishes: true; set it"
+    is_elastic = (job["metadata"].get("annotations") or {}).get(ELASTIC_ANNOTATION) == "true"
+    if queue and cluster.get("enableInTreeAutoscaling") and not is_elastic:
+        yield (
+            f"a run in queue '{queue}' with autoscaling needs the annotation "
+            f'{ELASTIC_ANNOTATION}: "true"; set it, or disable autoscaling'
+        )
+    for group in worker_groups(job):
+        minimum, maximum = group["minReplicas"], group["maxReplicas"]
+        if not minimum <= group["replicas"] <= maximum:
+            yield (
+                f"worker group '{group['groupName']}': replicas {group['replicas']} must be "
+                f"between {minimum} and {maximum}"
+            )
+    yield from _find_missing_gpus(manifests)
+    path = str(getattr(run.model, "path", ""))
+    if path.startswith((".", "/", "~")) and not path.startswith(run.output_dir):
+        yield (
+            f"model.path = '{path}' is a folder of this machine; name a model of the hub, or a "
+            f"folder below {run.output_dir}, which all pods share"
+        )
 
 
-def _find_missing_gpus(manifests: RunManifests) -> list[str]:
+def _find_missing_gpus(manifests: RunManifests) -> Iterator[str]:
     gpus = {
         "learner": ("learner.num_gpus_per_rank", manifests.run.learner.num_gpus_per_rank),
         "rollout": ("rollout.num_gpus_per_worker", manifests.run.rollout.num_gpus_per_worker),
     }
-    messages = []
     for demand in pod_demands(manifests.job):
         name, num_gpus = gpus.get(demand.role, ("", 0.0))
         if num_gpus > 0 and not any("gpu" in resource for resource in demand.requests):
-            messages.append(
+            yield (
                 f"{name} = {num_gpus:g}, but the release's {demand.role} pods have no GPU; upgrade "
                 f"the release with values that give them one, or set {name}=0"
             )
-    return messages
 
 
 async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    queue = (manifests.job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+    queue = manifests.job["metadata"]["labels"].get(QUEUE_LABEL)
     if not queue:
         return
-    group = await _read(cluster, f"/apis/{_KUEUE}")
+    group = await cluster.find(f"/apis/{_KUEUE}")
     if group is None:
         yield (
             f"the run uses queue '{queue}', but Kueue is not installed; install it, or remove the "
@@ -150,51 +185,45 @@ async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
         )
         return
     api = str((group.get("preferredVersion") or {}).get("groupVersion", f"{_KUEUE}/v1beta1"))
-    local = await _read(cluster, resource_path(api, cluster.namespace, "localqueues", queue))
+    local = await cluster.find(resource_path(api, cluster.namespace, "localqueues", queue))
     if local is None:
         yield (
             f"there is no LocalQueue '{queue}' in namespace '{cluster.namespace}'; create it, or "
             "choose another with --queue"
         )
         return
-    name = str((local.get("spec") or {}).get("clusterQueue", ""))
-    cluster_queue = await _read(cluster, resource_path(api, "", "clusterqueues", name))
+    name = local["spec"]["clusterQueue"]
+    cluster_queue = await cluster.find(resource_path(api, "", "clusterqueues", name))
     if cluster_queue is None:
         yield f"queue '{queue}' uses ClusterQueue '{name}', which does not exist; create it"
         return
-    for message in _queue_shortages(queue, cluster_queue, manifests):
-        yield message
-
-
-def _queue_shortages(queue: str, cluster_queue: JsonObject, manifests: RunManifests) -> list[str]:
-    from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
-
-    spec = cluster_queue.get("spec") or {}
-    if spec.get("cohort") or spec.get("cohortName"):
-        return []  # a queue of a cohort may borrow
-    quotas: dict[str, Any] = {}
-    for group in spec.get("resourceGroups") or []:
-        for flavor in group.get("flavors") or []:
-            for resource in flavor.get("resources") or []:
-                amount = parse_quantity(resource.get("nominalQuota", 0))
-                quotas[resource["name"]] = quotas.get(resource["name"], 0) + amount
     totals = total_demand(pod_demands(manifests.job))
-    messages = []
-    for resource, quota in quotas.items():
-        requested_amount = totals.get("pods" if resource == "pods" else f"requests.{resource}")
-        if requested_amount is not None and requested_amount > quota:
-            messages.append(
-                f"the run would wait forever: it starts with "
-                f"{format_quantity(requested_amount, resource)}"
+    for resource, quota in _sum_nominal_quotas(cluster_queue["spec"]).items():
+        amount = totals.get("pods" if resource == "pods" else f"requests.{resource}", Decimal(0))
+        if amount > quota:
+            yield (
+                f"the run would wait forever: it starts with {format_quantity(amount, resource)}"
                 f" of {resource}, but queue '{queue}' has {format_quantity(quota, resource)} in "
                 "total; request a larger quota, or lower learner.num_ranks or rollout.min_workers"
             )
-    return messages
+
+
+def _sum_nominal_quotas(spec: JsonObject) -> dict[str, Decimal]:
+    """Return the quota of each resource in all flavors; empty if the queue may borrow."""
+    quotas: dict[str, Decimal] = {}
+    if spec.get("cohort") or spec.get("cohortName"):
+        return quotas
+    for group in spec.get("resourceGroups") or []:
+        for flavor in group["flavors"]:
+            for resource in flavor["resources"]:
+                amount = parse_quantity(resource["nominalQuota"])
+                quotas[resource["name"]] = quotas.get(resource["name"], Decimal(0)) + amount
+    return quotas
 
 
 async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    for name, keys in required_secrets(manifests.job).items():
-        secret = await _read(cluster, core_path(cluster.namespace, "secrets", name))
+    for name, keys in _required_secrets(manifests.job).items():
+        secret = await cluster.find(core_path(cluster.namespace, "secrets", name))
         if secret is None:
             literals = "".join(f" --from-literal={key}=..." for key in sorted(keys))
             yield (
@@ -207,46 +236,68 @@ async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> Async
             yield f"Secret '{name}' has no key '{missing_keys[0]}'; add it, or correct the values"
 
 
+def _required_secrets(job: JsonObject) -> dict[str, set[str]]:
+    """Return the names of the Secrets that the pods need to start, with the keys of each."""
+    keys_by_secret: dict[str, set[str]] = {}
+    for reference in _find_fields(pod_templates(job), _SECRET_FIELDS):
+        if not reference.get("optional"):
+            name = reference.get("secretName") or reference["name"]
+            keys = {
+                item["key"] for item in (reference, *reference.get("items", ())) if "key" in item
+            }
+            keys_by_secret.setdefault(name, set()).update(keys)
+    return keys_by_secret
+
+
+def _find_fields(tree: Any, names: Sequence[str]) -> Iterator[JsonObject]:
+    """Yield the objects in all fields of these names, at any depth."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _find_fields(item, names)
+    elif isinstance(tree, dict):
+        for name, child in tree.items():
+            if name in names:
+                yield from child if isinstance(child, list) else [child]
+            else:
+                yield from _find_fields(child, names)
+
+
 async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    for name in required_claims(manifests.job):
-        path = core_path(cluster.namespace, "persistentvolumeclaims", name)
-        claim = await _read(cluster, path)
+    references = _find_fields(pod_templates(manifests.job), ["persistentVolumeClaim"])
+    for name in sorted({reference["claimName"] for reference in references}):
+        claim = await cluster.find(core_path(cluster.namespace, "persistentvolumeclaims", name))
         if claim is None:
             yield (
                 f"there is no PersistentVolumeClaim '{name}' in namespace '{cluster.namespace}'; "
                 "create it, or set storage in the release's values"
             )
-            continue
-        modes = set((claim.get("spec") or {}).get("accessModes") or [])
-        if (claim.get("status") or {}).get("phase") == "Lost":
+        elif (claim.get("status") or {}).get("phase") == "Lost":
             yield f"PersistentVolumeClaim '{name}' has lost its volume; create another"
-        elif modes and modes <= {"ReadOnlyMany"}:
+        elif claim["spec"].get("accessModes") == ["ReadOnlyMany"]:
             yield f"PersistentVolumeClaim '{name}' is read-only; a run needs ReadWriteMany"
 
 
 async def _check_nodes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
     nodes = (await cluster.api.read(resource_path("v1", "", "nodes"))).get("items") or []
     demands = pod_demands(manifests.job)
-    remedy = (
-        "; correct the resources or node selectors of the release's values, or submit with "
-        "--ignore nodes if nodes are added on demand"
-    )
-    problems = {explain_no_node(demand, nodes) for demand in demands if demand.count} - {""}
-    for problem in sorted(problems):
-        yield problem + remedy
+    problems = list(node_problems(demands, nodes))
+    for problem in problems:
+        yield (
+            f"{problem}; correct the resources or node selectors of the release's values, or "
+            "submit with --ignore nodes if nodes are added on demand"
+        )
     if not problems:
-        for message in device_shortages(demands, nodes):
+        for message in device_shortages(total_demand(demands), nodes):
             yield message
 
 
 async def _check_quotas(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    if QUEUE_LABEL in (manifests.job["metadata"].get("labels") or {}):
+    if QUEUE_LABEL in manifests.job["metadata"]["labels"]:
         return  # the run waits in its queue until there is room
-    path = core_path(cluster.namespace, "resourcequotas")
     totals = total_demand(pod_demands(manifests.job))
+    path = core_path(cluster.namespace, "resourcequotas")
     for quota in (await cluster.api.read(path)).get("items") or []:
-        spec = quota.get("spec") or {}
-        if not spec.get("scopes") and not spec.get("scopeSelector"):
+        if not quota["spec"].get("scopes") and not quota["spec"].get("scopeSelector"):
             for message in quota_shortages(totals, quota):
                 yield message
 
@@ -287,15 +338,6 @@ async def _refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
         _, separator, reason = error.message.partition(f": {error.status} ")
         return f"{error.status} {reason}" if separator else error.message
     return ""
-
-
-async def _read(cluster: RunsCluster, path: str) -> JsonObject | None:
-    try:
-        return await cluster.api.read(path)
-    except ClusterError as error:
-        if error.status != NOT_FOUND:
-            raise
-        return None
 
 
 CHECKS: dict[str, Check] = {

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.proto.config import (
-    FolderWeightStore,
     LanguageModelRun,
     LocalEnvironment,
     PrometheusSink,
@@ -40,7 +39,7 @@ from ludus.services.runs.names import (
     RUN_LABEL,
     config_map_name,
 )
-from ludus.services.runs.platform import Platform, PlatformEnvironment, Release, S3Weights
+from ludus.services.runs.platform import Platform, PlatformEnvironment, Release
 
 LEARNER_GROUP, ROLLOUT_GROUP = "learner", "rollout"
 _CONTAINER_LOG = "/proc/1/fd/1"
@@ -77,11 +76,10 @@ def make_manifests(
     labels = {RUN_LABEL: run.name, RELEASE_LABEL: release.platform.release}
     _label(job, labels, release.platform.namespace)
     job["spec"]["metadata"] = {**(job["spec"].get("metadata") or {}), "run_id": run.name}
-    cluster = job["spec"].get("rayClusterSpec") or {}
     for template in pod_templates(job):
         _label(template, labels)
-    _size_groups(cluster, run, release.platform)
-    job["spec"]["entrypoint"] = _copy_output_to_log(str(job["spec"].get("entrypoint")))
+    _size_groups(job, run, release.platform)
+    job["spec"]["entrypoint"] = _copy_output_to_log(job["spec"]["entrypoint"])
     if queue is not None:
         _set_queue(job, queue)
     config_map = {
@@ -178,41 +176,44 @@ def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> Weig
     """Return the run's S3 store, or the release's store with the run's settings."""
     if isinstance(weights, S3WeightStore):
         return weights
-    settings = weights.model_dump(exclude={"kind", "path"})
-    if isinstance(platform.weights, S3Weights):
-        return S3WeightStore(**settings, **platform.weights.model_dump())
-    return FolderWeightStore(**settings)
+    settings = dict(weights)
+    return platform.weights.model_copy(
+        update={name: settings[name] for name in settings.keys() - {"kind", "path"}}
+    )
 
 
 # The parts of a RayJob.
 
 
+def ray_cluster(job: JsonObject) -> JsonObject:
+    """Return the specification of the job's RayCluster."""
+    return job["spec"]["rayClusterSpec"]
+
+
 def head_template(job: JsonObject) -> JsonObject:
-    """Return the head's pod template; empty if there is none."""
-    cluster = job["spec"].get("rayClusterSpec") or {}
-    return (cluster.get("headGroupSpec") or {}).get("template") or {}
+    """Return the head's pod template."""
+    return ray_cluster(job)["headGroupSpec"]["template"]
 
 
 def worker_groups(job: JsonObject) -> list[JsonObject]:
     """Return the worker groups."""
-    return (job["spec"].get("rayClusterSpec") or {}).get("workerGroupSpecs") or []
+    return ray_cluster(job)["workerGroupSpecs"]
 
 
 def pod_templates(job: JsonObject) -> list[JsonObject]:
     """Return the pod templates of the head and of each worker group."""
-    templates = [head_template(job), *(group.get("template") or {} for group in worker_groups(job))]
-    return [template for template in templates if template]
+    return [head_template(job), *(group["template"] for group in worker_groups(job))]
 
 
 def pod_containers(template: JsonObject) -> list[JsonObject]:
     """Return the containers of a pod template, the Ray container first."""
-    return (template.get("spec") or {}).get("containers") or []
+    return template["spec"]["containers"]
 
 
-def _size_groups(cluster: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
+def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
     """Set the number of pods in each group from the run's learner ranks and rollout workers."""
-    is_elastic = bool(cluster.get("enableInTreeAutoscaling"))
-    for group in cluster.get("workerGroupSpecs") or []:
+    is_elastic = bool(ray_cluster(job).get("enableInTreeAutoscaling"))
+    for group in worker_groups(job):
         name = group.get("groupName")
         if name == LEARNER_GROUP:
             size = math.ceil(run.learner.num_ranks / platform.learner.per_pod)
@@ -263,9 +264,5 @@ def _copy_output_to_log(entrypoint: str) -> str:
 
 def _set_queue(job: JsonObject, queue: str) -> None:
     _label(job, {QUEUE_LABEL: queue})
-    if (job["spec"].get("rayClusterSpec") or {}).get("enableInTreeAutoscaling"):
-        metadata = job["metadata"]
-        metadata["annotations"] = {
-            **(metadata.get("annotations") or {}),
-            ELASTIC_ANNOTATION: "true",
-        }
+    if ray_cluster(job).get("enableInTreeAutoscaling"):
+        job["metadata"].setdefault("annotations", {})[ELASTIC_ANNOTATION] = "true"

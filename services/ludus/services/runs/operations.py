@@ -1,4 +1,4 @@
-"""Operations on runs in a cluster: submit, stop, resume.
+"""Operations on runs in a cluster: list, stop, resume.
 
 stop      sets a stop request in the run's control file, which its ConfigMap mounts. The driver
           finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
@@ -11,16 +11,15 @@ resume    replaces the RayJob by a new one with the same name, and so the same f
 
 from __future__ import annotations
 
-import tempfile
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from pathlib import Path
 
 from ludus.proto.config import (
     LanguageModelRun,
-    load_run_config,
     require_language_model,
+    run_config_from,
     validate_run_json,
 )
 from ludus.proto.config.changes import changes_between
@@ -28,10 +27,8 @@ from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
-from ludus.services.runs.manifest import RunManifests
 from ludus.services.runs.names import (
     CONTROL_KEY,
-    RUN_KEY,
     config_map_name,
     job_path,
 )
@@ -104,7 +101,7 @@ async def stop(cluster: RunsCluster, run: str, *, now: bool = False) -> StopOutc
         return StopOutcome.OVER
     is_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
     if now or not is_started or config_map is None:
-        await cluster.delete(run, keep_config=True)
+        await cluster.delete(run)
         return StopOutcome.DELETED
     control = RunControl.model_validate_json(config_map["data"].get(CONTROL_KEY, "{}"))
     await cluster.write_control(run, control.model_copy(update={"stop": True}).model_dump_json())
@@ -138,10 +135,8 @@ async def load_resumable_config(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
     previous_config = run_config_json(config_map)
-    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        path = Path(folder) / RUN_KEY
-        path.write_text(previous_config, encoding="utf-8")
-        config = require_language_model(load_run_config(path, overrides), "ludus resume")
+    run_config = run_config_from(json.loads(previous_config), overrides)
+    config = require_language_model(run_config, "ludus resume")
     if config.name != run:
         raise ConfigError(
             f"--set name={config.name}: a resumed run keeps its name '{run}', which identifies its "
@@ -150,12 +145,6 @@ async def load_resumable_config(
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
     changes_between(validate_run_json(previous_config), config)
     return config
-
-
-async def resume(cluster: RunsCluster, manifests: RunManifests) -> None:
-    """Replace the RayJob by a new one, which continues from the latest checkpoint."""
-    await cluster.delete(manifests.run.name, keep_config=True)
-    await cluster.create(manifests)
 
 
 def _creation_time(item: JsonObject) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ludus.proto.config import FolderWeightStore, S3WeightStore
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.names import PLATFORM_KEY, RUNS_LABEL, TEMPLATE_KEY
@@ -34,22 +35,6 @@ class PlatformEnvironment(_Part):
     options: dict[str, Any] | None = None
 
 
-class FolderWeights(_Part):
-    """Weight store on the volume."""
-
-    kind: Literal["folder"] = "folder"
-
-
-class S3Weights(_Part):
-    """Weight store in a bucket, whose credentials the pods have."""
-
-    kind: Literal["s3"] = "s3"
-    bucket: str
-    endpoint: str | None = None
-    prefix: str = "ludus"
-    region: str = "us-east-1"
-
-
 class PodGroup(_Part):
     """The pods of learner ranks or of rollout workers."""
 
@@ -64,7 +49,9 @@ class Platform(_Part):
     namespace: str
     environments: dict[str, PlatformEnvironment] = {}
     output_dir: str = "/runs"
-    weights: Annotated[FolderWeights | S3Weights, Field(discriminator="kind")] = FolderWeights()
+    weights: Annotated[FolderWeightStore | S3WeightStore, Field(discriminator="kind")] = (
+        FolderWeightStore()
+    )
     learner: PodGroup = PodGroup()
     rollout: PodGroup = PodGroup()
     metrics_port: int | None = None

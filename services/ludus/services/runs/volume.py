@@ -1,0 +1,273 @@
+"""Results of a run on the cluster's volume, copied to a local folder.
+
+    head of the run, or a temporary pod  --pods/exec-->  tar stream  -->  local folder
+
+A pod packs the folder in Python, because an image may lack the `tar` program. The stream is
+unpacked next to its destination before anything there is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ludus.proto.errors import ClusterError, ConfigError, NotFoundError
+from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE
+from ludus.services.kubernetes.api import JsonObject
+from ludus.services.runs.cluster import RunsCluster, is_head
+from ludus.services.runs.manifest import head_template, pod_containers
+from ludus.services.runs.names import RUN_LABEL, core_path
+from ludus.services.runs.platform import Release
+from ludus.services.runs.state import pod_troubles, read_state
+
+LARGE = (CHECKPOINTS_FOLDER, "initial_model", "weights")
+"""Subfolders that are fetched on request only."""
+START_TIMEOUT_S = 180.0
+_LIFETIME_S = 900
+_POLL_S = 0.5
+_RESOURCES = {"cpu": "100m", "memory": "256Mi"}
+_NO_FOLDER = "there is no folder "
+_PACK = f"""
+import pathlib, sys, tarfile
+folder, excluded = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
+if not folder.is_dir():
+    sys.exit("{_NO_FOLDER}" + str(folder))
+with tarfile.open(fileobj=sys.stdout.buffer, mode="w|gz") as archive:
+    for path in sorted(folder.iterdir()):
+        if path.name not in excluded and not path.name.endswith(".partial"):
+            archive.add(path, arcname=path.name)
+"""
+_SHOW = """
+import pathlib, shutil, sys
+with pathlib.Path(sys.argv[1]).open("rb") as file:
+    shutil.copyfileobj(file, sys.stdout.buffer)
+"""
+
+
+async def fetch(
+    cluster: RunsCluster,
+    release: Release,
+    run: str,
+    folder: Path,
+    *,
+    with_checkpoints: bool = False,
+) -> None:
+    """Copy the results of a run to a local folder.
+
+    Args:
+        with_checkpoints: fetch checkpoints and models, too.
+
+    Raises:
+        NotFoundError: the run has no folder on the volume.
+        ConfigError: the local folder contains another run.
+        ClusterError: the volume cannot be read.
+    """
+    path = f"{release.platform.output_dir}/{run}"
+    excluded = () if with_checkpoints else LARGE
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryFile() as archive,
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unpacked,
+    ):
+        try:
+            await _run_script(cluster, release, run, (_PACK, path, *excluded), archive)
+        except ClusterError as error:
+            if _NO_FOLDER not in error.message:
+                raise
+            raise NotFoundError(
+                f"run '{run}' has no folder {path} on the cluster's volume; see: ludus status {run}"
+            ) from None
+        archive.seek(0)
+        _unpack(archive, Path(unpacked))
+        _refuse_another_run(Path(unpacked), folder)
+        _move(Path(unpacked), folder)
+
+
+async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
+    """Return the driver's log from the run folder.
+
+    Raises:
+        NotFoundError: there is no log.
+        ClusterError: the volume cannot be read.
+    """
+    path = f"{release.platform.output_dir}/{run}/{LOG_FILE}"
+    log = io.BytesIO()
+    try:
+        await _run_script(cluster, release, run, (_SHOW, path), log)
+    except ClusterError as error:
+        if "No such file" not in error.message:
+            raise
+        raise NotFoundError(f"run '{run}' has no log at {path}") from None
+    return log.getvalue().decode(errors="replace")
+
+
+async def _run_script(
+    cluster: RunsCluster,
+    release: Release,
+    run: str,
+    arguments: tuple[str, ...],
+    destination: IO[bytes],
+) -> None:
+    """Run a Python script in a pod with the volume, and write its output to a local file."""
+    command = ("python", "-c", *arguments)
+    async with _open_reader(cluster, release, run) as (pod, container):
+        output = cluster.api.command_output(cluster.namespace, pod, container, command)
+        async with aclosing(output) as chunks:
+            async for chunk in chunks:
+                destination.write(chunk)
+
+
+def _unpack(archive: IO[bytes], folder: Path) -> None:
+    try:
+        with tarfile.open(fileobj=archive, mode="r|gz") as tar:
+            tar.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ClusterError(f"the archive from the cluster cannot be unpacked: {error}") from error
+
+
+class _Origin(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = ""
+    output_dir: str = ""
+
+
+def _refuse_another_run(fetched: Path, folder: Path) -> None:
+    """Refuse to replace the results of a different run that has the same name."""
+    remote, local = _read_origin(fetched / CONFIG_FILE), _read_origin(folder / CONFIG_FILE)
+    if local is not None and local != remote:
+        raise ConfigError(
+            f"'{folder}' contains another run, from {local.output_dir or 'this machine'}; choose "
+            "another folder with --folder"
+        )
+
+
+def _read_origin(path: Path) -> _Origin | None:
+    try:
+        return _Origin.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        return _Origin()
+
+
+def _move(fetched: Path, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in fetched.iterdir():
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+
+
+# The pod that reads the volume.
+
+
+@asynccontextmanager
+async def _open_reader(
+    cluster: RunsCluster, release: Release, run: str
+) -> AsyncIterator[tuple[str, str]]:
+    """Yield the names of a pod with the volume and of its container.
+
+    The pod is the run's head if it is running, otherwise a temporary pod.
+
+    Raises:
+        ConfigError: the release has no volume.
+        ClusterError: the temporary pod does not start.
+    """
+    job = await cluster.find_job(run)
+    pods = await cluster.pods(read_state(job).ray_cluster) if job else []
+    for pod in pods:
+        if is_head(pod) and (pod.get("status") or {}).get("phase") == "Running":
+            yield pod["metadata"]["name"], pod["spec"]["containers"][0]["name"]
+            return
+    path = core_path(cluster.namespace, "pods")
+    pod = await cluster.api.create(path, _reader_pod(release, run))
+    name = pod["metadata"]["name"]
+    try:
+        await _wait_until_running(cluster, pod)
+        yield name, "reader"
+    finally:
+        with suppress(ClusterError):
+            await cluster.api.delete(f"{path}/{name}", {"gracePeriodSeconds": 0})
+
+
+def _reader_pod(release: Release, run: str) -> JsonObject:
+    """Return the release's head pod without Ray, credentials and service account token.
+
+    The pod has the head's image (which the nodes already have), volume, security context, node
+    selectors and image pull secrets.
+
+    Raises:
+        ConfigError: the release has no volume for runs.
+    """
+    template = copy.deepcopy(head_template(release.template))
+    spec, (head, *_) = template["spec"], pod_containers(template)
+    output_dir = release.platform.output_dir
+    mounts = [m for m in head.get("volumeMounts") or [] if m.get("mountPath") == output_dir]
+    if not mounts:
+        raise ConfigError(
+            f"release '{release.platform.release}' mounts no volume at {output_dir}, so results "
+            "are lost with the pods; set storage in the release's values"
+        )
+    names = {mount["name"] for mount in mounts}
+    fields = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
+    container = {
+        "name": "reader",
+        "image": head.get("image"),
+        "imagePullPolicy": head.get("imagePullPolicy", "IfNotPresent"),
+        "command": ["python", "-c", f"import time; time.sleep({_LIFETIME_S})"],
+        "securityContext": head.get("securityContext") or {},
+        "resources": {"requests": _RESOURCES, "limits": _RESOURCES},
+        "volumeMounts": mounts,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "generateName": f"{run}-reader-",
+            "namespace": release.platform.namespace,
+            "labels": {RUN_LABEL: run, "app.kubernetes.io/component": "reader"},
+        },
+        "spec": {
+            **{key: spec[key] for key in fields if key in spec},
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 0,
+            "activeDeadlineSeconds": _LIFETIME_S,
+            "containers": [container],
+            "volumes": [v for v in spec.get("volumes") or [] if v.get("name") in names],
+        },
+    }
+
+
+async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
+    path = core_path(cluster.namespace, "pods", pod["metadata"]["name"])
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                pod = await cluster.api.read(path)
+                phase = (pod.get("status") or {}).get("phase")
+                if phase == "Running":
+                    return
+                if phase in ("Failed", "Succeeded"):
+                    break
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        pass
+    phase = (pod.get("status") or {}).get("phase")
+    troubles = "; ".join(pod_troubles([pod])) or f"its phase is {phase}"
+    raise ClusterError(
+        f"the pod that reads the volume did not start within {START_TIMEOUT_S:.0f} s: {troubles}"
+    )
