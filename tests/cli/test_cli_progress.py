@@ -10,9 +10,8 @@ from rich.live import Live
 
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import LOG_ROW_PREFIX, METRICS_FILE, MetricsRow, Phase
-from ludus.services.cli import live_view
-from ludus.services.cli.live_view import PlainView, TerminalView
-from ludus.services.cli.progress import RunProgress
+from ludus.services.cli import progress as progress_module
+from ludus.services.cli.progress import PlainView, RunProgress, TerminalView
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.trainer_process import NUM_TAIL_LINES, TrainerOutput
 
@@ -216,7 +215,7 @@ def test_an_invalid_line_is_counted_and_skipped(tmp_path: Path) -> None:
 @pytest.fixture
 def no_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the time limit between plain lines."""
-    monkeypatch.setattr(live_view, "PLAIN_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 3600.0)
 
 
 @pytest.mark.usefixtures("no_line_is_due")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.services.cli import report_command
+from ludus.services.cli import run_folder_commands
 from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def test_report_writes_to_a_path_and_opens_it(
     ludus: RunCli, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(report_command.webbrowser, "open", opened.append)
+    monkeypatch.setattr(run_folder_commands.webbrowser, "open", opened.append)
     result = ludus("report", "runs/demo", "--output", "page.html", "--open")
     assert result.code == 0
     assert opened == [(tmp_path / "page.html").as_uri()]

@@ -209,7 +209,7 @@ def test_fetch_of_a_run_without_results_is_refused(ludus: RunCli, cluster: Call)
 def test_fetch_without_a_head_reports_the_problem_of_its_pod(
     ludus: RunCli, cluster: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.services.runs.reader.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ludus.services.runs.volume.START_TIMEOUT_S", 1.0)
     submit_run(ludus, cluster)
     outcome = ludus("fetch", "demo")
     assert outcome.code != 0

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import METRICS_FILE, TRANSCRIPTS_FILE, Transcript
-from ludus.services.cli import watch_command
+from ludus.services.cli import run_folder_commands
 from tests.cli.commands import RunCli
 from tests.report.synthetic_run import transcript
 
@@ -65,14 +65,14 @@ def test_watch_continues_until_the_run_ends(
     write(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
     shown_steps: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(watch_command, "POLL_S", 0.01)
-    show = watch_command.show_transcript
+    monkeypatch.setattr(run_folder_commands, "POLL_S", 0.01)
+    show = run_folder_commands.show_transcript
 
     def show_and_record(console: Console, episode: Transcript) -> None:
         show(console, episode)
         shown_steps.put(episode.step)
 
-    monkeypatch.setattr(watch_command, "show_transcript", show_and_record)
+    monkeypatch.setattr(run_folder_commands, "show_transcript", show_and_record)
 
     def train() -> None:
         for step in (2, 3):

@@ -17,17 +17,13 @@ from ludus.services.cli import (
     env_commands,
     gateway_command,
     init_command,
-    report_command,
+    run_folder_commands,
     runs_commands,
-    scale_command,
     submit_command,
     train_command,
     train_reward_command,
-    watch_command,
 )
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, by shell convention (128 + SIGINT)."""
+from ludus.services.cli.console import INTERRUPTED
 
 app = typer.Typer(
     name="ludus",
@@ -62,9 +58,9 @@ app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)
 app.command("eval")(train_command.evaluate)
-app.command("watch")(watch_command.watch)
-app.command("scale")(scale_command.scale)
-app.command("report")(report_command.report)
+app.command("watch")(run_folder_commands.watch)
+app.command("scale")(run_folder_commands.scale)
+app.command("report")(run_folder_commands.report)
 app.command("gateway")(gateway_command.gateway)
 app.command("submit")(submit_command.submit)
 app.command("list")(runs_commands.list_runs)

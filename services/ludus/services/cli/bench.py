@@ -1,12 +1,17 @@
-"""Benchmark of an environment's fixed policies on the same seeds."""
+"""Benchmark of an environment's fixed policies on the same seeds, next to their exact returns."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
+from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
@@ -14,15 +19,22 @@ from ludus.env.evaluation import (
     play_policy,
     summarize,
 )
-from ludus.env.targets.targets import is_package, require_package
-from ludus.proto.errors import EpisodesFailedError, NotFoundError, UnavailableError
+from ludus.env.targets.targets import (
+    environment_factory,
+    is_package,
+    load_object,
+    require_package,
+)
+from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
-from ludus.services.cli.package_policies import fixed_policies, reference_returns
 
 MAX_CONCURRENT = 256
 """Maximum number of concurrent sessions; a server may allow fewer."""
 CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the first response of a server."""
+RANDOM = "random"
+"""Name of the policy that every environment has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,8 @@ async def bench(
         package = plan.package or description.name
         if is_package(package):
             require_package(package)
-        policies = fixed_policies(package, description, plan.policies, plan.source)
-        exact = reference_returns(package, description.options)
+        policies = _fixed_policies(package, description, plan.policies, plan.source)
+        exact = _reference_returns(package, description.options)
         num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
 
         async def measure(name: str, policy: FixedPolicy) -> BenchResult:
@@ -114,3 +126,74 @@ def _result(
         num_void=num_void,
         steps_per_second=sum(outcome.num_steps for outcome in outcomes) / wall_s,
     )
+
+
+def _fixed_policies(
+    target: str, description: EnvironmentDescription, names: Sequence[str], source: str = ""
+) -> dict[str, FixedPolicy]:
+    """Return the fixed policies of a target with these names, or all if `names` is empty.
+
+    Every environment has a random policy, which the environment may replace.
+
+    Args:
+        source: the `module:function` that builds the policies from the environment's options;
+            the package's `policies:fixed_policies` if empty.
+
+    Raises:
+        NotFoundError: a policy or the source does not exist.
+        ConfigError: the source is not a function, or does not return policies by name.
+    """
+    if source:
+        custom = _load_policies(source, description.options)
+    else:
+        custom = _load_package_policies(target, description)
+    policies = {RANDOM: random_policy(description), **custom}
+    for name in names:
+        if name not in policies:
+            raise NotFoundError(f"--policy must be one of {', '.join(policies)}, got '{name}'")
+    return {name: policies[name] for name in names or policies}
+
+
+def _load_policies(source: str, options: JsonObject) -> dict[str, FixedPolicy]:
+    make_policies = load_object(source, source)
+    if not callable(make_policies):
+        raise ConfigError(
+            f"--policies must name a function, got {source}, which is {make_policies!r}"
+        )
+    policies = make_policies(options)
+    if not isinstance(policies, dict) or not all(map(callable, policies.values())):
+        raise ConfigError(
+            f"{source}(options) must return policies by name, as a dictionary of functions"
+            f" (observation, rng) -> action; got {policies!r}"
+        )
+    return policies
+
+
+def _load_package_policies(
+    target: str, description: EnvironmentDescription
+) -> dict[str, FixedPolicy]:
+    module_name = f"{target}.policies"
+    if not is_package(target) or importlib.util.find_spec(module_name) is None:
+        return {}
+    return _load_policies(f"{module_name}:fixed_policies", description.options)
+
+
+def _reference_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Return exact expected returns of fixed policies, by name; empty if none are known.
+
+    `<package>.solutions.reference_returns` takes the options that its values depend on. The
+    values hold only if the environment was built without other options.
+    """
+    module_name = f"{package}.solutions"
+    if not is_package(package) or importlib.util.find_spec(module_name) is None:
+        return {}
+    solve = importlib.import_module(module_name).reference_returns
+    parameters = inspect.signature(solve).parameters
+    solved_options = {name: options[name] for name in parameters if name in options}
+    environment = environment_factory(package, solved_options)()
+    try:
+        if environment.options != options:
+            return {}
+    finally:
+        environment.close()
+    return {name: value.expected_return for name, value in solve(**solved_options).items()}

@@ -1,11 +1,19 @@
-"""Consoles of the command line: results go to stdout, progress and messages to stderr."""
+"""Output of the command line: results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, by shell convention (128 + SIGINT)."""
+FAILED = 1
+"""Exit code if a process failed without an exit code."""
 PLAIN_WIDTH = 120
 """Columns if the output is not a terminal, for example a file or a build log."""
 
@@ -24,3 +32,27 @@ def progress_console() -> Console:
 def print_line(console: Console, message: str, style: str | None = None) -> None:
     """Print a line literally, without markup and without wrapping."""
     console.print(message, style=style, markup=False, soft_wrap=True)
+
+
+def print_warning(console: Console, message: str) -> None:
+    """Print a warning."""
+    print_line(console, f"warning: {message}", style="yellow")
+
+
+def new_table(*columns: str, numbers: Collection[str] = (), title: str = "") -> Table:
+    """Return an empty table in the style of this command line.
+
+    Args:
+        numbers: names of the columns that are aligned to the right.
+    """
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=False,
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table

@@ -13,30 +13,38 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from ludus.proto.errors import UnavailableError, UserError
-from ludus.services.cli.console import progress_console, results_console
-from ludus.services.cli.env_targets import (
-    Options,
-    TargetOrAddress,
-    TokenEnv,
-    require_options_only_for_targets,
-)
-from ludus.services.cli.options import parse_options
-from ludus.services.cli.tables import CheckRow, check_table
+from ludus.services.cli.console import FAILED, new_table, progress_console, results_console
+from ludus.services.cli.env_targets import require_options_only_for_targets
+from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
 if TYPE_CHECKING:
     from ludus.env.check import CheckReport
 
-CHECK_FAILED = 1
 _IN_PROCESS = "environment"
 _ON_THE_WIRE = "wire"
+_MAX_DETAIL_CHARS = 400
+_VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
 _MAX_SESSIONS = 12
 """Session limit of the server under test, low enough to test that it refuses more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """Result of one rule of a contract."""
+
+    about: str
+    """Subject of the rule: environment or wire."""
+    rule: str
+    verdict: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +90,18 @@ def check(
     plan = CheckPlan(range(seeds), steps, timeout, wait)
     if "://" in location:
         with _show_spinner(f"checking {location}"):
-            report = _check_address(location, plan, os.environ.get(token_env))
+            report = asyncio.run(_check_address(location, plan, os.environ.get(token_env)))
         rows = _rows(report, _ON_THE_WIRE)
     else:
         rows = _check_target(location, environment_options, plan)
     is_ok = all(row.verdict != "broken" for row in rows)
     if as_json:
-        checks = [
-            {
-                "about": row.about,
-                "rule": row.rule,
-                "verdict": row.verdict,
-                "detail": row.detail,
-            }
-            for row in rows
-        ]
+        checks = list(map(asdict, rows))
         typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": checks}, indent=2))
     else:
-        results_console().print(check_table(rows))
+        results_console().print(_table(rows))
     if not is_ok:
-        raise typer.Exit(CHECK_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list[CheckRow]:
@@ -128,22 +128,17 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
             detail = f"the server does not start: {error}"
             return [*rows, CheckRow(_ON_THE_WIRE, "a_server_of_it_starts", "broken", detail)]
         try:
-            return [*rows, *_rows(_check_address(address, plan, None), _ON_THE_WIRE)]
+            on_wire = asyncio.run(_check_address(address, plan, None))
+            return [*rows, *_rows(on_wire, _ON_THE_WIRE)]
         finally:
             server.stop()
 
 
-def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckReport:
-    from ludus.env.serving.loopback import PlayOptions
+async def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckReport:
+    from ludus.env.check import check_server
+    from ludus.env.serving.loopback import PlayOptions, open_client
 
     play_options = PlayOptions(token=token, timeout_s=plan.timeout_s, wait_s=plan.wait_s)
-    return asyncio.run(_check_on_wire(address, plan, play_options))
-
-
-async def _check_on_wire(address: str, plan: CheckPlan, play_options: Any) -> CheckReport:
-    from ludus.env.check import check_server
-    from ludus.env.serving.loopback import open_client
-
     async with open_client(address, play_options) as client:
         return await check_server(
             client, seeds=plan.seeds, num_steps=plan.num_steps, timeout_s=plan.timeout_s
@@ -152,6 +147,15 @@ async def _check_on_wire(address: str, plan: CheckPlan, play_options: Any) -> Ch
 
 def _rows(report: CheckReport, about: str) -> list[CheckRow]:
     return [CheckRow(about, check.name, check.verdict, check.detail) for check in report.checks]
+
+
+def _table(rows: list[CheckRow]) -> Table:
+    table = new_table("about", "rule", "", "detail")
+    for row in rows:
+        detail = row.detail[:_MAX_DETAIL_CHARS] + "..." * (len(row.detail) > _MAX_DETAIL_CHARS)
+        verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
+        table.add_row(row.about, Text(row.rule), verdict, Text(detail))
+    return table
 
 
 @contextlib.contextmanager

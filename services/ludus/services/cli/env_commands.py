@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,29 +20,48 @@ from rich.progress import (
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import print_line, progress_console, results_console
+from ludus.services.cli.console import new_table, print_line, progress_console, results_console
 from ludus.services.cli.env_check import check
-from ludus.services.cli.env_init import init
 from ludus.services.cli.env_play import play
 from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
-from ludus.services.cli.env_targets import (
-    TARGET_HELP,
-    Options,
-    TokenEnv,
-    require_options_only_for_targets,
-    serve_target,
-)
-from ludus.services.cli.options import parse_options
-from ludus.services.cli.tables import bench_table, new_table
+from ludus.services.cli.env_targets import require_options_only_for_targets, serve_target
+from ludus.services.cli.options import TARGET_HELP, Options, TokenEnv, parse_options
+from ludus.services.cli.tables import bench_table
 
 if TYPE_CHECKING:
     from ludus.env.evaluation import EpisodeOutcome
     from ludus.services.cli.bench import BenchPlan, BenchResult
 
 app = typer.Typer(help="Write, serve, check and play environments.", no_args_is_help=True)
-for command in (init, serve, check, play, replay):
+for command in (serve, check, play, replay):
     app.command()(command)
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="Name in lower case, for example grid_maze.")],
+    output_dir: Annotated[Path, typer.Option(help="Folder to create the package in.")] = Path(),
+) -> None:
+    """Create an environment package, NAME_env, that can be played, served and trained on.
+
+    Example: `ludus env init grid_maze`
+    """
+    from ludus.env.targets.scaffolding import write_environment
+
+    written_paths = write_environment(name, output_dir)
+    folder = min((path.parent for path in written_paths), key=lambda path: len(path.parts))
+    package = folder.name
+    next_commands = (
+        f"pip install -e {folder}",
+        f"ludus env check {package}",
+        f"ludus env play {package}",
+        f"ludus env bench {package}",
+        f"ludus train {folder / 'train.toml'}",
+        f"ludus env serve {package} --port 8000",
+    )
+    for line in (*written_paths, "", *next_commands):
+        print_line(results_console(), str(line))
 
 
 @app.command("list")
@@ -52,9 +72,7 @@ def list_packages() -> None:
     """
     from ludus.env.targets.targets import installed_packages
 
-    table = new_table()
-    for column in ("package", "version", "description"):
-        table.add_column(column)
+    table = new_table("package", "version", "description")
     packages = installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
 from ludus.services.cli.console import print_line, results_console
-from ludus.services.cli.env_targets import Options, TargetOrAddress, TokenEnv, connect_client
-from ludus.services.cli.options import parse_options
+from ludus.services.cli.env_targets import connect_client
+from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
 if TYPE_CHECKING:
     from ludus.env.client import EnvClient, Session

@@ -15,16 +15,12 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import print_line, results_console
-from ludus.services.cli.env_targets import Options, TokenEnv
-from ludus.services.cli.options import parse_options
-from ludus.services.cli.tables import new_table
+from ludus.services.cli.console import FAILED, new_table, print_line, results_console
+from ludus.services.cli.options import Options, TokenEnv, parse_options
 
 if TYPE_CHECKING:
     from ludus.env.recording.format import RecordedEpisode
     from ludus.env.recording.verify import Replay
-
-REPLAY_FAILED = 1
 
 
 def replay(
@@ -67,7 +63,7 @@ def replay(
     replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
     _print_replays(replays)
     if not all(replay.is_same for replay in replays):
-        raise typer.Exit(REPLAY_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _make_factory(target: str | None, options: dict[str, Any]) -> Any:
@@ -95,10 +91,8 @@ async def _replay_all(
 
 
 def _print_replays(replays: list[Replay]) -> None:
-    table = new_table()
-    for name in ("episode", "environment", "seed", "steps", "return", "ended", ""):
-        is_number = name in ("episode", "seed", "steps", "return")
-        table.add_column(name, justify="right" if is_number else "left")
+    columns = ("episode", "environment", "seed", "steps", "return", "ended", "")
+    table = new_table(*columns, numbers=("episode", "seed", "steps", "return"))
     for number, replay in enumerate(replays, 1):
         episode = replay.episode
         verdict = (

@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ludus.env.serving.options import Flag, flags
-from ludus.services.cli.env_targets import Options, Target
-from ludus.services.cli.options import parse_options
+from ludus.services.cli.options import Options, Target, parse_options
 
 
 def serve(target: Target, options: Options = None, **server_options: Any) -> None:

@@ -9,38 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from ludus.env.client import EnvClient
-
-TARGET_HELP = (
-    "Package (openspiel_env), module:Class, gymnasium:CartPole-v1, openenv:module:Class,"
-    " openenv:module:app"
-)
-Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.")]
-TargetOrAddress = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET|ADDRESS",
-        help=f"{TARGET_HELP}; or the http://, ws:// or grpc:// address of a running server.",
-    ),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="KEY=VALUE",
-        help="Option for the environment's constructor. Repeatable.",
-    ),
-]
-TokenEnv = Annotated[
-    str, typer.Option(help="Environment variable with the token, if the server needs one.")
-]
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_PROCESSES = 8

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.cli.console import print_line, results_console
+from ludus.services.cli.console import new_table, print_line, results_console
 
 _PREFERRED = ("tiny.toml", "ppo.toml")
 """Configurations that train on a laptop; an example without one of them cannot be copied."""
@@ -28,9 +27,7 @@ def init(
     examples = _find_examples()
     console = results_console()
     if not example:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("example")
-        table.add_column("description")
+        table = new_table("example", "description")
         for name, config in examples.items():
             table.add_row(name, _describe(config.read_text(encoding="utf-8")))
         console.print(table)

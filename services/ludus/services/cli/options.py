@@ -1,12 +1,100 @@
-"""`key=value` options of the command line."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.values import parse_value
+
+# Runs.
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
+]
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="CONFIG", show_default=False, help="Configuration: .toml, .yaml or .json."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override a configuration field. Repeatable."),
+]
+
+# Environments.
+
+TARGET_HELP = (
+    "Package (openspiel_env), module:Class, gymnasium:CartPole-v1, openenv:module:Class,"
+    " openenv:module:app"
+)
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.")]
+TargetOrAddress = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|ADDRESS",
+        help=f"{TARGET_HELP}; or the http://, ws:// or grpc:// address of a running server.",
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="Option for the environment's constructor. Repeatable.",
+    ),
+]
+TokenEnv = Annotated[
+    str, typer.Option(help="Environment variable with the token, if the server needs one.")
+]
+
+# Runs on a cluster.
+
+RunName = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the run; `ludus list` prints all.")
+]
+Context = Annotated[
+    str, typer.Option(help="Kubeconfig context to use.", show_default="current context")
+]
+Namespace = Annotated[
+    str,
+    typer.Option(
+        "--namespace", "-n", help="Namespace of the run.", show_default="namespace of the context"
+    ),
+]
+ReleaseName = Annotated[
+    str | None,
+    typer.Option(
+        "--release", help="Helm release of Ludus.", show_default="the only one in the namespace"
+    ),
+]
+Queue = Annotated[
+    str | None,
+    typer.Option(help="Kueue LocalQueue for the run.", show_default="queue of the release"),
+]
+IgnoredChecks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="CHECK",
+        help="Skip a check: operator, rules, queue, secrets, volumes, nodes, quota or admission. "
+        "Repeatable.",
+    ),
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Return once the run is submitted; do not follow it.")
+]
+ResultsFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder for the results.", show_default="runs/NAME"),
+]
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
@@ -20,3 +108,33 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
             )
         parsed_options[key.strip()] = parse_value(value_text, f"--option {key.strip()}")
     return parsed_options
+
+
+def cluster_command(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Build a command from a coroutine function whose first parameter is a RunsCluster.
+
+    The command connects to the cluster. It has the function's other parameters and the options
+    --namespace and --context.
+    """
+
+    def command(namespace: str, context: str, **arguments: Any) -> None:
+        async def connect_and_work() -> None:
+            from ludus.services.runs.cluster import connect_cluster
+
+            async with connect_cluster(context, namespace) as cluster:
+                await work(cluster, **arguments)
+
+        asyncio.run(connect_and_work())
+
+    # The class of the cluster is imported for type checking only.
+    signature = inspect.signature(work, locals={"RunsCluster": Any}, eval_str=True)
+    _, *parameters = signature.parameters.values()
+    cluster_parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default="", annotation=annotation)
+        for name, annotation in (("namespace", Namespace), ("context", Context))
+    ]
+    command.__doc__ = work.__doc__
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters, *cluster_parameters]
+    )
+    return command

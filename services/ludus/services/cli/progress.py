@@ -1,12 +1,22 @@
-"""Progress of a run, computed from its metrics rows without a terminal or a clock."""
+"""Progress of a run, from its metrics rows, as a live panel on a terminal or as plain lines."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from ludus.proto.metrics import EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, Phase
+from ludus.services.cli.console import print_line, print_warning
 from ludus.services.numbers import (
     format_compact,
     format_duration,
@@ -19,6 +29,9 @@ PACE_WINDOW = 20
 """Number of recent training steps from which the remaining time is estimated."""
 MEAN_WINDOW = 10
 """Number of recent training steps over which reward and rates are averaged."""
+PLAIN_INTERVAL_S = 5.0
+"""Minimum seconds between two plain lines."""
+BAR_WIDTH = 36
 
 PHASE_NAMES = {
     Phase.START_ENVIRONMENT: "starting the environment",
@@ -101,14 +114,18 @@ class RunProgress:
     def facts(self) -> dict[str, str]:
         """Return the available facts as text, in display order."""
         facts = self._eval_facts() | {
-            "reward": _decimal(self._lately(TrainMetric.REWARD_MEAN)),
+            "reward": self._recent_mean(
+                TrainMetric.REWARD_MEAN, lambda mean: format_fixed(mean, 3)
+            ),
             "episodes": f"{self.num_games_trained:,}" if self.num_games_trained else None,
             "open environments": self._open_environments(),
-            "episodes/s": _compact(self._lately(TrainMetric.EPISODES_PER_SECOND)),
-            "tokens/s": _compact(self._lately(TrainMetric.TOKENS_PER_SECOND)),
-            "staleness": _compact(self._lately(TrainMetric.STALENESS_MEAN)),
-            "zero-variance groups": _percent(self._lately(TrainMetric.ZERO_VARIANCE_GROUP_RATIO)),
-            "canary error": _compact(self._lately(TrainMetric.CANARY_ERROR)),
+            "episodes/s": self._recent_mean(TrainMetric.EPISODES_PER_SECOND),
+            "tokens/s": self._recent_mean(TrainMetric.TOKENS_PER_SECOND),
+            "staleness": self._recent_mean(TrainMetric.STALENESS_MEAN),
+            "zero-variance groups": self._recent_mean(
+                TrainMetric.ZERO_VARIANCE_GROUP_RATIO, lambda share: format_percent(share, 0)
+            ),
+            "canary error": self._recent_mean(TrainMetric.CANARY_ERROR),
             "lost episodes": _count(self.num_episodes_lost),
             "failed episodes": _count(self.num_episodes_failed),
         }
@@ -149,8 +166,11 @@ class RunProgress:
         # The latest row, not the largest step: a restarted learner repeats some steps.
         self.step, self.num_games_trained = row.step, row.num_games_trained
 
-    def _lately(self, metric: TrainMetric) -> float | None:
-        return combine_metric(metric, self._recent)
+    def _recent_mean(
+        self, metric: TrainMetric, format_mean: Callable[[float], str] = format_compact
+    ) -> str | None:
+        mean = combine_metric(metric, self._recent)
+        return None if mean is None else format_mean(mean)
 
     def _eval_facts(self) -> dict[str, str | None]:
         if len(self._evals) != 1:
@@ -184,9 +204,103 @@ def _decimal(value: float | None) -> str | None:
     return None if value is None else format_fixed(value, 3)
 
 
-def _compact(value: float | None) -> str | None:
-    return None if value is None else format_compact(value)
+# Views.
 
 
-def _percent(value: float | None) -> str | None:
-    return None if value is None else format_percent(value, 0)
+@contextlib.contextmanager
+def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
+    """Yield a live panel if the console is a terminal, otherwise a view of plain lines."""
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    live = Live(console=console, refresh_per_second=8, transient=True)
+    with live:
+        yield TerminalView(console, live)
+
+
+class PlainView:
+    """A line every few seconds, and one when the run enters a phase for the first time.
+
+    A run may switch between training, checkpoints and evaluations several times per second.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown_at_s = -PLAIN_INTERVAL_S
+        self._phase_names: set[str] = set()
+        """Phases that have been printed."""
+        self._line = ""
+
+    def refresh(self, progress: RunProgress) -> None:
+        """Print a line if the interval has passed or the phase is new."""
+        is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
+        if is_due or progress.phase_name not in self._phase_names:
+            self._print(progress)
+
+    def warn(self, message: str) -> None:
+        """Print the warning."""
+        print_line(self._console, f"warning: {message}")
+
+    def finish(self, progress: RunProgress) -> None:
+        """Print the last line if it has not been printed."""
+        self._print(progress)
+
+    def _print(self, progress: RunProgress) -> None:
+        line = progress.line()
+        if line != self._line:
+            print_line(self._console, line)
+            self._shown_at_s = time.monotonic()
+            self._phase_names.add(progress.phase_name)
+            self._line = line
+
+
+class TerminalView:
+    """A panel that is redrawn on the same lines."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console = console
+        self._live = live
+        self._spinner = Spinner("dots")
+        self._started_at_s = time.monotonic()
+
+    def refresh(self, progress: RunProgress) -> None:
+        """Redraw the panel."""
+        self._live.update(Group(self._head(progress), self._bar(progress), _facts(progress)))
+
+    def warn(self, message: str) -> None:
+        """Print the warning above the panel."""
+        print_warning(self._console, message)
+
+    def finish(self, progress: RunProgress) -> None:
+        """Do nothing: the panel disappears, and the caller prints the results."""
+
+    def _head(self, progress: RunProgress) -> Spinner:
+        elapsed = format_duration(time.monotonic() - self._started_at_s)
+        style = "yellow" if progress.is_stopping else "bold"
+        self._spinner.update(
+            text=Text.assemble((progress.phase_name, style), (f"  {elapsed}", "dim"))
+        )
+        return self._spinner
+
+    def _bar(self, progress: RunProgress) -> Table:
+        remaining_s = progress.seconds_left
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            Text(f"step {progress.step}/{progress.num_steps}"),
+            ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
+            Text(
+                "" if remaining_s is None else f"{format_duration(remaining_s)} left", style="cyan"
+            ),
+        )
+        return row
+
+
+def _facts(progress: RunProgress) -> Table:
+    """Lay out the facts with names above values, five per row."""
+    grid = Table.grid(padding=(0, 3))
+    facts = list(progress.facts().items())
+    for start in range(0, len(facts), 5):
+        row = facts[start : start + 5]
+        grid.add_row(*(Text(name, style="dim") for name, _ in row))
+        grid.add_row(*(Text(value) for _, value in row))
+    return grid

@@ -13,19 +13,21 @@ from rich.console import Console
 
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
-from ludus.services.cli.console import print_line, progress_console
-from ludus.services.cli.live_view import PlainView, TerminalView, progress_view
-from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.console import (
+    FAILED,
+    INTERRUPTED,
+    print_line,
+    print_warning,
+    progress_console,
+)
+from ludus.services.cli.progress import RunProgress, progress_view
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
 from ludus.services.runs.cluster import RunsCluster, run_config_json
-from ludus.services.runs.fetch import fetch
 from ludus.services.runs.follow import RunUpdate, follow
 from ludus.services.runs.platform import Release
 from ludus.services.runs.state import ClusterRunState, RunPhase
-
-INTERRUPTED = 130
-FAILED = 1
+from ludus.services.runs.volume import fetch
 
 _WAITING_REASONS = {
     RunPhase.SUBMITTED: "waiting for KubeRay",
@@ -47,44 +49,6 @@ def row_in_line(line: str) -> MetricsRow | None:
         return None  # truncated when the pod exited
 
 
-class RunDisplay:
-    """The progress display of a run on a cluster."""
-
-    def __init__(self, view: PlainView | TerminalView, num_steps: int) -> None:
-        self.progress = RunProgress(num_steps)
-        self.output = TrainerOutput()
-        self._view = view
-        self._shown_warnings: set[str] = set()
-
-    def show(self, update: RunUpdate) -> None:
-        """Show an update."""
-        rows = [row_in_line(line) for line in update.lines]
-        self.progress.update(row for row in rows if row is not None)
-        for line, row in zip(update.lines, rows, strict=True):
-            if row is None:
-                self.output.feed(line)
-        while self.output.warnings:
-            self._warn(self.output.warnings.popleft())
-        for trouble in update.troubles:
-            self._warn(trouble)
-        state = update.state
-        self.progress.waiting_reason = _WAITING_REASONS.get(state.phase, "")
-        if state.phase is RunPhase.RETRYING:
-            attempts = f"{state.attempts_failed} of {state.attempts_allowed} attempts failed"
-            self.progress.waiting_reason += f" ({attempts})"
-        self.progress.is_stopping = state.phase is RunPhase.STOPPING
-        self._view.refresh(self.progress)
-
-    def finish(self) -> None:
-        """Show the final progress."""
-        self._view.finish(self.progress)
-
-    def _warn(self, message: str) -> None:
-        if message not in self._shown_warnings:
-            self._shown_warnings.add(message)
-            self._view.warn(message)
-
-
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
     """Return the number of steps of a run; 0 if its ConfigMap is gone."""
     from ludus.proto.config import validate_run_json
@@ -104,13 +68,35 @@ async def watch(
         TimeoutError: the run has not ended within `within_s` seconds.
         NotFoundError: the run was deleted.
     """
+    output, shown_warnings = TrainerOutput(), set[str]()
     with progress_view(progress_console()) as view:
-        display = RunDisplay(view, await read_num_steps(cluster, run))
+        progress = RunProgress(await read_num_steps(cluster, run))
         async with asyncio.timeout(within_s), aclosing(follow(cluster, run)) as updates:
             async for update in updates:
-                display.show(update)
-        display.finish()
-    return update.state, display.output
+                _apply_update(update, progress, output)
+                warnings = dict.fromkeys((*output.warnings, *update.troubles))
+                for warning in (text for text in warnings if text not in shown_warnings):
+                    view.warn(warning)
+                shown_warnings.update(warnings)
+                output.warnings.clear()
+                view.refresh(progress)
+        view.finish(progress)
+    return update.state, output
+
+
+def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutput) -> None:
+    for line in update.lines:
+        row = row_in_line(line)
+        if row is None:
+            output.feed(line)
+        else:
+            progress.update([row])
+    state = update.state
+    progress.waiting_reason = _WAITING_REASONS.get(state.phase, "")
+    if state.phase is RunPhase.RETRYING:
+        attempts = f"{state.attempts_failed} of {state.attempts_allowed} attempts failed"
+        progress.waiting_reason += f" ({attempts})"
+    progress.is_stopping = state.phase is RunPhase.STOPPING
 
 
 async def show_end(
@@ -141,9 +127,14 @@ async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder
         await fetch(cluster, release, run, folder)
     except LudusError as error:
         console = progress_console()
-        print_line(console, f"warning: the results are still on the cluster: {error}", "yellow")
+        print_warning(console, f"the results are still on the cluster: {error}")
         print_line(console, f"fetch them with: ludus fetch {run}")
         return
+    show_fetched(folder, run)
+
+
+def show_fetched(folder: Path, run: str) -> None:
+    """Print the fetched results of a run, and write its report."""
     show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
 
 

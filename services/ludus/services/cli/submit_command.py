@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.cli import cluster_options as options
-from ludus.services.cli.console import print_line, progress_console
-from ludus.services.cli.train_command import Overrides
+from ludus.services.cli import options
+from ludus.services.cli.console import print_line, print_warning, progress_console
 
 if TYPE_CHECKING:
-    from ludus.proto.config import LanguageModelRun
     from ludus.services.runs.cluster import RunsCluster
     from ludus.services.runs.manifest import RunManifests
     from ludus.services.runs.platform import Release
@@ -31,21 +29,24 @@ class Format(StrEnum):
 
 
 def submit(
-    config_path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG", show_default=False, help="Run configuration: .toml, .yaml or .json."
-        ),
-    ] = None,
-    overrides: Overrides = None,
+    config_path: options.ConfigPath = None,
+    overrides: options.Overrides = None,
     release: options.ReleaseName = None,
     namespace: options.Namespace = "",
     context: options.Context = "",
-    environment: options.Environments = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--environment",
+            metavar="NAME=SERVED",
+            help="Map an environment of the run to the name it has in the release, if they "
+            "differ. Repeatable.",
+        ),
+    ] = None,
     queue: options.Queue = None,
-    ignore: options.Ignored = None,
+    ignore: options.IgnoredChecks = None,
     detach: options.Detach = False,
-    folder: options.Output = None,
+    folder: options.ResultsFolder = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be created, and create nothing.")
     ] = False,
@@ -68,78 +69,70 @@ def submit(
     Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
     """
     from ludus.proto.config import load_run_config, require_language_model
+    from ludus.services.runs import operations
+    from ludus.services.runs.cluster import connect_cluster
+    from ludus.services.runs.manifest import make_manifests
+    from ludus.services.runs.platform import read_release_file
 
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
-    choices = options.parse_pairs(environment or (), "--environment")
-    submission = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
+    environments = _parse_environments(environment or ())
     if release_file is not None and not dry_run:
         raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
-    options.run_coroutine(
-        _print_manifests(config, submission, output_format, release_file)
-        if dry_run
-        else _submit_run(config, submission)
-    )
+    if release_file is not None:
+        file_release = read_release_file(release_file, release)
+        _print_manifests(make_manifests(config, file_release, environments, queue), output_format)
+        return
+
+    async def work() -> None:
+        async with connect_cluster(context, namespace) as cluster:
+            found_release = await cluster.release(release)
+            manifests = make_manifests(config, found_release, environments, queue)
+            if dry_run:
+                _print_manifests(manifests, output_format)
+                return
+            await operations.refuse_existing(cluster, config.name)
+            await _check_cluster(cluster, manifests, ignore or ())
+            await cluster.create(manifests)
+            await _follow_run(cluster, found_release, config.name, detach, folder)
+
+    asyncio.run(work())
 
 
-def resume(
-    run: options.Run,
-    overrides: Overrides = None,
+@options.cluster_command
+async def resume(
+    cluster: RunsCluster,
+    run: options.RunName,
+    overrides: options.Overrides = None,
     release: options.ReleaseName = None,
-    namespace: options.Namespace = "",
-    context: options.Context = "",
     queue: options.Queue = None,
-    ignore: options.Ignored = None,
+    ignore: options.IgnoredChecks = None,
     detach: options.Detach = False,
-    folder: options.Output = None,
+    folder: options.ResultsFolder = None,
 ) -> None:
     """Resume a run on a cluster from its latest checkpoint.
 
     Example: `ludus resume demo --set training.num_steps=200`
     """
-    submission = _Chosen(release, namespace, context, queue, ignore or (), detach, folder)
-    options.run_coroutine(_resume_run(run, overrides or (), submission))
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """Options of a submission."""
-
-    release: str | None
-    namespace: str
-    context: str
-    queue: str | None
-    ignored: Sequence[str]
-    detach: bool
-    folder: Path | None
-    environments: Mapping[str, str] = field(default_factory=dict)
-
-
-async def _submit_run(config: LanguageModelRun, chosen: _Chosen) -> None:
     from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connect_cluster
     from ludus.services.runs.manifest import make_manifests
 
-    async with connect_cluster(chosen.context, chosen.namespace) as cluster:
-        release = await cluster.release(chosen.release)
-        manifests = make_manifests(config, release, chosen.environments, chosen.queue)
-        await operations.refuse_existing(cluster, config.name)
-        await _check_cluster(cluster, manifests, chosen.ignored)
-        await cluster.create(manifests)
-        await _follow_run(cluster, release, manifests, chosen)
+    config = await operations.load_resumable_config(cluster, run, overrides or ())
+    found_release = await cluster.release(release)
+    manifests = make_manifests(config, found_release, queue=queue)
+    await _check_cluster(cluster, manifests, ignore or ())
+    await cluster.delete(run)
+    await cluster.create(manifests)
+    await _follow_run(cluster, found_release, run, detach, folder)
 
 
-async def _resume_run(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
-    from ludus.services.runs import operations
-    from ludus.services.runs.cluster import connect_cluster
-    from ludus.services.runs.manifest import make_manifests
-
-    async with connect_cluster(chosen.context, chosen.namespace) as cluster:
-        config = await operations.load_resumable_config(cluster, run, overrides)
-        release = await cluster.release(chosen.release)
-        manifests = make_manifests(config, release, queue=chosen.queue)
-        await _check_cluster(cluster, manifests, chosen.ignored)
-        await operations.resume(cluster, manifests)
-        await _follow_run(cluster, release, manifests, chosen)
+def _parse_environments(options: Sequence[str]) -> dict[str, str]:
+    served_names = {}
+    for option in options:
+        name, _, served = option.partition("=")
+        if not name or not served:
+            raise ConfigError(f"--environment must be NAME=SERVED, got '{option}'")
+        served_names[name] = served
+    return served_names
 
 
 async def _check_cluster(
@@ -156,50 +149,35 @@ async def _check_cluster(
 
 
 async def _follow_run(
-    cluster: RunsCluster, release: Release, manifests: RunManifests, chosen: _Chosen
+    cluster: RunsCluster, release: Release, run: str, detach: bool, folder: Path | None
 ) -> None:
     from ludus.services.cli.run_view import show_end, watch
 
-    run, console = manifests.run, progress_console()
-    print_line(console, f"run '{run.name}' submitted to namespace '{cluster.namespace}'")
-    if chosen.detach:
-        print_line(console, f"follow it with: ludus logs -f {run.name}")
+    console = progress_console()
+    print_line(console, f"run '{run}' submitted to namespace '{cluster.namespace}'")
+    if detach:
+        print_line(console, f"follow it with: ludus logs -f {run}")
         return
     try:
-        end = await watch(cluster, run.name)
+        end = await watch(cluster, run)
     except NotFoundError:
         raise  # the run was deleted
     except BaseException:
-        print_line(
-            console, f"the run continues; see: ludus logs -f {run.name}, ludus stop {run.name}"
-        )
+        print_line(console, f"the run continues; see: ludus logs -f {run}, ludus stop {run}")
         raise
-    await show_end(cluster, release, end, chosen.folder or Path("runs") / run.name)
+    await show_end(cluster, release, end, folder or Path("runs") / run)
 
 
-async def _print_manifests(
-    config: LanguageModelRun, chosen: _Chosen, output_format: Format, release_file: Path | None
-) -> None:
-    from ludus.services.runs.cluster import connect_cluster
-    from ludus.services.runs.manifest import make_manifests
-    from ludus.services.runs.platform import read_release_file
-    from ludus.services.runs.rules import broken_rules
-
-    if release_file is not None:
-        release = read_release_file(release_file, chosen.release)
-    else:
-        async with connect_cluster(chosen.context, chosen.namespace) as cluster:
-            release = await cluster.release(chosen.release)
-    manifests = make_manifests(config, release, chosen.environments, chosen.queue)
-    for message in broken_rules(manifests.job):
-        print_line(progress_console(), f"warning: {message}", style="yellow")
-    typer.echo(_format_documents([manifests.config_map, manifests.job], output_format), nl=False)
-
-
-def _format_documents(documents: list[dict[str, object]], output_format: Format) -> str:
+def _print_manifests(manifests: RunManifests, output_format: Format) -> None:
     import yaml
 
+    from ludus.services.runs.cluster_checks import broken_rules
+
+    for message in broken_rules(manifests):
+        print_warning(progress_console(), message)
+    documents = [manifests.config_map, manifests.job]
     if output_format is Format.JSON:
         items = {"apiVersion": "v1", "kind": "List", "items": documents}
-        return json.dumps(items, indent=2) + "\n"
-    return yaml.safe_dump_all(documents, sort_keys=False, width=100)
+        typer.echo(json.dumps(items, indent=2))
+    else:
+        typer.echo(yaml.safe_dump_all(documents, sort_keys=False, width=100), nl=False)

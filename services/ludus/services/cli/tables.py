@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
+from ludus.services.cli.console import new_table
 from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
 from ludus.services.results import (
     NamedResult,
@@ -23,41 +22,12 @@ from ludus.services.results import (
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
 
-Interval = tuple[float, float]
-_MAX_DETAIL = 400
-_VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
+_RESULT_COLUMNS = ("episodes", "wins", "±95%", "draws", "return", "±95%")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """Result of one rule of a contract."""
-
-    about: str
-    """Subject of the rule: environment or wire."""
-    rule: str
-    verdict: str
-    detail: str
-
-
-def check_table(rows: Sequence[CheckRow]) -> Table:
-    """Build a table with one row per rule."""
-    table = new_table()
-    for column in ("about", "rule", "", "detail"):
-        table.add_column(column)
-    for row in rows:
-        verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
-        is_long = len(row.detail) > _MAX_DETAIL
-        detail = row.detail[:_MAX_DETAIL] + "..." * is_long
-        table.add_row(row.about, Text(row.rule), verdict, Text(detail))
-    return table
-
-
-def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Table:
+def policy_table(results: Sequence[NamedResult], title: str) -> Table:
     """Build a table with one row per policy and half-widths of 95 % intervals."""
-    table = new_table(title)
-    table.add_column("policy")
-    for name in ("episodes", "wins", "±95%", "draws", "return", "±95%"):
-        table.add_column(name, justify="right")
+    table = new_table("policy", *_RESULT_COLUMNS, numbers=_RESULT_COLUMNS, title=title)
     for named in results:
         style = "bold cyan" if named.is_trained else None
         table.add_row(Text(named.name), *result_cells(named.result), style=style)
@@ -66,16 +36,12 @@ def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Ta
 
 def bench_table(results: Sequence[BenchResult]) -> Table:
     """Build a table with one row per fixed policy, with exact returns if they are known."""
-    table = new_table()
-    table.add_column("policy")
-    for name in ("episodes", "wins", "±95%", "draws", "return", "±95%", "exact", "steps/s"):
-        table.add_column(name, justify="right")
+    columns = (*_RESULT_COLUMNS, "exact", "steps/s")
+    table = new_table("policy", *columns, numbers=columns)
     for bench in results:
         exact = NO_VALUE if bench.exact_return is None else format_fixed(bench.exact_return, 4)
-        speed = f"{bench.steps_per_second:,.0f}"
-        table.add_row(
-            Text(readable_policy_name(bench.name)), *result_cells(bench.result), exact, speed
-        )
+        name, speed = readable_policy_name(bench.name), f"{bench.steps_per_second:,.0f}"
+        table.add_row(Text(name), *result_cells(bench.result), exact, speed)
     return table
 
 
@@ -87,10 +53,10 @@ def result_cells(result: PolicyResult) -> list[str]:
     return [
         f"{result.num_games:,}",
         format_percent(result.win_rate),
-        format_percent(half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
+        format_percent(_half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
         format_percent(result.draw_rate),
         format_fixed(result.expected_return, 3),
-        format_fixed(half_width(result.expected_return_ci95), 3),
+        format_fixed(_half_width(result.expected_return_ci95), 3),
     ]
 
 
@@ -122,18 +88,5 @@ def _gap(report: EvalReport) -> Iterator[RenderableType]:
     yield Text(f"gap closed  {format_percent(report.gap_closed)}{spread}", style="bold")
 
 
-def half_width(interval: Interval) -> float:
-    """Return half the width of an interval."""
+def _half_width(interval: tuple[float, float]) -> float:
     return (interval[1] - interval[0]) / 2
-
-
-def new_table(title: str | None = None) -> Table:
-    """Return an empty table in the style of this command line."""
-    return Table(
-        title=None if title is None else Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        header_style="dim",
-        pad_edge=False,
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from pydantic import BaseModel
+from rich.status import Status
 from typer.core import TyperCommand
 
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
@@ -25,29 +25,23 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.services.cli.console import print_line, progress_console, results_console
-from ludus.services.cli.live_view import progress_view
-from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.console import (
+    FAILED,
+    INTERRUPTED,
+    print_line,
+    print_warning,
+    progress_console,
+    results_console,
+)
+from ludus.services.cli.options import ConfigPath, Overrides, RunDir
+from ludus.services.cli.progress import RunProgress, progress_view
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.tables import eval_tables, summary_tables
-from ludus.services.cli.trainer_process import (
-    STOP_GRACE_S,
-    TrainerEnd,
-    TrainerOutput,
-    run_trainer,
-)
+from ludus.services.cli.trainer_process import STOP_GRACE_S, TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
     from ludus.proto.config import RunConfig
-
-INTERRUPTED = 130
-FAILED = 1
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override a configuration field. Repeatable."),
-]
 
 
 class TrainCommand(TyperCommand):
@@ -60,12 +54,7 @@ class TrainCommand(TyperCommand):
 
 
 def train(
-    config_path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG", show_default=False, help="Run configuration: .toml, .yaml or .json."
-        ),
-    ] = None,
+    config_path: ConfigPath = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
@@ -105,7 +94,8 @@ def train(
     if resume is not Resume.NEVER:
         flags.append(f"--resume={resume}")
     if dry_run:
-        exit_on_failure(_run_check(config, flags), run_dir, "nothing was written")
+        end = run_quietly("checking", ["check", *flags], config)
+        exit_on_failure(end, run_dir, "nothing was written")
         typer.echo(config.model_dump_json(indent=2))
         return
     _check_environments(config)
@@ -122,9 +112,7 @@ def train(
 
 
 def evaluate(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
-    ],
+    run_dir: RunDir,
     games: Annotated[
         int | None,
         typer.Option(min=1, help="Number of episodes.", show_default="eval.num_games"),
@@ -203,55 +191,46 @@ def next_command(run_dir: Path) -> str:
     return "no checkpoint was written yet; the same command starts again"
 
 
-def _run_check(config: RunConfig, flags: list[str]) -> TrainerEnd:
-    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        config_path = Path(folder) / CONFIG_FILE
-        config_path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        return run_quietly("checking", ["check", "--config", str(config_path), *flags])
-
-
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
-    console = progress_console()
     progress = RunProgress(config.training.num_steps)
     follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skip_old=True)
-    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        config_path = Path(folder) / CONFIG_FILE
-        config_path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        with progress_view(console) as view:
+    with progress_view(progress_console()) as view:
 
-            def show(output: TrainerOutput) -> None:
-                progress.update(follower.read_new())
-                while output.warnings:
-                    view.warn(output.warnings.popleft())
-                view.refresh(progress)
+        def refresh() -> None:
+            progress.update(follower.read_new())
+            view.refresh(progress)
 
-            def show_stopping() -> None:
-                progress.is_stopping = True
-                view.refresh(progress)
+        def show_stopping() -> None:
+            progress.is_stopping = True
+            view.refresh(progress)
 
-            end = run_trainer(
-                ["train", "--config", str(config_path), *flags],
-                on_tick=show,
-                on_stopping=show_stopping,
-            )
-            if follower.num_unreadable:
-                view.warn(f"{follower.num_unreadable} lines of {METRICS_FILE} cannot be read")
-            view.finish(progress)
-            return end
+        end = run_trainer(
+            ["train", *flags], config, warn=view.warn, on_tick=refresh, on_stopping=show_stopping
+        )
+        if follower.num_unreadable:
+            view.warn(f"{follower.num_unreadable} lines of {METRICS_FILE} cannot be read")
+        view.finish(progress)
+        return end
 
 
-def run_quietly(activity: str, arguments: list[str]) -> TrainerEnd:
-    """Run the trainer, show only its warnings, and return how it ended."""
+def run_quietly(
+    activity: str,
+    arguments: list[str],
+    config: BaseModel | None = None,
+    on_tick: Callable[[Status], None] = lambda status: None,
+) -> TrainerEnd:
+    """Run the trainer, show its warnings and a status line, and return how the trainer ended.
+
+    Args:
+        on_tick: called several times per second with the status line.
+    """
     console = progress_console()
-
-    def show(output: TrainerOutput) -> None:
-        while output.warnings:
-            print_line(console, f"warning: {output.warnings.popleft()}", style="yellow")
-
-    with console.status(activity):
+    with console.status(activity) as status:
         return run_trainer(
             arguments,
-            on_tick=show,
+            config,
+            warn=lambda message: print_warning(console, message),
+            on_tick=lambda: on_tick(status),
             on_stopping=lambda: print_line(console, "stopping", style="yellow"),
         )
 
@@ -269,18 +248,11 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
         raise typer.Exit(INTERRUPTED)
     if end.exit_code == 0:
         return
-    errors = "\n".join(f"error: {message}" for message in end.output.errors)
+    errors = [f"error: {message}" for message in end.output.errors]
+    for line in errors or [f"  {line}" for line in end.output.tail]:
+        print_line(console, line)
     if end.exit_code == UserError.exit_code and errors:
-        print_line(console, errors)
         raise typer.Exit(UserError.exit_code)
-    _explain_crash(console, end, errors, run_dir)
-    raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
-
-
-def _explain_crash(console: Console, end: TrainerEnd, errors: str, run_dir: Path) -> None:
-    output = errors or "\n".join(f"  {line}" for line in end.output.tail)
-    if output:
-        print_line(console, output)
     status = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
     log = run_dir / LOG_FILE
     log_hint = f"; see {log}" if log.exists() else ""
@@ -288,9 +260,9 @@ def _explain_crash(console: Console, end: TrainerEnd, errors: str, run_dir: Path
         print_line(console, f"the trainer exited with {status}{log_hint}")
     else:
         print_line(
-            console,
-            f"error: the trainer exited with {status}; its last output is above{log_hint}",
+            console, f"error: the trainer exited with {status}; its last output is above{log_hint}"
         )
+    raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
 
 
 def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:

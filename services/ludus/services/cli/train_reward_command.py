@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from ludus.proto.reward_models import (
     METRICS_FILE,
@@ -22,11 +18,10 @@ from ludus.proto.reward_models import (
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.proto.runs import CONFIG_FILE
-from ludus.services.cli.console import print_line, progress_console, results_console
+from ludus.services.cli.console import new_table, print_line, progress_console, results_console
+from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.records_follower import RecordsFollower
-from ludus.services.cli.train_command import Overrides, exit_on_failure, run_quietly
-from ludus.services.cli.trainer_process import TrainerEnd, TrainerOutput, run_trainer
+from ludus.services.cli.train_command import exit_on_failure, run_quietly
 from ludus.services.numbers import format_duration, format_fixed, format_percent
 
 if TYPE_CHECKING:
@@ -38,12 +33,7 @@ _PHASES = {"read": "reading", "train": "training", "judge": "evaluating", "save"
 
 
 def train_reward(
-    config_path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG", show_default=False, help="Configuration: .toml, .yaml or .json."
-        ),
-    ] = None,
+    config_path: ConfigPath = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="ID|FOLDER", help="Causal language model to start from."),
@@ -67,10 +57,7 @@ def train_reward(
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite",
-            help="Replace a reward model or a stopped training.",
-        ),
+        typer.Option("--overwrite", help="Replace a reward model or a stopped training."),
     ] = False,
 ) -> None:
     """Train a reward model on human preferences.
@@ -88,67 +75,48 @@ def train_reward(
     config = load_reward_model_config(config_path or {}, [*options, *(overrides or ())])
     switches = {"--resume": resume, "--overwrite": overwrite}
     flags = [flag for flag, is_set in switches.items() if is_set]
-    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
-        resolved = Path(folder) / CONFIG_FILE
-        resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        command = "check" if dry_run else "train"
-        arguments = [command, "--config", str(resolved), *flags]
-        end = run_quietly("checking", arguments) if dry_run else _run_training(config, arguments)
     if dry_run:
+        end = run_quietly("checking", ["check", *flags], config)
         exit_on_failure(end, config.folder, "nothing was written")
         typer.echo(end.output.tail[-1])
         return
+    view = _ProgressView(config)
+    end = run_quietly("starting", ["train", *flags], config, view.refresh)
     exit_on_failure(end, config.folder, "continue with the same command and --resume")
+    view.finish()
     _print_results(config)
 
 
-def _run_training(config: RewardModelRun, arguments: list[str]) -> TrainerEnd:
-    console = progress_console()
-    follower = RecordsFollower(config.folder / PROGRESS_FILE, RewardModelProgress, skip_old=True)
-    with console.status("starting") as status:
-        view = _View(console, status)
-
-        def show(output: TrainerOutput) -> None:
-            while output.warnings:
-                print_line(console, f"warning: {output.warnings.popleft()}", style="yellow")
-            for progress in follower.read_new():
-                view.show(progress)
-
-        end = run_trainer(
-            arguments,
-            on_tick=show,
-            on_stopping=lambda: print_line(console, "stopping", style="yellow"),
-        )
-    if end.exit_code == 0:
-        view.show_missed(_read_metrics(config).epochs)
-    return end
-
-
-class _View:
+class _ProgressView:
     """Progress of a reward model: a line per epoch, and a status line between epochs."""
 
-    def __init__(self, console: Console, status: Status) -> None:
-        self._console, self._status = console, status
+    def __init__(self, config: RewardModelRun) -> None:
+        self._config = config
+        path = config.folder / PROGRESS_FILE
+        self._follower = RecordsFollower(path, RewardModelProgress, skip_old=True)
+        self._console = progress_console()
         self._shown_at_s = 0.0
         self._last_epoch = 0
 
-    def show_missed(self, epochs: Sequence[RewardModelEpoch]) -> None:
+    def refresh(self, status: Status) -> None:
+        """Show the new progress."""
+        for progress in self._follower.read_new():
+            if progress.finished is not None:
+                self._last_epoch = progress.finished.epoch
+                print_line(self._console, _epoch_line(progress.finished, progress.num_epochs))
+                continue
+            line = _format_progress(progress)
+            status.update(line)
+            is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
+            if not self._console.is_terminal and is_due:
+                self._shown_at_s = time.monotonic()
+                print_line(self._console, line)
+
+    def finish(self) -> None:
         """Show the epochs that ended after the last update, whose progress file is gone."""
+        epochs = _read_metrics(self._config).epochs
         for epoch in epochs[self._last_epoch :]:
             print_line(self._console, _epoch_line(epoch, len(epochs)))
-
-    def show(self, progress: RewardModelProgress) -> None:
-        """Show the current progress."""
-        if progress.finished is not None:
-            self._last_epoch = progress.finished.epoch
-            print_line(self._console, _epoch_line(progress.finished, progress.num_epochs))
-            return
-        line = _format_progress(progress)
-        self._status.update(line)
-        is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
-        if not self._console.is_terminal and is_due:
-            self._shown_at_s = time.monotonic()
-            print_line(self._console, line)
 
 
 def _format_progress(progress: RewardModelProgress) -> str:
@@ -183,23 +151,12 @@ def _print_results(config: RewardModelRun) -> None:
     metrics = _read_metrics(config)
     console = results_console()
     if metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None:
-        guess = 1 / metrics.num_answers
-        table = Table("held-out comparisons", "value", "by chance", box=None, pad_edge=False)
-        rows: list[tuple[str, Any, Any]] = [
-            ("accuracy", format_percent(metrics.accuracy), format_percent(guess)),
-            (
-                "MRR",
-                format_fixed(metrics.mrr, 4),
-                format_fixed(_mrr_by_chance(metrics.num_answers), 4),
-            ),
-            (
-                "loss",
-                format_fixed(metrics.loss, 4),
-                format_fixed(_loss_by_chance(metrics.num_answers), 4),
-            ),
-        ]
-        for row in rows:
-            table.add_row(*row)
+        num_answers = metrics.num_answers
+        mrr_by_chance = sum(1 / rank for rank in range(1, num_answers + 1)) / num_answers
+        table = new_table("held-out comparisons", "value", "by chance")
+        table.add_row("accuracy", format_percent(metrics.accuracy), format_percent(1 / num_answers))
+        table.add_row("MRR", format_fixed(metrics.mrr, 4), format_fixed(mrr_by_chance, 4))
+        table.add_row("loss", format_fixed(metrics.loss, 4), format_fixed(math.log(num_answers), 4))
         console.print(table)
     print_line(
         console,
@@ -211,11 +168,3 @@ def _print_results(config: RewardModelRun) -> None:
     print_line(console, f"reward model  {config.output}")
     term = f'rewards = [{{kind = "model", path = "{config.output}"}}]'
     print_line(console, f"as a reward   {term}", style="dim")
-
-
-def _mrr_by_chance(num_answers: int) -> float:
-    return sum(1 / rank for rank in range(1, num_answers + 1)) / num_answers
-
-
-def _loss_by_chance(num_answers: int) -> float:
-    return math.log(num_answers)

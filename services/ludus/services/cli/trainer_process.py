@@ -17,15 +17,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ludus.proto.runs import LOG_ROW_PREFIX
+from pydantic import BaseModel
+
+from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX
 
 STOP_GRACE_S = 60.0
 """Seconds for the child to write its checkpoint after Ctrl-C."""
@@ -85,22 +89,36 @@ class TrainerEnd:
 
 def run_trainer(
     arguments: Sequence[str],
+    config: BaseModel | None = None,
     *,
-    on_tick: Callable[[TrainerOutput], None],
+    warn: Callable[[str], None],
+    on_tick: Callable[[], None],
     on_stopping: Callable[[], None],
 ) -> TrainerEnd:
     """Run the trainer until it exits; afterwards, no process of its group is left.
 
     Args:
+        config: the value of the option --config, which the trainer reads from a temporary file.
+        warn: called with each warning of the child.
         on_tick: called several times per second while the child runs, and once at the end.
         on_stopping: called when a stop request has been forwarded.
     """
     output = TrainerOutput()
-    with _record_signals() as signals, _start_child(trainer_command(arguments), output) as child:
+
+    def tick() -> None:
+        while output.warnings:
+            warn(output.warnings.popleft())
+        on_tick()
+
+    with (
+        _write_config(config) as config_arguments,
+        _record_signals() as signals,
+        _start_child(trainer_command([*arguments, *config_arguments]), output) as child,
+    ):
         deadline: float | None = None
         was_killed = False
         while child.poll() is None:
-            on_tick(output)
+            tick()
             if signals and deadline is None:
                 child.send_signal(signals[0])
                 deadline = time.monotonic() + STOP_GRACE_S
@@ -109,8 +127,20 @@ def run_trainer(
                 was_killed = True
                 break
             time.sleep(TICK_S)
-    on_tick(output)
+    tick()
     return TrainerEnd(child.returncode, bool(signals), was_killed, output)
+
+
+@contextlib.contextmanager
+def _write_config(config: BaseModel | None) -> Iterator[list[str]]:
+    """Yield the option with a temporary file of the configuration; nothing without one."""
+    if config is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
+        path = Path(folder) / CONFIG_FILE
+        path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        yield ["--config", str(path)]
 
 
 @contextlib.contextmanager

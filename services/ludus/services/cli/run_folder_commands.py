@@ -1,0 +1,212 @@
+"""`ludus report`, `watch` and `scale`: commands for the folder of a run on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.run_lock import is_in_use
+from ludus.proto.runs import (
+    CONTROL_FILE,
+    METRICS_FILE,
+    TRANSCRIPTS_FILE,
+    RunControl,
+    Transcript,
+    TranscriptTurn,
+)
+from ludus.services.cli.console import (
+    print_line,
+    print_warning,
+    progress_console,
+    results_console,
+)
+from ludus.services.cli.options import RunDir
+from ludus.services.cli.records_follower import RecordsFollower
+from ludus.services.cli.train_command import read_run_config
+from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
+
+if TYPE_CHECKING:
+    from ludus.proto.config import LanguageModelRun
+
+POLL_S = 0.5
+_RUNS = Path("runs")
+
+
+def report(
+    run_dir: RunDir,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the page.", show_default="RUN_DIR/report.html"),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for an SVG picture, written instead of the page."),
+    ] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the written file in the browser.")
+    ] = False,
+) -> None:
+    """Write the report of a run: one self-contained HTML page.
+
+    The run may be finished, stopped, or still running.
+
+    Example: `ludus report runs/demo --open`
+    """
+    from ludus.services.report import write_figure, write_report
+
+    path = write_figure(run_dir, figure) if figure else write_report(run_dir, output)
+    print_line(results_console(), str(path))
+    if open_page:
+        webbrowser.open(path.resolve().as_uri())
+
+
+def scale(
+    run_dir: RunDir,
+    workers: Annotated[int, typer.Option(min=1, help="New number of rollout workers.")],
+) -> None:
+    """Change the number of rollout workers of a run on this machine while it trains.
+
+    Additional workers join when they are ready; surplus workers finish their episodes first. The
+    number is kept when the run is resumed.
+
+    Example: `ludus scale runs/demo --workers 3`
+    """
+    from ludus.proto.config import require_language_model
+
+    _check_worker_count(require_language_model(read_run_config(run_dir), "ludus scale"), workers)
+    path = run_dir / CONTROL_FILE
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(RunControl(num_workers=workers).model_dump_json(indent=2))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"'{path}' cannot be written ({error.strerror or error}); the number of workers is "
+            "unchanged"
+        ) from error
+    print_line(results_console(), f"{run_dir}: requested {workers} rollout workers")
+
+
+def _check_worker_count(run: LanguageModelRun, workers: int) -> None:
+    """Refuse a number of workers that the run cannot have.
+
+    Raises:
+        ConfigError: the number is too small or too large for the run.
+    """
+    rollout = run.rollout
+    if workers < rollout.min_workers:
+        raise ConfigError(
+            f"--workers must be at least rollout.min_workers = {rollout.min_workers}, got {workers}"
+        )
+    num_sessions = workers * rollout.num_groups_in_flight * rollout.group_size
+    for name, environment in run.environments.items():
+        if environment.kind == "local" and num_sessions > environment.max_sessions:
+            field = f"{run.environment_section(name)}.max_sessions"
+            raise ConfigError(
+                f"{workers} workers need num_groups_in_flight * group_size = {num_sessions} "
+                f"concurrent sessions, but {field} = {environment.max_sessions}; start the run "
+                f"with --set {field}={num_sessions}"
+            )
+
+
+def watch(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")
+    ],
+    last: Annotated[
+        int, typer.Option(min=0, help="Number of existing episodes to show first.")
+    ] = 3,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Show episodes of this environment only. Default: all."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the lines of transcripts.jsonl.")
+    ] = False,
+) -> None:
+    """Show the prompts and responses of training episodes until the run ends.
+
+    A run records metrics.transcripts_per_step episodes per step. For a finished run, the last
+    episodes are shown.
+
+    Example: `ludus watch demo`
+
+    Example: `ludus watch runs/demo --last 100 --json | jq .turns[0].answer`
+    """
+    run_dir = _find_run_folder(run)
+    follower = RecordsFollower(run_dir / TRANSCRIPTS_FILE, Transcript)
+
+    def read_new() -> list[Transcript]:
+        transcripts = follower.read_new()
+        return [item for item in transcripts if environment in (None, item.environment)]
+
+    is_running = is_in_use(run_dir)
+    transcripts = read_new()
+    _show(transcripts[max(0, len(transcripts) - last) :], as_json=as_json)
+    while is_running:
+        time.sleep(POLL_S)
+        # Checked before the file is read, so that the run's last episodes are shown, too.
+        is_running = is_in_use(run_dir)
+        _show(read_new(), as_json=as_json)
+    if follower.num_unreadable:
+        print_warning(
+            progress_console(),
+            f"{follower.num_unreadable} lines of {TRANSCRIPTS_FILE} cannot be read; another "
+            "version of Ludus may have written them",
+        )
+
+
+def _find_run_folder(run: str) -> Path:
+    for folder in (Path(run), _RUNS / run):
+        if (folder / METRICS_FILE).exists():
+            return folder
+    raise NotFoundError(f"there is no run '{run}'; name the folder of a run, or a run in '{_RUNS}'")
+
+
+def _show(transcripts: Sequence[Transcript], *, as_json: bool) -> None:
+    for transcript in transcripts:
+        if as_json:
+            typer.echo(transcript.model_dump_json())
+        else:
+            show_transcript(results_console(), transcript)
+
+
+def show_transcript(console: Console, transcript: Transcript) -> None:
+    """Print an episode, with prompts dimmed and responses in bold."""
+    console.rule(Text(describe_episode(transcript), style="bold"), align="left", style="dim")
+    for turn in transcript.turns:
+        _show_turn(console, turn)
+    if transcript.num_turns_left_out:
+        print_line(console, f"  ... and {transcript.num_turns_left_out} more turns", "dim")
+    if transcript.failure:
+        _show_message(console, "failure", transcript.failure, "red")
+    print_line(console, f"  {describe_outcome(transcript)}\n", "dim")
+
+
+def _show_turn(console: Console, turn: TranscriptTurn) -> None:
+    for message in turn.shown:
+        _show_message(console, message.role, message.text, "dim")
+    _show_message(console, "policy", turn.answer, "bold")
+    consequence = describe_consequence(turn)
+    if consequence:
+        print_line(console, f"  -> {consequence}", "cyan")
+
+
+def _show_message(console: Console, role: str, text: str, style: str) -> None:
+    console.print(Text(f"  {role}", style="dim italic"))
+    # A model's output must not control the terminal.
+    printable = "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+    console.print(Padding(Text(printable or "(empty)", style=style), (0, 0, 0, 4)))
