@@ -116,11 +116,8 @@ def run_tiles(run: RunFiles) -> list[Tile]:
     ]
 
 
-def run_facts(run: RunFiles) -> list[tuple[str, str]]:
+def run_facts(summary: Summary) -> list[tuple[str, str]]:
     """Return the names and values of the summary's counters."""
-    summary = run.summary
-    if summary is None:
-        return []
     return [
         ("Engine", summary.generator),
         ("Rollout workers", str(summary.num_rollout_workers)),

@@ -49,66 +49,53 @@ def write_figure(run_dir: Path, path: Path) -> Path:
 
 
 def _render_page(run: RunFiles) -> str:
+    summary = run.summary
     by_environment = {
         environment: [row for row in run.transcripts if row.environment == environment]
         for environment in run.environments
     }
-    return (
-        _templates()
-        .get_template("page.html")
-        .render(
-            run=run,
-            lead=headline.describe_run(run),
-            notices=headline.list_notices(run),
-            environment_tiles=headline.environment_tiles(run),
-            run_tiles=headline.run_tiles(run),
-            run_facts=headline.run_facts(run),
-            learning=_learning_curves(run),
-            panels=split_panels(run.chart) if run.chart else [],
-            reference=run.reference_name(run.chart.environment) if run.chart else "",
-            num_agreements=count_agreements(run.chart) if run.chart else 0,
-            legend_colors=legend_colors(),
-            policies={
-                environment: compare_policies(result)
-                for environment, result in (run.summary.results if run.summary else {}).items()
-            },
-            return_scale=_return_scale,
-            training=curves.training_curves(run),
-            environment_training={
-                environment: curves.environment_curves(run, environment)
-                for environment in run.environments
-            },
-            mean_window=curves.MEAN_WINDOW,
-            transcripts={name: _select(rows) for name, rows in by_environment.items() if rows},
-            num_transcripts=NUM_TRANSCRIPTS,
-        )
+    return _render(
+        "page.html",
+        run,
+        lead=headline.describe_run(run),
+        notices=headline.list_notices(run),
+        environment_tiles=headline.environment_tiles(run),
+        run_tiles=headline.run_tiles(run),
+        run_facts=headline.run_facts(summary) if summary else [],
+        learning=_learning_curves(run),
+        legend_colors=legend_colors(),
+        policies={
+            environment: compare_policies(result)
+            for environment, result in (summary.results if summary else {}).items()
+        },
+        return_scale=_return_scale,
+        training=curves.training_curves(run),
+        environment_training={
+            environment: curves.environment_curves(run, environment)
+            for environment in run.environments
+        },
+        mean_window=curves.MEAN_WINDOW,
+        transcripts={name: _select(rows) for name, rows in by_environment.items() if rows},
+        num_transcripts=NUM_TRANSCRIPTS,
+        describe_consequence=describe_consequence,
+        describe_episode=describe_episode,
+        describe_outcome=describe_outcome,
     )
 
 
 def _render_figure(run: RunFiles) -> str:
-    chart = run.chart
-    environment = chart.environment if chart else next(iter(run.environments), "")
+    environment = run.chart.environment if run.chart else next(iter(run.environments), "")
     # An environment that does not report wins has returns only.
     curve = next(iter(_measured_curves(run, environment, _FIGURE_FRAME).values()), None)
     if curve is None:
         raise ConfigError(
             f"run '{run.run_dir}' has no evaluation yet; train it first with `ludus train`"
         )
-    return (
-        _templates()
-        .get_template("figure.svg")
-        .render(
-            title=headline.describe_result(run, environment),
-            curve=curve,
-            chart=chart,
-            panel=split_panels(chart)[0] if chart else None,
-            num_agreements=count_agreements(chart) if chart else 0,
-            reference=run.reference_name(environment),
-        )
-    )
+    title = headline.describe_result(run, environment)
+    return _render("figure.svg", run, curve=curve, title=title)
 
 
-def _templates() -> jinja2.Environment:
+def _render(template: str, run: RunFiles, **context: object) -> str:
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -116,15 +103,20 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     templates.filters |= {
-        "count": "{:,}".format,
+        "with_commas": "{:,}".format,
         "percent": numbers.format_percent,
         "percent_interval": numbers.format_percent_interval,
         "fixed": numbers.format_fixed,
         "fixed_interval": numbers.format_fixed_interval,
     }
-    functions = (describe_consequence, describe_episode, describe_outcome)
-    templates.globals |= {function.__name__: function for function in functions}
-    return templates
+    chart = run.chart
+    return templates.get_template(template).render(
+        run=run,
+        panels=split_panels(chart) if chart else [],
+        num_agreements=count_agreements(chart) if chart else 0,
+        reference=run.reference_name(chart.environment) if chart else "",
+        **context,
+    )
 
 
 def _learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
