@@ -22,8 +22,6 @@ from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import (
     NETWORK,
-    SUMMARY_FILE,
-    EnvironmentResult,
     EvalReport,
     Evaluation,
     Phase,
@@ -47,7 +45,7 @@ from ludus.trainer.core.streams import Stream, use_torch_stream
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
-from ludus.trainer.run.summary import describe_environment, make_summary
+from ludus.trainer.run.summary import write_summary
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +80,10 @@ class OpenNetworkRun:
         stack: ExitStack,
         budget: EpisodeBudget | None = None,
     ) -> None:
-        self.run, self.folder, self.state = run, files.folder, files.state
+        self.run, self.state, self._files = run, files.state, files
         self.stop_request = StopRequest()
         self._budget = budget
         self._start_s = time.monotonic()
-        self._checkpoints = files.checkpoints
         self._name = next(iter(run.environments))
         resume_from = None if files.checkpoint is None else files.state.step
         self.metrics = MetricsWriter(run, files.folder.path, resume_from=resume_from)
@@ -133,7 +130,7 @@ class OpenNetworkRun:
             is_due = step % run.training.checkpoint_every_steps == 0
             if is_due or self._is_finished or is_stopping:
                 start_s = time.monotonic()
-                self._checkpoints.save(self.state, self.agent.state())
+                self._files.checkpoints.save(self.state, self.agent.state())
                 self.metrics.log_checkpoint(step, time.monotonic() - start_s)
             if is_stopping and not self._is_finished:
                 self.metrics.clock.stop()
@@ -245,24 +242,18 @@ class OpenNetworkRun:
         run, state, metrics = self.run, self.state, self.metrics
         metrics.log_phase(Phase.EVALUATE, state.step)
         report = self.report(run.eval.num_games)
-        metrics.log_evaluation(state.step, state.num_episodes, self._name, report)
         environment = run.environment
         target = environment.address if environment.kind == "remote" else environment.package
-        result = EnvironmentResult(
-            environment=describe_environment(target, self._eval_environments.options),
-            start=state.start.get(self._name),
-            report=report,
-        )
-        summary = make_summary(
+        summary = write_summary(
             run,
-            {self._name: result},
+            self._files,
+            metrics,
+            {self._name: (target, self._eval_environments.options)},
+            {self._name: report},
             {"games_trained": state.num_episodes, "games_played": state.num_episodes},
-            num_steps=state.step,
             generator=NETWORK,
-            training_s=metrics.clock.elapsed_s,
             total_s=time.monotonic() - self._start_s,
         )
-        self.folder.write(SUMMARY_FILE, summary)
         metrics.log_phase(Phase.DONE, state.step)
         return summary
 

