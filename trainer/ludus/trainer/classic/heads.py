@@ -1,4 +1,4 @@
-"""Distributions over actions: categorical, multi-categorical and normal.
+"""Distributions over actions: categorical and normal.
 
 A head belongs to one action space. The actor's output for N states:
 
@@ -55,65 +55,38 @@ class Head(Protocol):
 
 
 class CategoricalHead:
-    """A choice of one of n actions."""
+    """One choice (Discrete), or several independent choices with their own numbers of actions."""
 
-    def __init__(self, space: spaces.Discrete) -> None:
-        self.num_outputs = int(space.n)
-        self._start = space.start
-        self._dtype = space.dtype
-
-    def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
-        """Sample Gumbel noise. The argmax of logits plus noise has the softmax distribution."""
-        return _sample_gumbel(num_steps, num_states, self.num_outputs)
-
-    def choose(self, output: Output, noise: Tensor) -> Tensor:
-        """Return actions [N], counted from 0."""
-        return (_logits(output) + noise).argmax(-1)
-
-    def choose_most_probable(self, output: Output) -> Tensor:
-        """Return the most probable actions [N], counted from 0."""
-        return _logits(output).argmax(-1)
-
-    def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [N]."""
-        logprobs = _logits(output).log_softmax(-1)
-        scores = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        return scores, entropy(logprobs)
-
-    def to_environment(self, actions: np.ndarray) -> np.ndarray:
-        """Add the first action of the space."""
-        return (actions + self._start).astype(self._dtype, copy=False)
-
-
-class MultiCategoricalHead:
-    """Several independent choices, each with its own number of actions."""
-
-    def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
-        counts, self._start = np.full(space.shape, 2), np.zeros(space.shape, dtype=np.int64)
-        if isinstance(space, spaces.MultiDiscrete):
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) -> None:
+        self._shape = space.shape or ()
+        counts, self._start = np.full(self._shape, 2), np.zeros(self._shape, dtype=np.int64)
+        if isinstance(space, spaces.Discrete):
+            counts, self._start = np.asarray(space.n), np.asarray(space.start)
+        elif isinstance(space, spaces.MultiDiscrete):
             counts, self._start = np.asarray(space.nvec), np.asarray(space.start)
         self._sizes = [int(size) for size in counts.ravel()]
-        self._shape = space.shape or ()
         self._dtype = space.dtype
         self.num_outputs = sum(self._sizes)
 
     def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
-        """Sample Gumbel noise for all logits."""
-        return _sample_gumbel(num_steps, num_states, self.num_outputs)
+        """Sample Gumbel noise. The argmax of logits plus noise has the softmax distribution."""
+        # Exponential samples are never 0. -log(-log(u)) of a uniform sample u may overflow.
+        return -torch.empty(num_steps, num_states, self.num_outputs).exponential_().log_()
 
     def choose(self, output: Output, noise: Tensor) -> Tensor:
-        """Return actions [N, number of choices], counted from 0."""
+        """Return actions, counted from 0: [N] of one choice, otherwise [N, number of choices]."""
         return self._argmax(_logits(output) + noise)
 
     def choose_most_probable(self, output: Output) -> Tensor:
-        """Return the most probable actions [N, number of choices], counted from 0."""
+        """Return the most probable actions, as `choose` does."""
         return self._argmax(_logits(output))
 
     def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of all choices together, both [N]."""
         parts = [part.log_softmax(-1) for part in _logits(output).split(self._sizes, -1)]
+        columns = actions.view(len(actions), -1, 1).unbind(1)
         scores = [
-            part.gather(-1, actions[:, index, None])[:, 0] for index, part in enumerate(parts)
+            part.gather(-1, column)[:, 0] for part, column in zip(parts, columns, strict=True)
         ]
         return torch.stack(scores).sum(0), torch.stack([entropy(part) for part in parts]).sum(0)
 
@@ -123,7 +96,8 @@ class MultiCategoricalHead:
         return shaped.astype(self._dtype, copy=False)
 
     def _argmax(self, logits: Tensor) -> Tensor:
-        return torch.stack([part.argmax(-1) for part in logits.split(self._sizes, -1)], -1)
+        actions = torch.stack([part.argmax(-1) for part in logits.split(self._sizes, -1)], -1)
+        return actions if self._shape else actions[:, 0]
 
 
 class NormalHead:
@@ -173,10 +147,8 @@ class NormalHead:
 def make_head(space: spaces.Space[Any]) -> Head:
     """Return the head of an action space."""
     match space:
-        case spaces.Discrete():
+        case spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             return CategoricalHead(space)
-        case spaces.MultiDiscrete() | spaces.MultiBinary():
-            return MultiCategoricalHead(space)
         case spaces.Box() if np.issubdtype(space.dtype, np.floating):
             return NormalHead(space)
     raise ConfigError(
@@ -203,11 +175,6 @@ def sample_uniform_actions(space: spaces.Space[Any], head: Head, num_actions: in
 
 def _logits(output: Output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _sample_gumbel(*shape: int) -> Tensor:
-    # Exponential samples are never 0. -log(-log(u)) of a uniform sample u may overflow.
-    return -torch.empty(shape).exponential_().log_()
 
 
 def check_output(output: Any, head: Head, num_states: int) -> None:

@@ -41,6 +41,7 @@ from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
 from ludus.trainer.core.functions import import_object
+from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import (
@@ -56,7 +57,6 @@ from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.environments import (
     ConnectedEnvironment,
-    load_chart_prompts,
     load_fixed_policies,
 )
 from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode

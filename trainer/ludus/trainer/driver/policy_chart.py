@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from ludus.env import PolicyChartPrompt
+from ludus.proto.config import LanguageModelRun
+from ludus.proto.errors import ConfigError
 from ludus.proto.runs import ChartCell, PolicyChart
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
 
-
-def make_chart_requests(
-    prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
-) -> list[ScoringRequest]:
-    """Return one request for each prompt and each of its answers, prompt by prompt."""
-    return [
-        ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
-        for prompt in prompts
-        for answer in prompt.answers
-    ]
+ScoreFn = Callable[[Sequence[ScoringRequest]], Awaitable[list[list[float]]]]
+"""Function of requests that returns the log-probs of each completion's tokens."""
 
 
-def make_chart(
-    environment: str, prompts: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
-) -> PolicyChart:
-    """Return the chart of the probabilities of each prompt's answers.
-
-    Args:
-        logprobs: log-probs of the tokens for each of `make_chart_requests`.
-    """
+async def make_policy_chart(
+    run: LanguageModelRun, chat: ChatTokenizer, score: ScoreFn
+) -> PolicyChart | None:
+    """Return the chart of the first environment that defines prompts for it; None without one."""
+    chart_prompts = load_chart_prompts(run)
+    if chart_prompts is None:
+        return None
+    name, prompts = chart_prompts
     answers = tuple(prompts[0].answers)
-    totals = [sum(token_logprobs) for token_logprobs in logprobs]
     cells = []
+    logprobs = await score(
+        [
+            ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
+            for prompt in prompts
+            for answer in answers
+        ]
+    )
+    totals = [sum(token_logprobs) for token_logprobs in logprobs]
     for index, prompt in enumerate(prompts):
         prompt_totals = totals[index * len(answers) : (index + 1) * len(answers)]
         weights = [math.exp(total - max(prompt_totals)) for total in prompt_totals]
@@ -45,4 +47,28 @@ def make_chart(
                 reference=prompt.reference,
             )
         )
-    return PolicyChart(environment=environment, answers=answers, cells=tuple(cells))
+    return PolicyChart(environment=name, answers=answers, cells=tuple(cells))
+
+
+def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
+    """Return the first environment that defines prompts for the policy chart, and its prompts."""
+    for name, environment in run.environments.items():
+        path = environment.policy_chart
+        if path is None:
+            continue
+        function = import_object(path, "environment.policy_chart")
+        try:
+            prompts = list(function())
+            has_same_answers = all(prompt.answers == prompts[0].answers for prompt in prompts)
+        except Exception as error:  # third-party code may raise anything
+            raise ConfigError(
+                f"environment.policy_chart = '{path}' raised {type(error).__name__}: {error}; it "
+                "must be a function without arguments that returns a list of PolicyChartPrompt"
+            ) from error
+        if not prompts or not has_same_answers:
+            raise ConfigError(
+                f"environment.policy_chart = '{path}' returned {len(prompts)} prompts; it must "
+                "return at least one, and all of them must have the same answers"
+            )
+        return name, prompts
+    return None

@@ -45,14 +45,13 @@ from ludus.trainer.driver.checks import check_models, check_names
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
-from ludus.trainer.driver.policy_chart import make_chart, make_chart_requests
+from ludus.trainer.driver.policy_chart import make_policy_chart
 from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.control import follow_control
 from ludus.trainer.run.lifecycle import open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.run.summary import write_summary
-from ludus.trainer.setup.environments import load_chart_prompts
 from ludus.trainer.setup.resolve import resolve_config
 
 _log = logging.getLogger(__name__)
@@ -299,22 +298,18 @@ class Trainer:
             num_learner_ranks=run.learner.num_ranks,
             num_rollout_workers=run.rollout.num_workers,
         )
-        await self._write_chart()
+        components = self.components
+        try:
+            chart = await make_policy_chart(
+                run, components.chat, components.learners.score_completions
+            )
+        except ConfigError as error:  # the same function made the prompts at the start
+            _log.warning("the run has no chart: %s", error)
+            chart = None
+        if chart is not None:
+            self._files.folder.write(CHART_FILE, chart)
         metrics.log_phase(Phase.DONE, state.step)
         return summary
-
-    async def _write_chart(self) -> None:
-        """Write the policy chart of the first environment that defines prompts for it."""
-        try:
-            chart_prompts = load_chart_prompts(self.run)
-        except ConfigError as error:  # the same function succeeded at the start
-            _log.warning("the run has no chart: %s", error)
-            return
-        if chart_prompts is not None:
-            name, prompts = chart_prompts
-            requests = make_chart_requests(prompts, self.components.chat)
-            logprobs = await self.components.learners.score_completions(requests)
-            self._files.folder.write(CHART_FILE, make_chart(name, prompts, logprobs))
 
 
 def _load_config(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from ludus.proto.errors import ConfigError, NotFoundError
 
 _ENCODING = "utf-8-sig"
 """UTF-8, with or without a byte-order mark."""
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _DICT_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 """Files that `datasets` writes for a data set with several splits, and for each split."""
 _TRAINING_SPLIT = "train"
@@ -40,8 +39,9 @@ class Row:
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file or a folder."""
     for file in _list_files(path):
+        reader = _READERS.get(file.suffix, _read_arrow)
         try:
-            for number, values in enumerate(_read_values(file), start=1):
+            for number, values in enumerate(reader(file), start=1):
                 if not isinstance(values, Mapping):
                     kind = type(values).__name__
                     raise ConfigError(
@@ -56,13 +56,13 @@ def read_rows(path: Path) -> Iterator[Row]:
 def _list_files(path: Path) -> list[Path]:
     if not path.exists():
         raise NotFoundError(
-            f"data = '{path}' does not exist; give a file ({', '.join(_SUFFIXES)}), a folder of "
+            f"data = '{path}' does not exist; give a file ({', '.join(_READERS)}), a folder of "
             "such files, or a folder saved by `datasets`"
         )
     if path.is_file():
-        if path.suffix not in _SUFFIXES:
+        if path.suffix not in _READERS:
             raise ConfigError(
-                f"data = '{path}' must end with one of {', '.join(_SUFFIXES)}; rename or convert "
+                f"data = '{path}' must end with one of {', '.join(_READERS)}; rename or convert "
                 "the file"
             )
         return [path]
@@ -71,11 +71,11 @@ def _list_files(path: Path) -> list[Path]:
     if (path / _STATE_FILE).is_file():
         state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
         return [path / data_file["filename"] for data_file in state["_data_files"]]
-    files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    files = sorted(file for file in path.iterdir() if file.suffix in _READERS)
     if not files:
         raise NotFoundError(
             f"data = '{path}': the folder contains no file that ends with one of "
-            f"{', '.join(_SUFFIXES)}, and was not saved by `datasets`"
+            f"{', '.join(_READERS)}, and was not saved by `datasets`"
         )
     return files
 
@@ -89,20 +89,6 @@ def _find_training_split(path: Path) -> Path:
             "one of them"
         )
     return path / _TRAINING_SPLIT
-
-
-def _read_values(file: Path) -> Iterator[Any]:
-    match file.suffix:
-        case ".jsonl":
-            return _read_json_lines(file)
-        case ".json":
-            return _read_json(file)
-        case ".csv":
-            return _read_csv(file)
-        case ".parquet":
-            return _read_parquet(file)
-        case _:
-            return _read_arrow(file)
 
 
 def _read_json_lines(file: Path) -> Iterator[Any]:
@@ -142,21 +128,21 @@ def _read_csv(file: Path) -> Iterator[Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Any]:
-    arrow = _import_pyarrow(file)
-    with _report_read_errors(file), arrow.parquet.ParquetFile(file) as parquet:
+    with _import_pyarrow(file) as arrow, arrow.parquet.ParquetFile(file) as parquet:
         for batch in parquet.iter_batches(batch_size=_NUM_ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
 
 def _read_arrow(file: Path) -> Iterator[Any]:
-    arrow = _import_pyarrow(file)
-    with _report_read_errors(file), arrow.memory_map(str(file)) as source:
+    with _import_pyarrow(file) as arrow, arrow.memory_map(str(file)) as source:
         for batch in arrow.ipc.open_stream(source):
             for start in range(0, batch.num_rows, _NUM_ROWS_AT_ONCE):
                 yield from batch.slice(start, _NUM_ROWS_AT_ONCE).to_pylist()
 
 
-def _import_pyarrow(file: Path) -> Any:
+@contextmanager
+def _import_pyarrow(file: Path) -> Iterator[Any]:
+    """Yield the module; turn its errors, mostly ValueErrors, into a ConfigError with the file."""
     try:
         arrow = importlib.import_module("pyarrow")
         for part in ("pyarrow.ipc", "pyarrow.parquet"):
@@ -166,16 +152,18 @@ def _import_pyarrow(file: Path) -> Any:
             f"reading '{file}' needs pyarrow, which is not installed ({error}); run `pip install "
             "pyarrow`, or convert the data to .jsonl or .csv"
         ) from error
-    return arrow
-
-
-@contextmanager
-def _report_read_errors(file: Path) -> Iterator[None]:
-    """Turn errors of pyarrow, mostly ValueErrors, into a ConfigError with the file's name."""
     try:
-        yield
+        yield arrow
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"'{file}' cannot be read: {error}; check that the file is complete and has the format "
             "of its suffix"
         ) from error
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[Any]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from ludus.env.client.resume import check_replayable
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.transports.address import parse_address
-from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt
+from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.config import (
     EnvironmentConfig,
     LanguageModelRun,
@@ -47,30 +47,6 @@ class ConnectedEnvironment:
     client: AsyncEnvClient
     description: EnvironmentDescription
     renderer: ChatRenderer
-
-
-def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
-    """Return the first environment that defines prompts for the policy chart, and its prompts."""
-    for name, environment in run.environments.items():
-        path = environment.policy_chart
-        if path is None:
-            continue
-        function = import_object(path, "environment.policy_chart")
-        try:
-            prompts = list(function())
-            has_same_answers = all(prompt.answers == prompts[0].answers for prompt in prompts)
-        except Exception as error:  # third-party code may raise anything
-            raise ConfigError(
-                f"environment.policy_chart = '{path}' raised {type(error).__name__}: {error}; it "
-                "must be a function without arguments that returns a list of PolicyChartPrompt"
-            ) from error
-        if not prompts or not has_same_answers:
-            raise ConfigError(
-                f"environment.policy_chart = '{path}' returned {len(prompts)} prompts; it must "
-                "return at least one, and all of them must have the same answers"
-            )
-        return name, prompts
-    return None
 
 
 def load_fixed_policies(
