@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ludus.trainer.compat.gymformer.env.problems import sums_below
+from ludus.trainer.compat.gymformer.env.cot_env import sums_below
 from prompts_env import write_rows
 
 _LIMIT = 10

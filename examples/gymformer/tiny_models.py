@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.proto.config import TinyModel
-from ludus.trainer.compat.gymformer.env.cot_env import make_problem_prompt
-from ludus.trainer.compat.gymformer.env.problems import sums_below
+from ludus.trainer.compat.gymformer.env.cot_env import make_problem_prompt, sums_below
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, make_article_prompt
 from ludus.trainer.learner.warm_start import Conversation, Exchange
 from ludus.trainer.setup.tiny_model import make_tiny_model

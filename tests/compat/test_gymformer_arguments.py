@@ -38,15 +38,15 @@ def score_zero(prompts: Any, completions: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ref_model_name": 5}, "^ref_model_name must be a path, got 5"),
+        ({"ref_model_name": 5}, "^ref_model_name = 5 must be a path"),
         ({"ref_model_name": "./none"}, "^ref_model_name = './none'"),
         ({"dataset": "none.jsonl"}, "^dataset = 'none.jsonl' does not exist"),
-        ({"kl_coef": -1}, "^kl_coef must be a finite number of 0 or more, got -1"),
-        ({"kl_coef": float("nan")}, "^kl_coef must be a finite number"),
-        ({"max_generation": "5"}, "^max_generation must be an integer of at least 1, .*got '5'"),
-        ({"max_generation": 1.5}, "^max_generation must be an integer of at least 1, .*got 1.5"),
+        ({"kl_coef": -1}, "^kl_coef = -1 must be a number of 0 or more"),
+        ({"kl_coef": float("nan")}, "^kl_coef = nan must be a number"),
+        ({"max_generation": "5"}, "^max_generation = '5' must be a whole number of 1 or more"),
+        ({"max_generation": 1.5}, "^max_generation = 1.5 must be a whole number of 1 or more"),
         ({"device": "abacus"}, "^device = 'abacus' cannot be used"),
-        ({"seed": -2}, "^seed must be an integer of at least 0, .*got -2"),
+        ({"seed": -2}, "^seed = -2 must be a whole number of 0 or more"),
     ],
 )
 def test_invalid_arguments_of_the_rlhf_environment_are_refused(
@@ -65,11 +65,11 @@ def test_error_of_an_invalid_reward_model_starts_with_the_argument(model: str) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_name": 5}, "^model_name must be a path, got 5"),
-        ({"dataset_path": 5}, "^dataset_path must be a path, got 5"),
+        ({"model_name": 5}, "^model_name = 5 must be a path"),
+        ({"dataset_path": 5}, "^dataset_path = 5 must be a path"),
         ({"dataset_path": "none.jsonl"}, "^dataset_path = 'none.jsonl' does not exist"),
-        ({"test_split": "x"}, "^test_split must be a finite number"),
-        ({"seed": 1.5}, "^seed must be an integer of at least 0, .*got 1.5"),
+        ({"test_split": "x"}, "^test_split = 'x' must be a number of 0 or more, below 1"),
+        ({"seed": 1.5}, "^seed = 1.5 must be a whole number of 0 or more"),
     ],
 )
 def test_invalid_arguments_of_the_cot_environment_are_refused(
@@ -89,11 +89,11 @@ def test_an_action_that_is_not_a_token_is_refused(model: str, action: Any) -> No
 
 @pytest.mark.parametrize("network", [LMActorNetwork, LMCriticNetwork])
 def test_errors_of_networks_start_with_the_argument(network: type[nn.Module], model: str) -> None:
-    check_error(network, "^model_name must be a path", model_name=5, pad_token_id=0)
+    check_error(network, "^model_name = 5 must be a path", model_name=5, pad_token_id=0)
     check_error(network, "^model_name = './none'", model_name="./none", pad_token_id=0)
     check_error(
         network,
-        "^pad_token_id must be an integer of at least 0",
+        "^pad_token_id = 'x' must be a whole number of 0 or more",
         model_name=model,
         pad_token_id="x",
     )
@@ -110,9 +110,9 @@ def test_errors_of_networks_start_with_the_argument(network: type[nn.Module], mo
             {"reward_model_path": __file__},
             "^reward_model_path = .* exists and is not the folder of a reward model",
         ),
-        ({"resume_checkpoint": 5, "dry_run": False}, "^resume_checkpoint must be a path, got 5"),
-        ({"dry_run": "no"}, "^dry_run must be True or False, got 'no'"),
-        ({"device": 5}, "^device must be None or a string"),
+        ({"resume_checkpoint": 5, "dry_run": False}, "^resume_checkpoint = 5 must be a path"),
+        ({"dry_run": "no"}, "^dry_run = 'no' must be True or False"),
+        ({"device": 5}, "^device = 5 must be None or a string"),
         ({"weight_decay": 1}, "weight_decay: input should be less than 1, got 1"),
         ({"learning_rate": 2}, "learning_rate: input should be less than or equal to 1, got 2"),
     ],
@@ -135,8 +135,8 @@ def test_an_invalid_agent_file_is_refused(tmp_path: Path) -> None:
     check_error(load_ppo_agent, "the file lacks 'critic'", **valid)
     torch.save(weights, file)
     for changes, message in (
-        ({"path": None}, "^path must be a path, got None"),
-        ({"actor": "x"}, "^actor must be a torch module, got 'x'"),
+        ({"path": None}, "^path = None must be a path"),
+        ({"actor": "x"}, "^actor = 'x' must be a torch module"),
         ({"device": "abacus"}, "^device = 'abacus' cannot be used"),
         ({"actor": nn.Linear(4, 3)}, "size mismatch"),
     ):

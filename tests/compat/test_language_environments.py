@@ -18,8 +18,12 @@ import torch
 from ludus.env.check import check_environment
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.env.cot_env import CoTEnv
-from ludus.trainer.compat.gymformer.env.problems import ProblemSplit, read_problems, sums_below
+from ludus.trainer.compat.gymformer.env.cot_env import (
+    CoTEnv,
+    ProblemSplit,
+    read_problems,
+    sums_below,
+)
 from ludus.trainer.compat.gymformer.env.rewards import (
     best_summary_reward,
     distance_to_answer,

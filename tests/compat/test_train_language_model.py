@@ -18,7 +18,7 @@ from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES
 from ludus.trainer.compat.gymformer.rl.common_nn import MLPCriticNetwork
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
-from ludus.trainer.compat.gymformer.trainer.language_run import make_run
+from ludus.trainer.compat.gymformer.trainer.language_model import make_run
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from tests.compat.readme_environment import SummarizationEnv as ReadmeEnvironment

@@ -184,7 +184,7 @@ def test_rows_select_environments_by_name(chat: ChatTokenizer) -> None:
 def test_a_pickled_rollout_has_no_tool_instances(chat: ChatTokenizer) -> None:
     rollout = ToolRollout([], {None: Counter}, 3)
     rollout([], Scripted(chat, [], []))
-    assert pickle.loads(pickle.dumps(rollout))._max_rounds == 3
+    assert pickle.loads(pickle.dumps(rollout)).max_rounds == 3
 
 
 def test_tools_that_cannot_be_called_are_refused_before_the_start(tmp_path: Any) -> None:

@@ -15,7 +15,7 @@ from ludus.proto.metrics import TrainMetric
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState
-from ludus.trainer.compat.trl.settings.run_settings import Batches
+from ludus.trainer.compat.trl.run_settings import Batches
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.driver.loops.steps import Step
 
@@ -69,7 +69,7 @@ def test_a_large_batch_has_a_session_for_each_of_its_rows(tmp_path: Path) -> Non
 
 def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
-    trainer._write_rows()
+    trainer.write_rows()
     options = trainer.run.environment.options
     lines = Path(options["path"]).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == ROWS
@@ -162,13 +162,13 @@ def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
 def test_nan_in_a_column_is_a_missing_value(tmp_path: Path) -> None:
     rows = [{**row, "answer": float("nan")} for row in ROWS]
     trainer = make_trainer(tmp_path, train_dataset=rows)
-    trainer._write_rows()
+    trainer.write_rows()
     lines = Path(trainer.run.environment.options["path"]).read_text(encoding="utf-8").splitlines()
     assert {json.loads(line)["answer"] for line in lines} == {None}
     rows[3]["answer"] = float("-inf")
     trainer = make_trainer(tmp_path, train_dataset=rows)
     with pytest.raises(ConfigError, match=r"row 3 .*column 'answer' contains an infinite"):
-        trainer._write_rows()
+        trainer.write_rows()
 
 
 def test_a_row_that_is_not_json_is_reported(tmp_path: Path) -> None:

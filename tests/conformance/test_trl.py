@@ -13,7 +13,7 @@ import pytest
 from upstream_environment import build_virtual_environment
 
 from ludus.env.client import EnvClient
-from ludus.trainer.compat.trl.settings.fields import DEFAULTS
+from ludus.trainer.compat.trl.config import DEFAULTS
 from tests.conformance.parties import UPSTREAM, OurServer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]

@@ -59,7 +59,10 @@ def test_functions_with_other_parameters_are_refused(reward: Any) -> None:
         make_group_function(reward)
 
 
-def test_default_functions_change_no_field() -> None:
-    assert Functions().environment_fields == {} == Functions().algorithm_fields
-    fields = Functions(compute_advantages=len).algorithm_fields
-    assert (fields["scale"], fields["baseline"]) == ("none", "mean")
+def test_only_given_functions_change_a_run() -> None:
+    tree: dict[str, Any] = {"environments": {"blackjack": {"address": "x"}}}
+    Functions().add_to(tree)
+    assert tree == {"environments": {"blackjack": {"address": "x"}}}
+    Functions(compute_advantages=len, render=str).add_to(tree)
+    assert (tree["algorithm"]["scale"], tree["algorithm"]["baseline"]) == ("none", "mean")
+    assert tree["environments"]["blackjack"] == {"address": "x", "render": str}

@@ -13,9 +13,8 @@ import pytest
 from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge import load_forge_config
-from ludus.trainer.compat.forge.known_keys import known_keys
+from ludus.trainer.compat.forge.keys import KINDS, KNOWN_KEYS
 from ludus.trainer.compat.forge.mapping import MappedConfig, run_tree
-from ludus.trainer.compat.forge.values import KINDS
 from tests.forge.tutorial_config import tutorial_config
 
 
@@ -119,12 +118,12 @@ def test_a_used_key_changes_the_run_or_is_refused(key: str) -> None:
         ("trainer.training.steps=0", "steps = 0 must be a whole number of 1 or more, or -1"),
         ("trainer.optimizer.weight_decay=1e6", "weight_decay = 1e+06 times trainer.optimizer.lr"),
         ("trainer.lr_scheduler.decay_type=sqrt", "must be one of constant, linear, cosine"),
-        ("trainer.compile.enable=1", "trainer.compile.enable = 1 must be true or false"),
+        ("trainer.compile.enable=1", "trainer.compile.enable = 1 must be True or False"),
         ("policy.sampling_params.temperature=3", "sampling_params.temperature = 3, but vLLM"),
         ("policy.engine_args.max_model_len=99", "max_model_len = 99 is less than the 544 tokens"),
         ("max_seq_len=32", "max_res_tokens = 32 leaves no room for a prompt in max_seq_len = 32"),
-        ("model=5", "model = 5 must be text: a folder, or a Hugging Face model id"),
-        ("blackjack_env.server_url=5", "blackjack_env.server_url = 5 must be text"),
+        ("model=5", "model = 5 must be a text: a folder, or a Hugging Face model id"),
+        ("blackjack_env.server_url=5", "blackjack_env.server_url = 5 must be a text"),
         ("policy=5", "policy: must be a section with keys"),
         ("model=${modell}", "refers to a key that does not exist"),
         ("model=${model}", "refers to itself"),
@@ -183,7 +182,7 @@ def test_checkpoint_keys_are_mapped() -> None:
     disabled = make_run("trainer.checkpoint.enable=false").training
     assert disabled.checkpoint_every_steps > disabled.num_steps
     assert make_run("trainer.checkpoint.keep_latest_k=0").training.keep_checkpoints > 1000
-    with pytest.raises(ConfigError, match=r"enable = 'maybe' must be true or false"):
+    with pytest.raises(ConfigError, match=r"enable = 'maybe' must be True or False"):
         map_config("trainer.checkpoint.enable=maybe")
 
 
@@ -283,4 +282,4 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_all_keys_of_the_tutorial_are_known() -> None:
-    assert {key for key, _ in leaves(tutorial_config())} <= known_keys()
+    assert {key for key, _ in leaves(tutorial_config())} <= KNOWN_KEYS

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError, WeightSyncError
-from ludus.trainer.compat.forge.actors.advantages import ComputeAdvantages
 from ludus.trainer.compat.forge.actors.generator import Generator
 from ludus.trainer.compat.forge.actors.reference_model import ReferenceModel
 from ludus.trainer.compat.forge.actors.replay_buffer import ReplayBuffer
 from ludus.trainer.compat.forge.actors.trainer import RLTrainer
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
-from ludus.trainer.compat.forge.part_settings import make_part_settings
+from ludus.trainer.compat.forge.grpo import (
+    ComputeAdvantages,
+    compute_logprobs,
+    simple_grpo_loss,
+)
+from ludus.trainer.compat.forge.parts import make_part_settings
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines.vllm_process import has_vllm
 from tests.learner.tiny_policy import make_policy_folder
@@ -208,7 +210,7 @@ async def test_reference_generator_and_trainer_agree_before_the_first_step(
         ScoringRequest(completion.prompt_ids.tolist(), completion.token_ids.tolist())
         for completion in completions
     ]
-    learned = trainer._learner.score_completions(requests)
+    learned = trainer.learner.score_completions(requests)
     for row, completion, learner_logprobs in zip(ref_logprobs, completions, learned, strict=True):
         num_tokens = len(completion.token_ids)
         torch.testing.assert_close(

@@ -43,7 +43,7 @@ def test_dry_run_checks_the_data_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"epochs: .*greater than or equal to 1, got 0"):
         train_reward(gpt2_path, preferences, tmp_path / "rm", epochs=0)
-    with pytest.raises(ConfigError, match=r"datasets_path must be a path, got \[{'chosen'"):
+    with pytest.raises(ConfigError, match=r"datasets_path = \[{'chosen': 'a'}\] must be a path"):
         train_reward(gpt2_path, [{"chosen": "a"}], tmp_path / "rm")  # type: ignore[arg-type]
 
 

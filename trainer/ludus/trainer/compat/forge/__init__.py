@@ -11,16 +11,18 @@ For a custom loop in this process, there are Generator, RLTrainer, ReplayBuffer,
 ComputeAdvantages, and ForgeActor with `endpoint` for custom parts.
 """
 
-from ludus.trainer.compat.forge.actors.advantages import ComputeAdvantages
 from ludus.trainer.compat.forge.actors.generator import Generator
 from ludus.trainer.compat.forge.actors.reference_model import ReferenceModel
 from ludus.trainer.compat.forge.actors.replay_buffer import ReplayBuffer
 from ludus.trainer.compat.forge.actors.trainer import RLTrainer
 from ludus.trainer.compat.forge.configuration import ForgeConfig, load_forge_config
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
+from ludus.trainer.compat.forge.grpo import (
+    ComputeAdvantages,
+    compute_logprobs,
+    simple_grpo_loss,
+)
 from ludus.trainer.compat.forge.training import GRPOTrainer, Results, setup_forge_training
 
 __all__ = [

@@ -18,7 +18,7 @@ import yaml
 
 from ludus.proto.config import apply_overrides
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.compat.forge.values import check_value
+from ludus.trainer.compat.forge.keys import check_key, older_key
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _VARIABLE = "oc.env:"
@@ -29,14 +29,14 @@ _MAX_DEPTH = 10
 class ForgeConfig(dict[str, Any]):
     """A section of Forge's configuration, whose keys are also attributes."""
 
-    def __init__(self, tree: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        """Copy the sections of the tree."""
         super().__init__()
-        for key, value in (tree or {}).items():
+        for key, value in tree.items():
             self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        is_section = isinstance(value, Mapping) and not isinstance(value, ForgeConfig)
-        super().__setitem__(key, ForgeConfig(value) if is_section else value)
+        super().__setitem__(key, ForgeConfig(value) if isinstance(value, Mapping) else value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; set it to `default` first if it is missing."""
@@ -45,12 +45,9 @@ class ForgeConfig(dict[str, Any]):
         return self[key]
 
     def __getattr__(self, key: str) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            raise AttributeError(
-                f"this section has no key '{key}'; it has {sorted(self)}"
-            ) from None
+        if key not in self:
+            raise AttributeError(f"this section has no key '{key}'; it has {sorted(self)}")
+        return self[key]
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
@@ -59,27 +56,15 @@ class ForgeConfig(dict[str, Any]):
 def load_forge_config(
     source: Path | str | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> ForgeConfig:
-    """Load a YAML file, or copy a mapping, and apply `a.b=value` overrides.
-
-    Raises:
-        NotFoundError: the file does not exist.
-        ConfigError: the file cannot be read or has no sections.
-    """
+    """Load a YAML file, or copy a mapping, and apply `a.b=value` overrides."""
     if not isinstance(source, (str, Path, Mapping)):
         raise ConfigError(
             "the configuration must be the path of a YAML file or a mapping of its sections, got "
             f"{source!r:.80}"
         )
-    tree = source if isinstance(source, Mapping) else _read(Path(source))
-    config = _copy(tree)
+    config = ForgeConfig(source if isinstance(source, Mapping) else _read(Path(source)))
     apply_overrides(config, overrides)
     return config
-
-
-def _copy(tree: Mapping[str, Any]) -> ForgeConfig:
-    return ForgeConfig(
-        {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    )
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -122,39 +107,21 @@ class ForgeKeys:
         """Keys that have not been read, in file order."""
         return [key for key in self._values if key not in self._read]
 
-    def get(self, *keys: str) -> Any:
-        """Return the common value of several keys; None if none is set.
-
-        Raises:
-            ConfigError: the keys have different values, a reference cannot be resolved, or a value
-                is invalid for its key (`values`).
-        """
-        self._read.update(keys)
-        values = {
-            key: check_value(key, self._resolve(key), source_key=self._find_source_key(key))
-            for key in keys
-            if self._values.get(key) is not None
-        }
-        first_value = next(iter(values.values()), None)
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """Return the common value of several keys; `default` if none is set."""
+        values: dict[str, Any] = {}
+        for key in keys:
+            for name in (key, older_key(key)):
+                if name is None or self._values.get(name) is None:
+                    continue
+                source_key = self._find_source_key(name)
+                values[name] = check_key(key, self._resolve(name), source_key=source_key)
+        self._read.update(keys, values)
+        first_value = next(iter(values.values()), default)
         if any(value != first_value for value in values.values()):
             pairs = ", ".join(f"{key} = {value!r}" for key, value in values.items())
             raise ConfigError(f"{pairs}: these keys have the same meaning; make them equal")
         return first_value
-
-    def get_int(self, *keys: str) -> int | None:
-        """Return the common value of several integer keys; None if none is set."""
-        value: int | None = self.get(*keys)
-        return value
-
-    def get_count(self, *keys: str, default: int) -> int:
-        """Return the common value of several integer keys, or a default."""
-        value = self.get_int(*keys)
-        return default if value is None else value
-
-    def get_float(self, key: str) -> float | None:
-        """Return the value of a numeric key; None if it is not set."""
-        value: float | None = self.get(key)
-        return value
 
     def mark_read_if_true(self, *keys: str) -> None:
         """Mark keys as read whose value is true, because Ludus always does what they ask for."""

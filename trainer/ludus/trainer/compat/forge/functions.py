@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.env import Message
-from ludus.proto.errors import ConfigError
-
-RewardTerm = Callable[..., Awaitable[list[float | None]]]
-GroupFunction = Callable[[Sequence[Any]], Any]
+from ludus.trainer.compat.checks import check_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,36 +20,30 @@ class Functions:
     render: Callable[..., Any] | None = None
     parse: Callable[..., Any] | None = None
 
-    @property
-    def environment_fields(self) -> dict[str, Any]:
-        """Fields of an environment's section."""
+    def add_to(self, tree: dict[str, Any]) -> None:
+        """Add the functions to the sections of a run, for every environment."""
         rewards = None if self.reward is None else [{"function": make_reward_term(self.reward)}]
         fields = {"rewards": rewards, "render": self.render, "parse": self.parse}
-        return {name: value for name, value in fields.items() if value is not None}
-
-    @property
-    def algorithm_fields(self) -> dict[str, Any]:
-        """Fields of section `algorithm`; the fields they replace get neutral values."""
-        if self.compute_advantages is None:
-            return {}
-        neutral = {"baseline": "mean", "scale": "none", "credit": "episode"}
-        return {"advantages": make_group_function(self.compute_advantages), **neutral}
+        for section in tree.get("environments", {}).values():
+            section |= {name: value for name, value in fields.items() if value is not None}
+        if self.compute_advantages is not None:
+            advantages = make_group_function(self.compute_advantages)
+            # The fields that the function replaces get neutral values.
+            neutral = {"baseline": "mean", "scale": "none", "credit": "episode"}
+            tree["algorithm"] = {**tree.get("algorithm", {}), "advantages": advantages, **neutral}
 
 
 NO_FUNCTIONS = Functions()
 
 
-def make_reward_term(reward: Any) -> RewardTerm:
+def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]]:
     """Return a reward term that calls `evaluate_response(prompt, response, game_reward)`.
 
     Args:
         reward: the function, or a class or an object that has it as a method.
-
-    Raises:
-        ConfigError: `reward` is not such a function.
     """
     evaluate = _method(reward, "evaluate_response")
-    _check_call(evaluate, "reward", prompt="", response="", game_reward=0.0)
+    check_function("reward", evaluate, ("prompt", "response", "game_reward"), by_name=True)
 
     async def evaluate_response(
         prompts: Sequence[list[Message]],
@@ -70,17 +61,14 @@ def make_reward_term(reward: Any) -> RewardTerm:
     return evaluate_response
 
 
-def make_group_function(compute_advantages: Any) -> GroupFunction:
+def make_group_function(compute_advantages: Any) -> Callable[[Sequence[Any]], Any]:
     """Return a function of a group that calls `compute(group)`.
 
     Args:
         compute_advantages: the function, or a class or an object that has it as a method.
-
-    Raises:
-        ConfigError: `compute_advantages` is not such a function.
     """
     compute = _method(compute_advantages, "compute")
-    _check_call(compute, "compute_advantages", [])
+    check_function("compute_advantages", compute, ("group",))
 
     def compute_group(group: Sequence[Any]) -> Any:
         return compute(group)
@@ -92,25 +80,6 @@ def _method(owner: Any, name: str) -> Callable[..., Any]:
     owner = owner() if inspect.isclass(owner) else owner
     method: Callable[..., Any] = getattr(owner, name, owner)
     return method
-
-
-def _check_call(function: Any, field: str, *args: Any, **kwargs: Any) -> None:
-    """Check that the function can be called with these arguments."""
-    parameters = ", ".join(kwargs) or "group"
-    if not callable(function):
-        raise ConfigError(
-            f"{field} must be a function of ({parameters}), or an object with such a method, got "
-            f"{function!r:.60}"
-        )
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except ValueError:
-        return  # some builtins have no signature
-    except TypeError as error:
-        raise ConfigError(
-            f"{field} must be a function of ({parameters}), but cannot be called with them: "
-            f"{error}; rename its parameters"
-        ) from None
 
 
 def _text(messages: Sequence[Message]) -> str:

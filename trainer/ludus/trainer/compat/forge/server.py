@@ -31,9 +31,6 @@ async def add_baselines(environment: dict[str, Any], game: str | None) -> dict[s
 
     Args:
         game: the game in the configuration; None accepts any game.
-
-    Raises:
-        ConfigError: the server does not respond or serves another game.
     """
     address = str(environment.get("address", ""))
     if not address.startswith(_HTTP_SCHEMES):

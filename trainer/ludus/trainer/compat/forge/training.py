@@ -1,9 +1,4 @@
-"""`setup_forge_training` and the trainer it returns, over `ludus.trainer.Trainer`.
-
-trainer = await setup_forge_training("blackjack.yaml")
-results = await trainer.run(steps=100)        # again: continues
-await trainer.shutdown()
-"""
+"""`setup_forge_training` and the trainer it returns, over `ludus.trainer.Trainer`."""
 
 from __future__ import annotations
 
@@ -19,17 +14,22 @@ from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
 
+from ludus.env import Message
 from ludus.proto.config import LanguageModelRun, load_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
 from ludus.trainer.compat.forge.configuration import load_forge_config
+from ludus.trainer.compat.forge.data_models.completion import (
+    Completion,
+    translate_sampling_params,
+)
 from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
 from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
-from ludus.trainer.compat.forge.policy import ForgePolicy
 from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.loops.steps import Step
+from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.trainer import Trainer
 
 _TOML = ".toml"
@@ -57,6 +57,54 @@ class Results(TypedDict):
     """Mean training reward of the same episodes."""
     run_dir: str
     """Path of the run folder."""
+
+
+class ForgePolicy:
+    """The policy with the weights of the rollout workers."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.generate = Generation(policy)
+
+
+class Generation:
+    """`policy.generate(...)`, and Forge's `policy.generate.route(...)`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    async def __call__(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        sampling_params: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Return completions of a user message or of a conversation.
+
+        Args:
+            sampling_params: n, temperature, top_p, max_tokens and seed. Default: the settings of
+                rollouts, and one completion.
+
+        Raises:
+            ConfigError: a parameter is unknown, or the prompt leaves no room for a completion.
+        """
+        return await self._complete(self._policy.prompt_ids(prompt), sampling_params)
+
+    async def route(
+        self, prompt: str, *, sampling_params: Mapping[str, Any] | None = None
+    ) -> list[Completion]:
+        """Return completions of a text to which the chat template has already been applied."""
+        return await self._complete(self._policy.chat.encode(prompt), sampling_params)
+
+    async def _complete(
+        self, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None
+    ) -> list[Completion]:
+        options = translate_sampling_params(sampling_params or {})
+        completions = await self._policy.complete(prompt_ids, **options)
+        prompt = self._policy.chat.decode_prompt(prompt_ids)
+        return [
+            Completion.convert(prompt, completion.text, prompt_ids, completion.completion)
+            for completion in completions
+        ]
 
 
 class GRPOTrainer:
@@ -199,14 +247,11 @@ async def load_forge_run(
     overwrite: bool = False,
     functions: Functions = NO_FUNCTIONS,
 ) -> LanguageModelRun:
-    """Return the run for a configuration; see `setup_forge_training`.
-
-    Raises:
-        UserError: the configuration is invalid.
-    """
+    """Return the run for a configuration; see `setup_forge_training`."""
     keeps_name = overwrite or resume != Resume.NEVER
     tree = await _load_sections(config, overrides, keeps_name=keeps_name)
-    return Trainer(_add_functions(tree, functions)).run
+    functions.add_to(tree)
+    return Trainer(tree).run
 
 
 async def _load_sections(
@@ -223,7 +268,8 @@ async def _load_sections(
     cfg = load_forge_config(config, overrides)
     name = _NAME if isinstance(config, Mapping) else make_run_name(Path(config))
     mapped_tree = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
-    _warn_unused(mapped_tree.unused)
+    if mapped_tree.unused:
+        warn_user(f"these Forge keys have no effect: {', '.join(mapped_tree.unused)}")
     tree = mapped_tree.tree
     if not keeps_name and "name" not in (cfg.get(LUDUS_SECTION) or {}):
         tree["name"] = _free_name(name, Path(tree.get("output_dir", "runs")))
@@ -231,11 +277,6 @@ async def _load_sections(
         game = (cfg.get("blackjack_env") or {}).get("game_name")
         tree["environments"] = await add_baselines(tree.pop("environment"), game)
     return tree
-
-
-def _warn_unused(keys: Sequence[str]) -> None:
-    if keys:
-        warn_user(f"these Forge keys have no effect: {', '.join(keys)}")
 
 
 def make_run_name(file: Path) -> str:
@@ -247,15 +288,6 @@ def _free_name(name: str, folder: Path) -> str:
     """Return the name, with a number appended if such a run exists."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(candidate for candidate in names if not (folder / candidate).exists())
-
-
-def _add_functions(tree: dict[str, Any], functions: Functions) -> dict[str, Any]:
-    """Add the functions to the algorithm and to every environment."""
-    for section in tree.get("environments", {}).values():
-        section |= functions.environment_fields
-    if functions.algorithm_fields:
-        tree["algorithm"] = {**tree.get("algorithm", {}), **functions.algorithm_fields}
-    return tree
 
 
 def _make_results(steps: Sequence[Step], run_dir: Path) -> Results:
@@ -283,22 +315,21 @@ class _StepPrinter:
     def __init__(self, num_steps: int) -> None:
         self._every = max(1, num_steps // _NUM_PRINTED)
         self._num_seen = 0
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = dict.fromkeys(
+            (TrainMetric.WIN_RATE, TrainMetric.REWARD_MEAN, TrainMetric.LOSS), math.nan
+        )
         """Latest value of each metric."""
 
     def __call__(self, step: Step) -> None:
         self._values |= step.values
+        if self._num_seen % self._every == 0:
+            sys.stdout.write(
+                f"step {step.number:>4}  wins {self._values[TrainMetric.WIN_RATE]:6.1%}  "
+                f"reward {self._values[TrainMetric.REWARD_MEAN]:+.3f}  "
+                f"loss {self._values[TrainMetric.LOSS]:+.4f}{_format_episode(step)}\n"
+            )
+            sys.stdout.flush()
         self._num_seen += 1
-        if (self._num_seen - 1) % self._every:
-            return
-        values = self._values
-        line = (
-            f"step {step.number:>4}  wins {values.get(TrainMetric.WIN_RATE, math.nan):6.1%}  "
-            f"reward {values.get(TrainMetric.REWARD_MEAN, math.nan):+.3f}  "
-            f"loss {values.get(TrainMetric.LOSS, math.nan):+.4f}"
-        )
-        sys.stdout.write(f"{line}{_format_episode(step)}\n")
-        sys.stdout.flush()
 
 
 def _format_episode(step: Step) -> str:
@@ -307,8 +338,11 @@ def _format_episode(step: Step) -> str:
         return ""
     transcript = step.transcripts[0]
     turns = [
-        f"{' '.join(turn.shown[-1].text.split())[:_MAX_CHARS] if turn.shown else ''} "
-        f"-> {' '.join(turn.answer.split())[:_MAX_CHARS]}"
+        f"{_shorten(turn.shown[-1].text) if turn.shown else ''} -> {_shorten(turn.answer)}"
         for turn in transcript.turns[:_MAX_TURNS]
     ]
     return f"  [{'; '.join(turns)}: {transcript.episode_return:+g}]" if turns else ""
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:_MAX_CHARS]

@@ -30,13 +30,7 @@ class PromptRows:
 
     @classmethod
     def read(cls, dataset: Any, name: str) -> PromptRows:
-        """Return the rows of the data set that a script passes as argument `name`.
-
-        Raises:
-            ConfigError: there are no rows, or a row has no prompt.
-        """
-        if dataset is None:
-            raise ConfigError(f"{name} is None; pass rows with a '{PROMPT}'")
+        """Return the rows of the data set that a script passes as argument `name`."""
         rows = _list_rows(dataset, name)
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT)):
@@ -48,11 +42,6 @@ class PromptRows:
         if not rows:
             raise ConfigError(f"{name} has no rows; pass at least one")
         return cls(rows)
-
-    @classmethod
-    def read_optional(cls, dataset: Any, name: str) -> PromptRows | None:
-        """Return the rows of the data set, or None if it is None."""
-        return None if dataset is None else cls.read(dataset, name)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,11 +57,7 @@ class PromptRows:
         return [row[PROMPT] for row in self.rows]
 
     def write(self, path: Path) -> None:
-        """Write the rows atomically.
-
-        Raises:
-            ConfigError: a row contains a value that JSON does not support.
-        """
+        """Write the rows atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:

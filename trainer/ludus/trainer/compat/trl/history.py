@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
-from ludus.trainer.compat.trl.settings.config import GRPOConfig
-from ludus.trainer.compat.trl.settings.run_settings import Batches
+from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.run_settings import Batches
 from ludus.trainer.driver.loops.steps import Step
 
 _METRICS: Mapping[str, str] = {
@@ -74,13 +74,12 @@ class TrainerState:
         return TrainOutput(self.global_step, mean, {"train_loss": mean, "epoch": self.epoch})
 
     def _is_due(self, last_step: int, args: GRPOConfig, batches: Batches, number: int) -> bool:
-        strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
-        if strategy == "no":
+        if args.logging_strategy == "no":
             return False
         if args.logging_first_step and number == 1:
             return True
         every = args.logging_steps
-        if strategy == "epoch":
+        if args.logging_strategy == "epoch":
             every = batches.per_epoch * batches.num_updates
         elif every < 1:
             every *= batches.num_optimizer_steps

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.trl.settings.config import GRPOConfig
+from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_config, load_tokenizer
 
@@ -61,11 +61,7 @@ def model_section(
     args: GRPOConfig,
     folder: Path,
 ) -> ModelSection:
-    """Return the section; a model that is passed as an object is saved to `folder`.
-
-    Raises:
-        ConfigError: the model has no tokenizer, or its adapters are not supported.
-    """
+    """Return the section; a model that is passed as an object is saved to `folder`."""
     lora = None if peft_config is None else _lora_settings(peft_config)
     if isinstance(model, Mapping):
         if processing_class is not None:

@@ -30,10 +30,6 @@ def reward_terms(
         columns: the columns of each data set; empty if a rollout function may add others.
         environment_term: name of an additional term of weight 1 for environments that score
             episodes themselves.
-
-    Raises:
-        ConfigError: there are no functions, the number of weights is wrong, or a function requires
-            a column that a data set does not have.
     """
     if not isinstance(reward_funcs, (list, tuple)):
         reward_funcs = [reward_funcs]
@@ -86,11 +82,7 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
 
 
 def _required_arguments(function: Any, name: str) -> Set[str]:
-    """Return the arguments without a default.
-
-    Raises:
-        ConfigError: the arguments are unknown, or one of them is not available.
-    """
+    """Return the arguments without a default."""
     keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = inspect.signature(function).parameters.values()

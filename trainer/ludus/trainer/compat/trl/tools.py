@@ -16,20 +16,27 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers.utils import get_json_schema
 
 from ludus.env import Message
 from ludus.proto.errors import ActionParseError, ConfigError
-from ludus.trainer.compat.trl.rollout.arguments import RolloutTrainer
-from ludus.trainer.compat.trl.rollout.completions import generate_rollout_completions
+from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.rollout.arguments import (
+    RolloutTrainer,
+    generate_rollout_completions,
+    sample_completions,
+)
+from ludus.trainer.compat.trl.rollout.contract import find_signature
+from ludus.trainer.core.functions import function_path
 from ludus.trainer.models.chat import ChatTokenizer, strip_reasoning
 from ludus.trainer.models.template import ToolSpec
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
 ToolFunction = Callable[..., Any]
 EnvironmentFactory = Callable[[], Any]
+EnvironmentFactories: TypeAlias = "EnvironmentFactory | Mapping[str, EnvironmentFactory]"
 
 REWARD_COLUMN = "environment_reward"
 COLUMNS = frozenset(
@@ -49,11 +56,7 @@ def tool_methods(environment: type) -> list[str]:
 
 
 def environment_class(factory: EnvironmentFactory) -> type:
-    """Return the class of a factory's instances.
-
-    Raises:
-        ConfigError: the class has no `reset` method.
-    """
+    """Return the class of a factory's instances."""
     if not callable(factory):
         raise ConfigError(
             "environment_factory must be a class, or a function that returns an instance, but it "
@@ -69,11 +72,7 @@ def environment_class(factory: EnvironmentFactory) -> type:
 
 
 def function_spec(tool: ToolFunction) -> ToolSpec:
-    """Return the tool in the form that chat templates list.
-
-    Raises:
-        ConfigError: its arguments have no types, or its docstring does not describe them.
-    """
+    """Return the tool in the form that chat templates list."""
     try:
         return get_json_schema(tool)
     except Exception as error:
@@ -120,17 +119,17 @@ class ToolRollout:
 
         Args:
             factories: the factory for each `environment` of a row; None applies to every row.
-
-        Raises:
-            ConfigError: a tool has no description, or there is nothing to call.
         """
         self._tools = list(tools)
         self._factories = dict(factories)
-        self._max_rounds = max_rounds
+        self.max_rounds = max_rounds
         classes = [environment_class(factory) for factory in factories.values()]
         methods = [getattr(kind, name) for kind in classes for name in tool_methods(kind)]
         for tool in [*tools, *methods]:
             function_spec(tool)
+        names = [kind.__name__ for kind in classes if hasattr(kind, "get_reward")]
+        self.reward_name = "_".join(dict.fromkeys(names)) or None
+        """Joined names of the environments that score episodes; None if none does."""
         if not tools and not methods:
             raise ConfigError(
                 "environment_factory needs instances with public methods in addition to reset and "
@@ -141,14 +140,10 @@ class ToolRollout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Environment instances stay in their process.
-        return type(self), (self._tools, self._factories, self._max_rounds)
+        return type(self), (self._tools, self._factories, self.max_rounds)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]], dataset: str) -> None:
-        """Check that the rows of the data set `dataset` can be played with tools.
-
-        Raises:
-            ConfigError: a prompt is text, or a row names an unknown environment.
-        """
+        """Check that the rows of the data set `dataset` can be played with tools."""
         for number, row in enumerate(rows):
             if isinstance(row["prompt"], str):
                 raise ConfigError(
@@ -230,7 +225,7 @@ class ToolRollout:
             results = self._call_all(episode, chat.decode(ids))
             has_ended = ids[-1] == chat.end_token_id
             added_ids = chat.next_prompt(results, ended=has_ended) if results else []
-            is_last = self._max_rounds is not None and episode.num_rounds >= self._max_rounds
+            is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             fits = len(episode.completion_ids) + len(added_ids) < max_tokens
             if not results or is_last or not fits:
                 episode.is_over = True
@@ -255,9 +250,7 @@ class ToolRollout:
             episode.num_failed += 1
             return f"error: there is no tool '{call.name}', only {sorted(episode.tools)}"
         try:
-            returned = tool(**call.arguments)
-            if inspect.isawaitable(returned):
-                returned = asyncio.run(_await(returned))
+            returned = _wait_for(tool(**call.arguments))
             return returned if isinstance(returned, str) else json.dumps(returned, default=str)
         except SystemExit as error:
             episode.num_failed += 1
@@ -291,11 +284,44 @@ def _read_reward(environment: Any) -> float | None:
     get_reward = getattr(environment, "get_reward", None)
     if get_reward is None:
         return None
-    reward = get_reward()
-    if inspect.isawaitable(reward):
-        reward = asyncio.run(_await(reward))
+    reward = _wait_for(get_reward())
     return None if reward is None else float(reward)
 
 
-async def _await(value: Any) -> Any:
-    return await value
+def _wait_for(returned: Any) -> Any:
+    """Return the result of a call, also of a coroutine function."""
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+
+
+def choose_rollout(
+    rollout_func: Callable[..., Any] | None,
+    tools: Sequence[ToolFunction] | None,
+    environment_factory: EnvironmentFactories | None,
+    args: GRPOConfig,
+) -> Callable[..., Any]:
+    """Return the function that plays a script's episodes."""
+    if not tools and environment_factory is None:
+        return sample_completions if rollout_func is None else _check_function(rollout_func)
+    if rollout_func is not None:
+        raise ConfigError(
+            "rollout_func plays the episodes itself, so tools and environment_factory would be "
+            "ignored; pass either rollout_func or the others"
+        )
+    factories: dict[str | None, EnvironmentFactory] = {}
+    if isinstance(environment_factory, Mapping):
+        factories.update(environment_factory)
+    elif environment_factory is not None:
+        factories[None] = environment_factory
+    return ToolRollout(tools or (), factories, args.max_tool_calling_iterations)
+
+
+def _check_function(rollout_func: Any) -> Callable[..., Any]:
+    """Return the function if it has one of TRL's signatures."""
+    if not callable(rollout_func):
+        raise ConfigError(f"rollout_func must be a function, but it is {rollout_func!r:.80}")
+    find_signature(rollout_func, function_path(rollout_func))
+    return rollout_func

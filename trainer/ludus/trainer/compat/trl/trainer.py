@@ -11,47 +11,51 @@ The run folder has the usual files, so `ludus report`, `ludus watch` and `ludus 
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import threading
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
+from ludus.trainer.compat.checks import run_coroutine
+from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
 from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
 from ludus.trainer.compat.trl.rewards import reward_terms
-from ludus.trainer.compat.trl.rollout.choice import (
-    EnvironmentFactories,
-    choose_rollout,
-    environment_reward_name,
-    sample,
-)
+from ludus.trainer.compat.trl.rollout.arguments import sample_completions
 from ludus.trainer.compat.trl.rollout.runner import ScriptRollout
-from ludus.trainer.compat.trl.settings.config import GRPOConfig
-from ludus.trainer.compat.trl.settings.run_settings import (
+from ludus.trainer.compat.trl.run_settings import (
     DEFAULT_OUTPUT_DIR,
     make_batches,
     run_folder,
     run_settings,
 )
-from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
+from ludus.trainer.compat.trl.tools import (
+    COLUMNS,
+    EnvironmentFactories,
+    ToolRollout,
+    choose_rollout,
+)
 from ludus.trainer.core.functions import function_path
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import find_newest_checkpoint, model_folder
-
-ResultT = TypeVar("ResultT")
 
 _MIN_SESSIONS = 4096
 """Minimum value of max_sessions; a larger batch needs one session for each row."""
 _INPUT_SUFFIX = "-input"
 """Suffix of the folder that stores the objects which the script passed."""
+_REMEDIES = {
+    "reward_processing_classes": "a reward model brings its own tokenizer",
+    "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
+    "optimizers": "AdamW is the only optimizer; its settings are in GRPOConfig",
+    "quantization_config": "pass a model that is not quantized",
+}
+"""Alternatives to the arguments that are not supported."""
 
 
 class GRPOTrainer:
@@ -89,25 +93,25 @@ class GRPOTrainer:
             environment_factory: function that returns an instance for each episode, whose methods
                 completions call; or several by name, one of which each row's `environment` names.
             overrides: settings of the run in the form "section.field=value".
-
-        Raises:
-            ConfigError: an argument is not supported.
         """
-        _refuse_unsupported(reward_processing_classes, callbacks, optimizers, quantization_config)
+        _refuse_arguments((reward_processing_classes, callbacks, optimizers, quantization_config))
         self.args = _check_args(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.read(train_dataset, "train_dataset")
-        self._eval_rows = PromptRows.read_optional(eval_dataset, "eval_dataset")
+        self._eval_rows = None
+        if eval_dataset is not None:
+            self._eval_rows = PromptRows.read(eval_dataset, "eval_dataset")
         self._batches = make_batches(self.args, len(self._rows))
         folder = run_folder(self.args)
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
-        model_folder = self._input / "model"
-        section = model_section(model, processing_class, peft_config, self.args, model_folder)
+        section = model_section(
+            model, processing_class, peft_config, self.args, self._input / "model"
+        )
         rollout = choose_rollout(rollout_func, tools, environment_factory, self.args)
         rewards = reward_terms(
             reward_funcs,
             self.args.reward_weights,
             self._columns(rollout),
-            environment_reward_name(environment_factory),
+            rollout.reward_name if isinstance(rollout, ToolRollout) else None,
         )
         self._config = self._run_tree(section, rollout, rewards)
         self._overrides = tuple(overrides)
@@ -136,8 +140,8 @@ class GRPOTrainer:
                 f"resume_from_checkpoint = '{resume}' must be True: a run resumes from the newest "
                 "checkpoint in its folder"
             )
-        self._write_rows()
-        return _run_coroutine(self._train(Resume.ALWAYS if resume else Resume.NEVER))
+        self.write_rows()
+        return run_coroutine(self._train(Resume.ALWAYS if resume else Resume.NEVER))
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Copy the trained model and its tokenizer to a folder, and return the folder.
@@ -166,7 +170,7 @@ class GRPOTrainer:
             for name, rows in datasets.items():
                 rollout.check_rows(rows.rows, name)
             return {name: rows.columns | COLUMNS for name, rows in datasets.items()}
-        if rollout is not sample:
+        if rollout is not sample_completions:
             return {}
         return {name: rows.columns for name, rows in datasets.items()}
 
@@ -198,7 +202,8 @@ class GRPOTrainer:
             "eval": self._eval_settings(),
         }
 
-    def _write_rows(self) -> None:
+    def write_rows(self) -> None:
+        """Write the data sets to the files from which the environment reads them."""
         self._rows.write(self._input / "train.jsonl")
         if self._eval_rows is not None:
             self._eval_rows.write(self._input / "eval.jsonl")
@@ -214,11 +219,7 @@ class GRPOTrainer:
 
     def _eval_settings(self) -> dict[str, Any]:
         args, rows = self.args, self._eval_rows
-        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        if strategy not in ("no", "steps", "epoch"):
-            raise ConfigError(
-                f"GRPOConfig.eval_strategy = {strategy!r} expected 'no', 'steps' or 'epoch'"
-            )
+        strategy = args.eval_strategy
         if strategy != "no" and rows is None:
             raise ConfigError(
                 f"GRPOConfig.eval_strategy = {strategy!r} needs an eval_dataset; pass one, or set "
@@ -251,44 +252,9 @@ def _last_part(model: Any) -> str:
     return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
 
 
-def _refuse_unsupported(
-    reward_processing_classes: Any, callbacks: Any, optimizers: Any, quantization_config: Any
-) -> None:
-    values = {
-        "reward_processing_classes": reward_processing_classes,
-        "callbacks": callbacks or None,
-        "optimizers": optimizers if any(optimizers or ()) else None,
-        "quantization_config": quantization_config,
-    }
-    remedies = {
-        "reward_processing_classes": "a reward model brings its own tokenizer",
-        "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
-        "optimizers": "AdamW is the only optimizer; its settings are in GRPOConfig",
-        "quantization_config": "pass a model that is not quantized",
-    }
-    for name, value in values.items():
-        if value is not None:
-            raise ConfigError(f"GRPOTrainer({name}=...) is not supported; {remedies[name]}")
-
-
-def _run_coroutine(training: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run the coroutine, also inside a running event loop as in a notebook; return its result."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(training)
-    results: list[ResultT] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(training))
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="train")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+def _refuse_arguments(values: tuple[Any, ...]) -> None:
+    """Refuse the arguments of `_REMEDIES`, unless they request nothing."""
+    for (name, remedy), value in zip(_REMEDIES.items(), values, strict=True):
+        is_empty = isinstance(value, (list, tuple)) and not any(value)
+        if value is not None and not is_empty:
+            raise ConfigError(f"GRPOTrainer({name}=...) is not supported; {remedy}")

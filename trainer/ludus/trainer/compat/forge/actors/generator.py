@@ -12,15 +12,14 @@ import torch
 
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
-from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
-from ludus.trainer.compat.forge.policy import translate_sampling_params
-from ludus.trainer.compat.forge.weight_exchange import process_exchange
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
+from ludus.trainer.compat.forge.data_models.completion import (
+    Completion,
+    translate_sampling_params,
+)
+from ludus.trainer.compat.forge.parts import make_part_settings, process_exchange
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import Sampling
-from ludus.trainer.driver.policy import PolicyCompletion
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
 from ludus.trainer.rollout.engines.vllm_process import prepare_process
@@ -43,17 +42,14 @@ class Generator(ForgeActor):
     """"vllm" or "transformers". None: vLLM on a GPU, transformers on a CPU."""
 
     def setup(self) -> None:
-        """Load the model.
-
-        Raises:
-            UserError: the model is missing, or a setting is not supported.
-        """
+        """Load the model."""
         fields = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
         max_tokens = self.engine_args.get("max_model_len", _MAX_TOKENS)
-        self._run = make_part_settings("policy", fields, max_tokens=max_tokens, engine=self.engine)
+        self._run, path = make_part_settings(
+            "policy", fields, max_tokens=max_tokens, engine=self.engine
+        )
         if isinstance(self._run.generator, VllmGenerator):
             self._prepare_for_vllm()
-        path = part_model_path(self._run)
         self._chat = ChatTokenizer.load(path, self._run.model)
         self._generator = AsyncEngine(make_engine(self._run, path, self._chat))
         self._judge = CanaryJudge(self._run.weights.canary)
@@ -69,9 +65,6 @@ class Generator(ForgeActor):
 
         Args:
             sampling_params: overrides of the generator's parameters.
-
-        Raises:
-            ConfigError: a parameter is unknown.
         """
         options = translate_sampling_params({**self.sampling_params, **(sampling_params or {})})
         rollout, call = self._run.rollout, next(self._calls)
@@ -89,10 +82,8 @@ class Generator(ForgeActor):
             *(self._generator(prompt_ids, sampling, key) for key in keys)
         )
         return [
-            Completion.convert(
-                PolicyCompletion(self._chat.decode(item.token_ids), prompt_ids, item), prompt
-            )
-            for item in completions
+            Completion.convert(prompt, self._chat.decode(sampled.token_ids), prompt_ids, sampled)
+            for sampled in completions
         ]
 
     @endpoint

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
-from ludus.trainer.compat.forge.losses import compute_logprobs
-from ludus.trainer.compat.forge.padding import make_rows
-from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
+from ludus.trainer.compat.forge.grpo import compute_logprobs
+from ludus.trainer.compat.forge.parts import make_part_settings, make_rows
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 
 
@@ -28,14 +26,9 @@ class ReferenceModel(ForgeActor):
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
 
     def setup(self) -> None:
-        """Load the model.
-
-        Raises:
-            UserError: the model is missing, or a setting is not supported.
-        """
+        """Load the model."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        run = make_part_settings("ref_model", fields, max_tokens=None)
-        path = part_model_path(run)
+        _, path = make_part_settings("ref_model", fields, max_tokens=None)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_language_model(path).to(device).eval()
         self._pad_id = load_tokenizer(path).pad_token_id

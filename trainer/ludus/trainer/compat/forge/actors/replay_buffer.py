@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.core.streams import Stream, make_random
 
 
@@ -28,11 +27,7 @@ class ReplayBuffer(ForgeActor):
     _episodes: list[Any] = field(default_factory=list, init=False)
 
     def setup(self) -> None:
-        """Check the settings and create the random generator.
-
-        Raises:
-            ConfigError: a setting is out of range.
-        """
+        """Check the settings and create the random generator."""
         for name, minimum in (("batch_size", 1), ("dp_size", 1), ("max_policy_age", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < minimum:
@@ -43,11 +38,7 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def add(self, episode: Any) -> None:
-        """Add an episode.
-
-        Raises:
-            ConfigError: the episode has no `policy_version`.
-        """
+        """Add an episode."""
         version = getattr(episode, "policy_version", None)
         if not isinstance(version, int):
             raise ConfigError(f"episode.policy_version must be a whole number, got {version!r}")

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.forge.controller.actor import ForgeActor
-from ludus.trainer.compat.forge.controller.endpoint import endpoint
-from ludus.trainer.compat.forge.losses import simple_grpo_loss
-from ludus.trainer.compat.forge.padding import make_rows
-from ludus.trainer.compat.forge.part_settings import make_part_settings, part_model_path
-from ludus.trainer.compat.forge.weight_exchange import process_exchange
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
+from ludus.trainer.compat.forge.grpo import simple_grpo_loss
+from ludus.trainer.compat.forge.parts import make_part_settings, make_rows, process_exchange
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.model import LogitsLoss
@@ -48,29 +45,26 @@ class RLTrainer(ForgeActor):
     """Accepted for compatibility, without effect."""
 
     def setup(self) -> None:
-        """Load the model and create its optimizer.
-
-        Raises:
-            UserError: the model is missing, or a setting is not supported.
-        """
+        """Load the model and create its optimizer."""
         fields = {
             name: value
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Mapping)
         }
-        self._run = make_part_settings("trainer", fields, max_tokens=self.training.get("seq_len"))
+        self._run, path = make_part_settings(
+            "trainer", fields, max_tokens=self.training.get("seq_len")
+        )
         if self._run.learner.num_ranks > 1:
             raise ConfigError(
                 f"parallelism.data_parallel_shard_degree = {self._run.learner.num_ranks} must be "
                 "1, because this part is a single rank; setup_forge_training trains on several"
             )
-        path = part_model_path(self._run)
         self._pad_id = load_tokenizer(path).pad_token_id
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self._learner = Learner(self._run, path)
+        self.learner = Learner(self._run, path)
         self._num_steps = 0
 
     @endpoint
@@ -82,9 +76,6 @@ class RLTrainer(ForgeActor):
         Args:
             inputs: "tokens" [B, S] for each rank; requests are padded on the left.
             targets: arguments of the loss in addition to the logits, for each rank.
-
-        Raises:
-            ConfigError: the numbers of inputs and targets differ.
         """
         if len(inputs) != len(targets) or not inputs:
             raise ConfigError(
@@ -94,24 +85,24 @@ class RLTrainer(ForgeActor):
         rate = compute_coefficients(self._run, self._num_steps).learning_rate
         losses = [
             LogitsLoss(
-                *make_rows(item["tokens"], self._pad_id), partial(_compute_loss, self.loss, target)
+                *make_rows(rows["tokens"], self._pad_id), partial(_compute_loss, self.loss, target)
             )
-            for item, target in zip(inputs, targets, strict=True)
+            for rows, target in zip(inputs, targets, strict=True)
         ]
-        mean = self._learner.step_on_logits(losses, rate)
+        mean = self.learner.step_on_logits(losses, rate)
         self._num_steps += 1
         return mean
 
     @endpoint
     def push_weights(self, policy_version: int) -> None:
         """Publish the policy for the Generators of this process."""
-        state = self._learner.full_state()
-        logprobs = self._learner.score_completions(_CANARY)
+        state = self.learner.full_state()
+        logprobs = self.learner.score_completions(_CANARY)
         process_exchange().push(make_manifest(policy_version, state, _CANARY, logprobs), state)
 
     async def shutdown(self) -> None:
         """Release the model, and leave the process group if this part created it."""
-        del self._learner
+        del self.learner
         if self._owns_group and dist.is_initialized():
             leave_process_group()
 

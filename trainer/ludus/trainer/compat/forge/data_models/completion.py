@@ -1,14 +1,18 @@
-"""Forge's completion type."""
+"""Forge's completion type, and the parameters with which completions are sampled."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ludus.trainer.driver.policy import PolicyCompletion
+from ludus.proto.errors import ConfigError
+from ludus.trainer.core.types import SampledCompletion
+
+_SAMPLING_PARAMETERS = ("n", "temperature", "max_tokens", "top_p", "seed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,15 +36,27 @@ class Completion:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def convert(cls, source: PolicyCompletion, prompt: str) -> Self:
+    def convert(
+        cls, prompt: str, text: str, prompt_ids: Sequence[int], sampled: SampledCompletion
+    ) -> Self:
         """Convert a completion of Ludus."""
-        completion = source.completion
         return cls(
             prompt=prompt,
-            text=source.text,
-            prompt_ids=torch.tensor(source.prompt_ids, dtype=torch.long),
-            token_ids=torch.tensor(completion.token_ids, dtype=torch.long),
-            logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-            stop_reason="stop" if completion.has_end_token else "length",
-            generator_version=completion.policy_version,
+            text=text,
+            prompt_ids=torch.tensor(prompt_ids, dtype=torch.long),
+            token_ids=torch.tensor(sampled.token_ids, dtype=torch.long),
+            logprobs=torch.tensor(sampled.logprobs, dtype=torch.float32),
+            stop_reason="stop" if sampled.has_end_token else "length",
+            generator_version=sampled.policy_version,
         )
+
+
+def translate_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's parameters with Ludus' names."""
+    unknown_names = sorted(sampling_params.keys() - _SAMPLING_PARAMETERS)
+    if unknown_names:
+        raise ConfigError(
+            f"sampling_params does not support {', '.join(unknown_names)}; the supported "
+            f"parameters are {', '.join(_SAMPLING_PARAMETERS)}"
+        )
+    return {"num" if name == "n" else name: value for name, value in sampling_params.items()}

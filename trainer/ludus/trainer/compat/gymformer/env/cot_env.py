@@ -3,23 +3,34 @@
 A completion must contain <final_answer>x</final_answer>. Its reward is -|x - y| for the solution y,
 -5 if x is not a number, and -10 without the tags. The token limit ends the episode like an EOS
 token: the completion is rewarded as it is, so the episode counts as terminated.
+
+The columns of a data set are question (or problem, prompt) and answer (or solution). In an answer
+with an explanation, as in GSM8K, the solution follows "####": "... #### 42" has solution 42.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import (
-    check_number,
+from ludus.trainer.compat.checks import (
+    PathText,
+    ShareBelow1,
+    check_value,
     rename_setting_in_errors,
-    require_path,
 )
-from ludus.trainer.compat.gymformer.env.problems import ProblemSplit, read_problems, sums_below
-from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer
-from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
+from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer, parse_number
+from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
+from ludus.trainer.core.streams import Stream, make_random
+from ludus.trainer.reward_model.rows import read_rows
 
+_QUESTION_COLUMNS = ("question", "problem", "prompt")
+_SOLUTION_COLUMNS = ("answer", "solution")
+_SOLUTION_MARK = "####"
 _SUMS_BELOW = 10
 _INSTRUCTION = (
     "Solve the problem step by step. Think between <think> and </think>, then give the number "
@@ -27,12 +38,43 @@ _INSTRUCTION = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NumberProblem:
+    """A question whose answer is a number."""
+
+    question: str
+    solution: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSplit:
+    """Training problems and test problems."""
+
+    train: tuple[NumberProblem, ...]
+    test: tuple[NumberProblem, ...]
+
+    @classmethod
+    def make(cls, problems: Sequence[NumberProblem], test_share: float, seed: int) -> ProblemSplit:
+        """Split the problems; problems with the same question stay together."""
+        questions = list(dict.fromkeys(problem.question for problem in problems))
+        make_random(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
+        test_questions = set(questions[: round(test_share * len(questions))])
+        train = tuple(problem for problem in problems if problem.question not in test_questions)
+        if not train:
+            raise ConfigError(
+                f"test_split = {test_share} of {len(questions)} questions leaves no training "
+                "problems; lower test_split, or add questions"
+            )
+        test = tuple(problem for problem in problems if problem.question in test_questions)
+        return cls(train, test)
+
+
 class CoTEnv(TokenEnv):
     """An environment of problems whose solution is a number; each step takes one token.
 
     Args:
         model_name: Hugging Face id or folder of the tokenizer.
-        dataset_path: file or folder of problems (format: `problems`). None uses sums below 10.
+        dataset_path: file or folder of problems (columns: see above). None uses sums below 10.
         max_generation: maximum number of tokens per completion, including the thoughts.
         seed: seed of the split, and of the first episode if `reset` gets no seed.
         test_split: share of the problems reserved for `reset(options={"split": "test"})`.
@@ -54,8 +96,8 @@ class CoTEnv(TokenEnv):
         problems = sums_below(_SUMS_BELOW)
         if dataset_path is not None:
             with rename_setting_in_errors({"data": "dataset_path"}):
-                problems = read_problems(Path(require_path("dataset_path", dataset_path)))
-        check_number("test_split", test_split)
+                problems = read_problems(Path(check_value("dataset_path", PathText, dataset_path)))
+        check_value("test_split", ShareBelow1, test_split)
         self._split = ProblemSplit.make(problems, test_split, int(seed))
         self._problem = problems[0]
 
@@ -75,9 +117,8 @@ class CoTEnv(TokenEnv):
         question = self._problem.question
         return make_problem_prompt(question), {"question": question, "split": split}
 
-    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
-        reward = distance_to_answer(answer, self._problem.solution)
-        return CompletionResult(reward, is_terminated=True)
+    def _score(self, answer: str) -> float:
+        return distance_to_answer(answer, self._problem.solution)
 
     def _final_info(self) -> dict[str, Any]:
         return {"solution": self._problem.solution}
@@ -86,3 +127,40 @@ class CoTEnv(TokenEnv):
 def make_problem_prompt(question: str) -> str:
     """Return the prompt for a problem."""
     return _INSTRUCTION.format(question=question)
+
+
+def sums_below(limit: int) -> list[NumberProblem]:
+    """Return all sums of two or three integers from 0, such as "3+4", that are below `limit`."""
+    return [
+        NumberProblem("+".join(map(str, numbers)), float(sum(numbers)))
+        for count in (2, 3)
+        for numbers in itertools.product(range(limit), repeat=count)
+        if sum(numbers) < limit
+    ]
+
+
+def read_problems(path: Path) -> list[NumberProblem]:
+    """Return the problems in a file or a folder."""
+    problems = list(_iterate_problems(path))
+    if not problems:
+        raise ConfigError(f"data set '{path}' has no rows; add at least one")
+    return problems
+
+
+def _iterate_problems(path: Path) -> Iterator[NumberProblem]:
+    for row in read_rows(path):
+        question = _column(row.values, _QUESTION_COLUMNS, row.location)
+        answer = str(_column(row.values, _SOLUTION_COLUMNS, row.location))
+        solution = parse_number(answer.rpartition(_SOLUTION_MARK)[2].strip())
+        if solution is None:
+            raise ConfigError(f"{row.location}: the answer must be a number, got {answer!r:.80}")
+        yield NumberProblem(str(question), solution)
+
+
+def _column(values: Mapping[str, Any], names: Sequence[str], location: str) -> Any:
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    raise ConfigError(
+        f"{location}: one of the columns {', '.join(names)} is needed, got {', '.join(values)}"
+    )

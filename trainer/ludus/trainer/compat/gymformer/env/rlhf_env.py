@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ludus.proto.config.section import NonNegativeFloat
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.compat.gymformer.arguments import (
-    check_number,
-    rename_setting_in_errors,
-    require_device,
-)
-from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
+from ludus.trainer.compat.checks import check_value, rename_setting_in_errors
+from ludus.trainer.compat.gymformer.arguments import require_device
+from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import RewardModel, load_reward_model
 from ludus.trainer.reward_model.rows import read_rows
@@ -59,7 +57,7 @@ class RLHFEnv(TokenEnv):
         ConfigError: an argument or the data set is invalid.
     """
 
-    _model_argument = "ref_model_name"
+    model_argument = "ref_model_name"
 
     def __init__(
         self,
@@ -72,7 +70,6 @@ class RLHFEnv(TokenEnv):
         seed: int = 42,
     ) -> None:
         super().__init__(ref_model_name, max_generation, seed)
-        check_number("kl_coef", kl_coef)
         if isinstance(reward_model, Path):
             reward_model = str(reward_model)
         if not isinstance(reward_model, str) and not callable(reward_model):
@@ -80,9 +77,9 @@ class RLHFEnv(TokenEnv):
                 "reward_model must be a folder or a function of prompts and completions, got "
                 f"{reward_model!r:.80}"
             )
-        self.kl_coef = kl_coef
+        self.kl_coef: float = check_value("kl_coef", NonNegativeFloat, kl_coef)
         self._reward_model = reward_model
-        self._device = require_device("device", device)
+        self._device = require_device(device)
         with rename_setting_in_errors({"data": "dataset"}):
             self._prompts = _load_prompts(dataset)
         self._prompt = self._prompts[0]
@@ -109,7 +106,7 @@ class RLHFEnv(TokenEnv):
         self._prompt = self._prompts[int(self.np_random.integers(len(self._prompts)))]
         return self._prompt, {}
 
-    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
+    def _score(self, answer: str) -> float:
         scores = self._score_fn([self._prompt], [answer])
         try:
             [score] = [float(value) for value in scores]
@@ -120,7 +117,7 @@ class RLHFEnv(TokenEnv):
                 "reward_model must return a list of one finite score for one completion, got "
                 f"{scores!r:.80}"
             )
-        return CompletionResult(score, is_terminated=True)
+        return score
 
     @property
     def _score_fn(self) -> ScoreFn:
@@ -144,12 +141,7 @@ def _cached_reference_model(path: str, device: str | None) -> PreTrainedModel:
 
 
 def _load_prompts(dataset: Any) -> tuple[str, ...]:
-    """Return the prompts of a data set.
-
-    Raises:
-        NotFoundError: the data set does not exist.
-        ConfigError: there are no prompts, or a prompt is not a string.
-    """
+    """Return the prompts of a data set."""
     if isinstance(dataset, (str, Path)):
         return _read_prompts(str(dataset))
     prompts = tuple(dataset) if isinstance(dataset, Iterable) else ()

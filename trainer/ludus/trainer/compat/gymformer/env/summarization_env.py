@@ -13,7 +13,7 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import summary_reward
-from ludus.trainer.compat.gymformer.env.token_env import CompletionResult, TokenEnv
+from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class SummarizationEnv(TokenEnv):
         articles: articles to draw from. Default: the two of Gymformer's documentation.
     """
 
+    is_truncated_at_limit = True
+
     def __init__(
         self,
         model_name: str,
@@ -65,9 +67,8 @@ class SummarizationEnv(TokenEnv):
         self._article = self._articles[int(self.np_random.integers(len(self._articles)))]
         return make_article_prompt(self._article), {"article": self._article.text}
 
-    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
-        reward = summary_reward(answer, self._article.key_terms) if ended else 0.0
-        return CompletionResult(reward, is_terminated=ended)
+    def _score(self, answer: str) -> float:
+        return summary_reward(answer, self._article.key_terms)
 
 
 def make_article_prompt(article: Article) -> str:

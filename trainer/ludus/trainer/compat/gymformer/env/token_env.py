@@ -10,7 +10,6 @@ constructor is used.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,25 +17,13 @@ import gymnasium
 from gymnasium import spaces
 from transformers import PreTrainedTokenizerBase
 
+from ludus.proto.config.section import NonNegativeInt, PositiveInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import (
-    check_count,
-    rename_setting_in_errors,
-    require_path,
-)
+from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
 from ludus.trainer.models.load import load_tokenizer
 
 Tokens = tuple[int, ...]
 """Token ids [T] of the prompt and of the completion so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionResult:
-    """Reward of a completion, and how its episode ended."""
-
-    reward: float
-    is_terminated: bool
-    """True for a terminated episode, False for an episode that the token limit truncated."""
 
 
 class TokenEnv(gymnasium.Env[Tokens, Any]):
@@ -51,14 +38,16 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         ConfigError: the tokenizer has no EOS token, or the limit is below 1.
     """
 
-    _model_argument = "model_name"
+    model_argument = "model_name"
+    """Name of the constructor's argument for the model."""
+    is_truncated_at_limit = False
+    """True if the token limit truncates the episode; otherwise it ends it like an EOS token."""
 
     def __init__(self, model_name: str, max_generation: int, seed: int) -> None:
-        check_count("max_generation", max_generation)
-        check_count("seed", seed, min_value=0)
-        self.model_name = require_path(self._model_argument, model_name)
-        self.max_generation = int(max_generation)
-        with rename_setting_in_errors({"model.path": self._model_argument}):
+        self.max_generation: int = check_value("max_generation", PositiveInt, max_generation)
+        self._first_seed: int | None = check_value("seed", NonNegativeInt, seed)
+        self.model_name: str = check_value(self.model_argument, PathText, model_name)
+        with rename_setting_in_errors({"model.path": self.model_argument}):
             self.tokenizer = _cached_tokenizer(self.model_name)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -68,7 +57,6 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         self._num_tokens = num_tokens = len(self.tokenizer)
         self.action_space = spaces.Discrete(num_tokens)
         self.observation_space = spaces.Sequence(spaces.Discrete(num_tokens))
-        self._first_seed: int | None = int(seed)
         self._state: list[int] = []
         self._num_prompt_tokens = 0
 
@@ -94,15 +82,10 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         if not ended and not is_full:
             return tuple(self._state), 0.0, False, False, {}
         answer = self.answer
-        result = self._finish_episode(answer, ended=ended)
+        is_truncated = self.is_truncated_at_limit and not ended
+        reward = 0.0 if is_truncated else self._score(answer)
         info = {"answer": answer, "is_cut_off": not ended, **self._final_info()}
-        return (
-            tuple(self._state),
-            result.reward,
-            result.is_terminated,
-            not result.is_terminated,
-            info,
-        )
+        return tuple(self._state), reward, not is_truncated, is_truncated, info
 
     def _check_token(self, action: Any) -> int:
         """Return an action as a token id; NumPy and torch numbers are accepted."""
@@ -129,8 +112,8 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         """Return the prompt of a new episode and its info."""
 
     @abstractmethod
-    def _finish_episode(self, answer: str, *, ended: bool) -> CompletionResult:
-        """Return the result of a completion; `ended` is False if the token limit cut it off."""
+    def _score(self, answer: str) -> float:
+        """Return the reward of a completion."""
 
     def _final_info(self) -> dict[str, Any]:
         """Return further info for the last step."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.classic.networks import GaussianActor
 from ludus.trainer.classic.policy import NetworkPolicy
-from ludus.trainer.compat.gymformer.arguments import require_device, require_path
+from ludus.trainer.compat.checks import PathText, check_value
+from ludus.trainer.compat.gymformer.arguments import Network, require_device
 
 
 @dataclass(slots=True)
@@ -90,11 +91,10 @@ def load_ppo_agent(
     Raises:
         ConfigError: the file is not an agent, or the modules are not compatible with it.
     """
-    file = require_path("path", path)
-    for name, module in (("actor", actor), ("critic", critic)):
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"{name} must be a torch module, got {module!r:.80}")
-    device_name = require_device("device", device) or "cpu"
+    file = check_value("path", PathText, path)
+    check_value("actor", Network, actor)
+    check_value("critic", Network, critic)
+    device_name = require_device(device) or "cpu"
     try:
         saved = torch.load(file, map_location=device_name, weights_only=True)
         actor.load_state_dict(saved["actor"])

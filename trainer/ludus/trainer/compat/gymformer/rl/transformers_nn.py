@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ludus.proto.config.section import NonNegativeInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.gymformer.arguments import (
-    check_count,
-    rename_setting_in_errors,
-    require_path,
-)
+from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
 from ludus.trainer.learner.actor_critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
@@ -29,8 +26,40 @@ if TYPE_CHECKING:
 _ARGUMENTS = {"model.path": "model_name", "path": "model_name"}
 
 
-class LMActorNetwork(nn.Module):
-    """A causal language model that returns logits of the next token.
+class _LanguageModelNetwork(nn.Module):
+    """A language model that maps token sequences to one output per sequence."""
+
+    model: PreTrainedModel
+
+    def __init__(self, model_name: str, pad_token_id: int | None) -> None:
+        super().__init__()
+        self.model_name: str = check_value("model_name", PathText, model_name)
+        self.pad_token_id: int | None = check_value(
+            "pad_token_id", NonNegativeInt | None, pad_token_id
+        )
+        with rename_setting_in_errors(_ARGUMENTS):
+            self.model = self._load(self.model_name)
+
+    def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the output of `state` [T], or of states [N, T], padded on either side.
+
+        Args:
+            state: token ids of any numeric type.
+            attention_mask: [T] or [N, T], true for tokens of the sequence, false for padding.
+        """
+        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
+        outputs = self._head(tokens.select_last(_hidden_states(self.model.base_model, tokens)))
+        return outputs.float() if state.dim() > 1 else outputs.float()[0]
+
+    def _load(self, path: str) -> PreTrainedModel:
+        raise NotImplementedError
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LMActorNetwork(_LanguageModelNetwork):
+    """A causal language model that returns logits [V] or [N, V] of the next token.
 
     Args:
         model_name: Hugging Face id, or a folder that `save_pretrained` wrote.
@@ -41,26 +70,6 @@ class LMActorNetwork(nn.Module):
         NotFoundError: the model does not exist.
     """
 
-    def __init__(self, model_name: str, pad_token_id: int | None) -> None:
-        super().__init__()
-        self.model_name = require_path("model_name", model_name)
-        self.pad_token_id = _check_pad_token(pad_token_id)
-        with rename_setting_in_errors(_ARGUMENTS):
-            self.model = load_language_model(self.model_name)
-
-    def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return logits [V] of `state` [T], or [N, V] of [N, T], padded on either side.
-
-        Args:
-            state: token ids of any numeric type.
-            attention_mask: [T] or [N, T], true for tokens of the sequence, false for padding.
-        """
-        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
-        body = _base_model(self.model)
-        hidden = tokens.select_last(_hidden_states(body, tokens))
-        logits: Tensor = self.model.get_output_embeddings()(hidden).float()
-        return logits if state.dim() > 1 else logits[0]
-
     def train_as_agent(self, request: AgentRequest) -> EpisodeReturns:
         """Train this model in place and return the returns of its episodes."""
         # The import takes seconds, and only training needs it.
@@ -68,27 +77,27 @@ class LMActorNetwork(nn.Module):
 
         return train_language_model(request)
 
+    def _load(self, path: str) -> PreTrainedModel:
+        return load_language_model(path)
 
-class LMCriticNetwork(nn.Module):
-    """A language model with a scalar head, which returns the value of a token sequence.
+    def _head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+
+class LMCriticNetwork(_LanguageModelNetwork):
+    """A language model with a scalar head, which returns values [1] or [N, 1].
 
     The arguments are those of `LMActorNetwork`. Initially all values are 0, unless the model is a
     reward model, whose head is kept.
     """
 
-    def __init__(self, model_name: str, pad_token_id: int | None) -> None:
-        super().__init__()
-        self.model_name = require_path("model_name", model_name)
-        self.pad_token_id = _check_pad_token(pad_token_id)
-        with rename_setting_in_errors(_ARGUMENTS):
-            self.model = load_critic(self.model_name, self.model_name).classifier
+    def _load(self, path: str) -> PreTrainedModel:
+        return load_critic(path, path).classifier
 
-    def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return values [1] of `state` [T], or [N, 1] of states [N, T], padded on either side."""
-        tokens = _TokenRows.make(state, attention_mask, self.pad_token_id)
-        hidden = tokens.select_last(_hidden_states(_base_model(self.model), tokens))
-        values: Tensor = self.model.score(hidden).float()
-        return values if state.dim() > 1 else values[0]
+    def _head(self, hidden: Tensor) -> Tensor:
+        values: Tensor = self.model.score(hidden)
+        return values
 
 
 class _TokenRows:
@@ -124,18 +133,6 @@ class _TokenRows:
         positions = torch.arange(self.mask.shape[1], device=self.mask.device)
         last = torch.where(self.mask, positions, 0).amax(-1)
         return hidden[torch.arange(len(last), device=last.device), last]
-
-
-def _check_pad_token(pad_token_id: Any) -> int | None:
-    if pad_token_id is not None:
-        check_count("pad_token_id", pad_token_id, min_value=0)
-    return None if pad_token_id is None else int(pad_token_id)
-
-
-def _base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a language model without its head."""
-    body: PreTrainedModel = model.base_model
-    return body
 
 
 def _hidden_states(body: PreTrainedModel, tokens: _TokenRows) -> Tensor:

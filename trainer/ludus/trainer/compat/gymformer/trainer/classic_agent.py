@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from pydantic import ValidationError
+from torch import nn
 
 from ludus.proto.config import NetworkPpoConfig, NetworkRun, run_config_from
 from ludus.proto.config.network import GYMNASIUM_PREFIX
@@ -15,18 +21,18 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.episodes import PlayedStep
 from ludus.trainer.classic.run import EpisodeBudget, OpenNetworkRun, open_network_run
-from ludus.trainer.compat.gymformer.arguments import rename_setting_in_errors
+from ludus.trainer.compat.checks import rename_setting_in_errors
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, agent_state
-from ludus.trainer.compat.gymformer.trainer.program_networks import (
-    make_program_networks,
-    use_networks,
-)
 from ludus.trainer.compat.gymformer.trainer.request import (
     RUNNING_WEIGHT,
     AgentRequest,
     EpisodeReturns,
 )
 
+Networks = tuple[nn.Module, nn.Module]
+"""Actor and critic."""
+
+_NETWORKS: ContextVar[Networks | None] = ContextVar("networks of train_agent", default=None)
 _log = logging.getLogger(__name__)
 _ALL_AT_ONCE = -1
 _WHOLE_BATCH = 2**31
@@ -93,17 +99,13 @@ class _EpisodeRecorder:
 
 
 def train_classic(request: AgentRequest) -> EpisodeReturns:
-    """Train and return the returns of the requested episodes.
-
-    Raises:
-        UserError: the environment is not available, or the modules are not compatible with it.
-    """
+    """Train and return the returns of the requested episodes."""
     run = make_run(request)
     budget = EpisodeBudget(min(request.update_interval, request.max_episodes), request.max_episodes)
     resume = Resume.AUTO if request.resume else Resume.NEVER
     with (
         rename_setting_in_errors({"environment.address": "env_name"}),
-        use_networks(request.actor, request.critic),
+        _use_networks(request.actor, request.critic),
         open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
         recorder = _EpisodeRecorder(request, network_run)
@@ -145,11 +147,7 @@ def make_run(request: AgentRequest) -> NetworkRun:
 
 
 def make_network_ppo_config(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
-    """Return the settings as a NetworkPpoConfig.
-
-    Raises:
-        ConfigError: a field is out of range.
-    """
+    """Return the settings as a NetworkPpoConfig."""
     settings = {ludus_name: getattr(config, name) for name, ludus_name in _PPO_NAMES.items()}
     if config.minibatch_size == _ALL_AT_ONCE:
         settings["minibatch_size"] = _WHOLE_BATCH
@@ -160,3 +158,24 @@ def make_network_ppo_config(config: PPOConfig, num_envs: int) -> NetworkPpoConfi
         name = next(name for name, key in _PPO_NAMES.items() if key == fault["loc"][0])
         message = fault["msg"][:1].lower() + fault["msg"][1:]
         raise ConfigError(f"PPOConfig.{name} = {fault['input']!r:.60}: {message}") from None
+
+
+@contextmanager
+def _use_networks(actor: nn.Module, critic: nn.Module) -> Iterator[None]:
+    """Make the runs that open in this block train these networks."""
+    token = _NETWORKS.set((actor, critic))
+    try:
+        yield
+    finally:
+        _NETWORKS.reset(token)
+
+
+def make_program_networks(observations: spaces.Space[Any], actions: spaces.Space[Any]) -> Networks:
+    """Return the networks of the current call of `train_agent`."""
+    networks = _NETWORKS.get()
+    if networks is None:
+        raise ConfigError(
+            "this run trains networks that a program passed to train_agent; continue with that "
+            "program and train_agent(..., resume=True), or load a saved agent with load_ppo_agent"
+        )
+    return networks

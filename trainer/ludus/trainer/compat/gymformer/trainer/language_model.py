@@ -7,25 +7,31 @@
 Each completion is sampled as a whole, with a KV cache, and then stepped into the environment token
 by token. PPO computes a generalized advantage for each token. The environment's `kl_coef` is the
 coefficient of the KL penalty against the starting policy, applied to the reward of each token.
+
+update_interval   -> episodes of a batch, in groups of the smallest size that divides the batch
+max_episodes      -> the number of whole batches, at least one
+minibatch_size    -> episodes of a minibatch, which has whole groups
+max_timesteps     -> maximum number of tokens per completion
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
+from ludus.proto.config import LanguageModelRun, require_language_model, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
+from ludus.trainer.compat.checks import run_coroutine
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
-from ludus.trainer.compat.gymformer.trainer.language_run import CRITIC_FOLDER, make_run
+from ludus.trainer.compat.gymformer.token_level import TokenLevelRunner
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     EpisodeReturns,
@@ -37,8 +43,17 @@ from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.checkpoint import model_folder
 
-_T = TypeVar("_T")
-
+CRITIC_FOLDER = "critic"
+"""Subfolder with the critic, in the initial model's folder and in a checkpoint's model folder."""
+_MIN_EPISODES = 2
+"""Minimum number of episodes per batch, because advantages are normalized over the batch."""
+_MAX_SAMPLED_TOKENS = 64
+"""Maximum tokens per sampling call. The environment may end the episode at any of them, and
+the later tokens are dropped."""
+_DEFAULT_POSITIONS = 32768
+"""Context length, in tokens, of a model whose configuration has no limit."""
+_GPU_SHARE = 0.5
+"""Share of one GPU for the learner, and for the rollout worker."""
 # Used only to render canary prompts; episodes are already tokens.
 _PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
@@ -47,11 +62,7 @@ _PLAIN_TEMPLATE = (
 
 
 def train_language_model(request: AgentRequest) -> EpisodeReturns:
-    """Train the actor and critic of a request in place and return the returns of the episodes.
-
-    Raises:
-        UserError: the environment or the networks are not compatible.
-    """
+    """Train the actor and critic of a request in place and return the returns of the episodes."""
     actor, critic = request.actor, request.critic
     assert isinstance(actor, LMActorNetwork)
     if request.resume:
@@ -69,7 +80,7 @@ def train_language_model(request: AgentRequest) -> EpisodeReturns:
     )
     model_path = _write_models(actor, critic, task, request.save_path / f"{request.run_name}.start")
     run = make_run(request, task, model_path, actor.model)
-    returns, latest = _run_to_end(_train(Trainer(run, overwrite=True), request))
+    returns, latest = run_coroutine(_train(Trainer(run, overwrite=True), request))
     _copy_weights(actor.model, latest)
     _copy_weights(critic.model, latest / CRITIC_FOLDER)
     return returns
@@ -118,9 +129,6 @@ def _write_models(
 
     Returns:
         The absolute path of `folder`.
-
-    Raises:
-        ConfigError: the environment has more tokens than the model, or there is no EOS token.
     """
     tokenizer = load_tokenizer(actor.model_name)
     num_embeddings = actor.model.get_input_embeddings().weight.shape[0]
@@ -150,19 +158,108 @@ def _copy_weights(model: PreTrainedModel, folder: Path) -> None:
             parameters[name].copy_(tensor)
 
 
-def _run_to_end(training: Coroutine[Any, Any, _T]) -> _T:
-    """Run the coroutine and return its result, even inside a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(training)
-    future: Future[_T] = Future()
+def make_run(
+    request: AgentRequest, task: TokenTask, model_path: Path, model: PreTrainedModel
+) -> LanguageModelRun:
+    """Return the run for a request.
 
-    def run() -> None:
-        try:
-            future.set_result(asyncio.run(training))
-        except BaseException as error:  # noqa: BLE001 - `result` raises it in the caller
-            future.set_exception(error)
+    Args:
+        model_path: folder of the actor, with the critic in `CRITIC_FOLDER`.
+        model: the actor's model.
+    """
+    ppo = request.ppo_config
+    gpu_share = _GPU_SHARE if _uses_gpu(request.device) else 0.0
+    episodes_per_step = max(_MIN_EPISODES, min(request.update_interval, request.max_episodes))
+    group_size = next(
+        size
+        for size in range(_MIN_EPISODES, episodes_per_step + 1)
+        if episodes_per_step % size == 0
+    )
+    num_groups = episodes_per_step // group_size
+    max_parts = max(1, episodes_per_step // ppo.minibatch_size)  # -1 is the whole batch
+    num_minibatches = max(parts for parts in range(1, max_parts + 1) if num_groups % parts == 0)
+    run = run_config_from(
+        {
+            "name": request.run_name,
+            "output_dir": str(request.save_path),
+            "seed": request.seed,
+            "environment": {
+                "package": f"{TokenLevelEnvironment.__module__}:{TokenLevelEnvironment.__name__}",
+                "options": task.options,
+                "rollout": f"{TokenLevelRunner.__module__}:{TokenLevelRunner.__name__}",
+            },
+            "model": {"kind": "pretrained", "path": str(model_path)},
+            "rollout": {
+                **_lengths(request, task, model),
+                "group_size": group_size,
+                # An environment may draw prompts without using the seed. PPO compares with a
+                # critic and does not need other episodes of the same prompt.
+                "group_seed": "independent",
+                "num_groups_in_flight": max(num_groups, request.num_envs // group_size),
+                "num_gpus_per_worker": gpu_share,
+            },
+            "algorithm": _algorithm(ppo, model_path, task.kl_coef),
+            "learner": {
+                "learning_rate": ppo.lr_actor,
+                "max_grad_norm": ppo.max_grad_norm,
+                "update_epochs": ppo.update_epochs,
+                "num_minibatches": num_minibatches,
+                "num_gpus_per_rank": gpu_share,
+            },
+            "training": {
+                "num_steps": max(1, request.max_episodes // episodes_per_step),
+                "groups_per_step": num_groups,
+                "max_staleness": 0,
+                "checkpoint_every_steps": max(1, request.save_interval // episodes_per_step),
+            },
+            "eval": {"num_games": max(episodes_per_step, request.num_envs), "num_games_during": 0},
+            "metrics": {**request.metrics, "transcripts_per_step": episodes_per_step},
+        }
+    )
+    return require_language_model(run, "train_agent")
 
-    threading.Thread(target=run, name="train_agent").start()
-    return future.result()
+
+def _lengths(request: AgentRequest, task: TokenTask, model: PreTrainedModel) -> dict[str, int]:
+    """Return the length limits of section `rollout`."""
+    positions = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
+    limits = [request.max_timesteps, _MAX_SAMPLED_TOKENS, positions - task.longest_prompt]
+    max_completion = min(limits + ([task.max_generation] if task.max_generation else []))
+    if max_completion < 1:
+        raise ConfigError(
+            f"a prompt of {task.longest_prompt} tokens leaves no room for a completion in the "
+            f"model's {positions} positions; use shorter prompts or a longer context"
+        )
+    return {
+        "max_completion_tokens": max_completion,
+        "max_turns": request.max_timesteps,
+        "max_tokens": positions,
+    }
+
+
+def _algorithm(ppo: PPOConfig, model_path: Path, kl_coef: float) -> dict[str, Any]:
+    kl_penalty = {"kl_coef": kl_coef, "kl_placement": "reward", "kl_estimator": "k1"}
+    return {
+        "kind": "ppo",
+        "gamma": ppo.gamma,
+        "lam": ppo.gae_lambda,
+        "value_coef": ppo.value_coef,
+        "critic": {
+            "kind": "model",
+            "path": str(model_path / CRITIC_FOLDER),
+            "learning_rate": ppo.lr_critic,
+        },
+        "entropy_coef": ppo.entropy_coef,
+        "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
+        **(kl_penalty if kl_coef else {}),
+    }
+
+
+def _uses_gpu(device: str | None) -> bool:
+    """Return whether the learner and the rollout worker share a GPU."""
+    has_gpu = torch.cuda.is_available()
+    if device is None or device == "cpu":
+        return has_gpu and device is None
+    if not has_gpu or not device.startswith("cuda"):
+        devices = "None, 'cpu' or 'cuda'" if has_gpu else "None or 'cpu' (there is no GPU)"
+        raise ConfigError(f"device must be {devices}, got '{device}'")
+    return True

@@ -7,14 +7,10 @@ from pathlib import Path
 
 from ludus.proto.config import RewardModelRun, load_reward_model_config
 from ludus.proto.errors import ConfigError
-from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
+from ludus.proto.reward_models import RewardModelProgress
 from ludus.proto.runs import Resume
-from ludus.trainer.compat.gymformer.arguments import (
-    check_flag,
-    rename_setting_in_errors,
-    require_device,
-    require_path,
-)
+from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
+from ludus.trainer.compat.gymformer.arguments import require_device
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
 
@@ -50,7 +46,6 @@ def train_reward(
         batch_size: number of comparisons per step.
         learning_rate: highest learning rate, reached after `warmup_steps`; then it falls to 0.
         device: name of a torch device; None uses a GPU if there is one.
-        seed: seed of all randomness.
         dry_run: only check the model and the data, and return None.
         resume_checkpoint: the newest checkpoint of a stopped training with the same
             `reward_model_path`, or a folder that contains it; None starts a new training.
@@ -61,61 +56,55 @@ def train_reward(
     """
     config = load_reward_model_config(
         {
-            "model": require_path("model_name", model_name),
-            "data": require_path("datasets_path", datasets_path),
-            "output": require_path("reward_model_path", reward_model_path),
+            "model": check_value("model_name", PathText, model_name),
+            "data": check_value("datasets_path", PathText, datasets_path),
+            "output": check_value("reward_model_path", PathText, reward_model_path),
             "test_size": test_size,
             "batch_size": batch_size,
             "epochs": epochs,
             "warmup_steps": warmup_steps,
             "weight_decay": weight_decay,
             "learning_rate": learning_rate,
-            "device": require_device("device", device),
+            "device": require_device(device),
             "seed": seed,
             "freeze_backbone": freeze_backbone,
         }
     )
-    check_flag("dry_run", dry_run)
+    check_value("dry_run", bool, dry_run)
+    checkpoint = check_value("resume_checkpoint", PathText | None, resume_checkpoint)
     with rename_setting_in_errors(_ARGUMENTS):
         if not dry_run:
-            return _train(config, resume_checkpoint)
-        _check(config)
-        return None
-
-
-def _train(config: RewardModelRun, resume_checkpoint: str | Path | None) -> RewardModel:
-    resume = Resume.NEVER
-    if resume_checkpoint is not None:
-        resume = Resume.ALWAYS
-        path = Path(require_path("resume_checkpoint", resume_checkpoint)).absolute()
-        if path != config.output.absolute() and not path.is_relative_to(config.folder):
-            raise ConfigError(
-                f"resume_checkpoint = '{path}' is not a checkpoint of output = '{config.output}'; "
-                f"set it to '{config.folder}', or change output"
-            )
-    model, _ = train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)
-    return model
-
-
-def _check(config: RewardModelRun) -> None:
-    num_train, num_test = check_training(config, overwrite=True)
+            resume = _check_checkpoint(config, checkpoint)
+            return train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)[0]
+        num_train, num_test = check_training(config, overwrite=True)
     _print(f"{num_train} training comparisons, {num_test} held out; nothing was written")
+    return None
+
+
+def _check_checkpoint(config: RewardModelRun, checkpoint: str | None) -> Resume:
+    if checkpoint is None:
+        return Resume.NEVER
+    path = Path(checkpoint).absolute()
+    if path != config.output.absolute() and not path.is_relative_to(config.folder):
+        raise ConfigError(
+            f"resume_checkpoint = '{path}' is not a checkpoint of output = '{config.output}'; "
+            f"set it to '{config.folder}', or change output"
+        )
+    return Resume.ALWAYS
 
 
 def _report(progress: RewardModelProgress) -> None:
-    if progress.finished is not None:
-        _print(_format_epoch(progress.finished, progress.num_epochs))
-
-
-def _format_epoch(epoch: RewardModelEpoch, num_epochs: int) -> str:
-    text = f"epoch {epoch.epoch}/{num_epochs}: loss {epoch.train_loss:.4f}"
-    if epoch.test is None:
-        return text
-    test = epoch.test
-    return (
-        f"{text}; held out: loss {test.loss:.4f}, accuracy {test.accuracy:.4f}, MRR {test.mrr:.4f}"
-    )
+    epoch = progress.finished
+    if epoch is None:
+        return
+    text = f"epoch {epoch.epoch}/{progress.num_epochs}: loss {epoch.train_loss:.4f}"
+    if epoch.test is not None:
+        text += (
+            f"; held out: loss {epoch.test.loss:.4f}, accuracy {epoch.test.accuracy:.4f}, "
+            f"MRR {epoch.test.mrr:.4f}"
+        )
+    _print(text)
 
 
 def _print(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(f"{line}\n")

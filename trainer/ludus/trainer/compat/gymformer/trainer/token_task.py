@@ -42,12 +42,7 @@ class TokenTask:
 
     @classmethod
     def inspect(cls, env_name: str, model_path: str, max_timesteps: int, seed: int) -> TokenTask:
-        """Make a registered environment, inspect it and return its task.
-
-        Raises:
-            NotFoundError: the id is not registered in Gymnasium.
-            ConfigError: the environment is not token-level, or another process cannot make it.
-        """
+        """Make a registered environment, inspect it and return its task."""
         spec = _find_spec(env_name)
         arguments = {**spec.kwargs, **_model_arguments(spec, model_path)}
         environment = gymnasium.make(spec, disable_env_checker=True, **arguments)
@@ -110,11 +105,7 @@ def _model_arguments(spec: EnvSpec, model_path: str) -> dict[str, str]:
 
 
 def _entry_point(spec: EnvSpec) -> dict[str, str]:
-    """Return the options with which another process imports the environment.
-
-    Raises:
-        ConfigError: the class cannot be imported from a module.
-    """
+    """Return the options with which another process imports the environment."""
     entry = spec.entry_point
     if not isinstance(entry, str):
         entry = f"{getattr(entry, '__module__', '')}:{getattr(entry, '__qualname__', '')}"

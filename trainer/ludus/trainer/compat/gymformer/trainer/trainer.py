@@ -1,8 +1,12 @@
-"""`train_agent`, Gymformer's training function for networks and language models."""
+"""`train_agent`, Gymformer's training function for networks and language models.
+
+train_agent(...) --AgentRequest--+-- actor.train_as_agent(request)   a language model
+                                 +-- train_classic(request)          any other torch module
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,6 @@ from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     Callback,
     EpisodeReturns,
-    SelfTrainingActor,
 )
 
 __all__ = ["load_ppo_agent", "train_agent"]
@@ -72,13 +75,14 @@ def train_agent(
         require_folder("save_path", save_path),
         callback,
         log_interval,
-        require_device("device", device),
+        require_device(device),
         *(num_envs, seed),
         name=name,
         resume=resume,
         metrics={} if metrics is None else metrics,
     )
     make_network_ppo_config(ppo_config, num_envs)  # language models have the same limits
-    if isinstance(actor, SelfTrainingActor):
-        return actor.train_as_agent(request)
-    return train_classic(request)
+    train: Callable[[AgentRequest], EpisodeReturns] = getattr(
+        actor, "train_as_agent", train_classic
+    )
+    return train(request)

@@ -10,17 +10,21 @@ import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.proto.config import LanguageModelRun
+from ludus.proto.errors import ConfigError, RolloutFunctionError, UserError
+from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.rollout.completion_service import (
     CompletionService,
     Prompt,
     RolloutCall,
 )
+from ludus.trainer.compat.trl.rollout.contract import REQUIRED_KEYS
+from ludus.trainer.compat.trl.rollout.generate_port import HOST
 from ludus.trainer.core.types import Sampling
 
 _NO_TRAINER = (
@@ -42,83 +46,57 @@ _ALL_TOKENS = 0
 """Value of Sampling.top_k for vLLM's -1."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutArguments:
+class RolloutArguments(SimpleNamespace):
     """The fields of a GRPOConfig that rollout functions read, for a run without a GRPOConfig."""
-
-    num_generations: int
-    num_generations_eval: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float | None
-    repetition_penalty: float
-    max_completion_length: int
-    vllm_server_host: str
-    vllm_server_port: int | None
-    vllm_server_base_url: str | None
-    seed: int
-    chat_template_kwargs: None = None
-    generation_kwargs: None = None
-    use_vllm: bool = True
-    vllm_mode: str = "server"
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"args has no '{name}' in this run, only {sorted(self.__dataclass_fields__)}; a run of "
+            f"args has no '{name}' in this run, only {sorted(vars(self))}; a run of "
             "ludus.trainer.compat.trl.GRPOTrainer has all fields of its GRPOConfig"
         )
 
 
 def make_arguments(
-    limits: RolloutConfig, sampling: Sampling, num_generations: int, port: int | None, seed: int
-) -> RolloutArguments:
-    """Return the `args` of a run for one call.
+    script_args: GRPOConfig | None,
+    run: LanguageModelRun,
+    sampling: Sampling,
+    num_generations: int,
+    port: int | None,
+) -> Any:
+    """Return the `args` of one call, with its sampling settings.
 
     Args:
+        script_args: the script's `args`, which are copied; None for a run without a script.
         port: port of POST /generate/; None if it is not served.
     """
-    return RolloutArguments(
-        num_generations=num_generations,
-        num_generations_eval=num_generations,
-        **_sampling_fields(sampling),
-        max_completion_length=limits.max_completion_tokens,
-        **_server_fields(port),
-        seed=seed,
-    )
-
-
-def copy_arguments(
-    script_args: Any, sampling: Sampling, num_generations: int, port: int | None
-) -> Any:
-    """Return a copy of a script's `args` with the sampling settings of this call."""
-    args = copy.copy(script_args)
-    values = {
+    fields: dict[str, Any] = {
         "num_generations": num_generations,
-        **_sampling_fields(sampling),
-        **({} if port is None else _server_fields(port)),
-    }
-    for name, value in values.items():
-        object.__setattr__(args, name, value)
-    return args
-
-
-def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p or None,
         "repetition_penalty": sampling.repetition_penalty,
     }
-
-
-def _server_fields(port: int | None) -> dict[str, Any]:
-    return {
-        "vllm_server_host": "127.0.0.1",
-        "vllm_server_port": port,
-        "vllm_server_base_url": None if port is None else f"http://127.0.0.1:{port}",
-    }
+    if script_args is None or port is not None:
+        fields |= {
+            "vllm_server_host": HOST,
+            "vllm_server_port": port,
+            "vllm_server_base_url": None if port is None else f"http://{HOST}:{port}",
+        }
+    if script_args is None:
+        return RolloutArguments(
+            num_generations_eval=num_generations,
+            max_completion_length=sampling.max_tokens,
+            seed=run.seed,
+            chat_template_kwargs=None,
+            generation_kwargs=None,
+            use_vllm=True,
+            vllm_mode="server",
+            **fields,
+        )
+    args = copy.copy(script_args)
+    vars(args).update(fields)
+    return args
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,36 +109,27 @@ class RolloutTrainerState:
     """True if the episodes are not trained on."""
 
 
+@dataclass(eq=False)
 class RolloutTrainer:
-    """The `trainer` of a rollout function with the signature (prompts, trainer)."""
+    """The `trainer` of a rollout function with the signature (prompts, trainer).
 
-    def __init__(
-        self,
-        args: Any,
-        processing_class: PreTrainedTokenizerBase,
-        state: RolloutTrainerState,
-        rows: Sequence[Mapping[str, Any]],
-        sampling: Sampling,
-        completions: CompletionService,
-        call: RolloutCall,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        """Create the trainer, which must be used in another thread than the one of `loop`.
+    It must be used in another thread than the one of the event loop.
+    """
 
-        Args:
-            rows: [prompts] the other columns of each prompt's row.
-            loop: the event loop on which `completions` runs.
-        """
-        self.args = args
-        self.processing_class = processing_class
-        self.state = state
-        self.rows = rows
-        self.num_generations = self.num_generations_eval = args.num_generations
-        self.max_completion_length = args.max_completion_length
-        self._sampling = sampling
-        self._completions = completions
-        self._call = call
-        self._loop = loop
+    args: Any
+    processing_class: PreTrainedTokenizerBase
+    state: RolloutTrainerState
+    rows: Sequence[Mapping[str, Any]]
+    """[prompts] other columns of each prompt's row."""
+    _sampling: Sampling
+    _completions: CompletionService
+    _call: RolloutCall
+    _loop: asyncio.AbstractEventLoop
+    """Event loop on which the completions are sampled."""
+
+    def __post_init__(self) -> None:
+        self.num_generations = self.num_generations_eval = self.args.num_generations
+        self.max_completion_length = self.args.max_completion_length
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer.{name} is not available: {_NO_TRAINER}")
@@ -201,6 +170,40 @@ class RolloutTrainer:
             }
             for prompt_ids, completion in zip(ids, completions, strict=True)
         ]
+
+
+def generate_rollout_completions(
+    trainer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """Return [prompts] `{prompt_ids, completion_ids, logprobs, text}`, one for each prompt.
+
+    Args:
+        trainer: the trainer that the rollout function received.
+        prompts: text, messages, or token ids, which the completion continues.
+        generation_overrides: settings for this request: temperature, top_p, top_k, min_p,
+            repetition_penalty, max_tokens. Tokens that are trained on need the run's settings.
+        as_chat: apply the chat template; None applies it to messages only.
+
+    Raises:
+        UserError: the function is called outside of a rollout function.
+        RolloutFunctionError: a prompt or an override is invalid.
+    """
+    if not isinstance(trainer, RolloutTrainer):
+        raise UserError(
+            "generate_rollout_completions needs the trainer that the rollout function receives, "
+            f"but got {type(trainer).__name__}; call it in rollout_func(prompts, trainer)"
+        )
+    return trainer.generate_rollout_completions(prompts, generation_overrides, as_chat)
+
+
+def sample_completions(prompts: Sequence[Prompt], trainer: Any) -> dict[str, Any]:
+    """Sample one completion for each prompt: plain text, or messages with the chat template."""
+    outputs = generate_rollout_completions(trainer, prompts)
+    return {key: [output[key] for output in outputs] for key in REQUIRED_KEYS}
 
 
 def override_sampling(sampling: Sampling, overrides: Mapping[str, Any]) -> Sampling:

@@ -17,19 +17,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from numbers import Integral, Real
 from typing import Any
 
 from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.compat.trl.rollout.completion_service import RolloutCall
+from ludus.trainer.core.types import Sampling, ScoringRequest
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
 
 REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK_KEY = "env_mask"
 _MAX_LOGPROB = 1e-6
 """Largest log-prob: 0, plus a rounding error."""
+MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest accepted difference from the engine's log-prob, by the engine's type."""
 
 
 class RolloutSignature(Enum):
@@ -46,11 +51,7 @@ class RolloutSignature(Enum):
 
 
 def find_signature(function: Callable[..., Any], path: str) -> RolloutSignature:
-    """Return the signature of the rollout function that the configuration names `path`.
-
-    Raises:
-        ConfigError: the function has none of the three signatures.
-    """
+    """Return the signature of the rollout function that the configuration names `path`."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"environment.rollout = 'trl:{path}' must be a plain function, which runs in a thread, "
@@ -88,6 +89,8 @@ class RolloutRow:
     """[T] False for tokens of the environment."""
     fields: Mapping[str, Any]
     """Values of all other keys."""
+    policy_version: int = 0
+    """Oldest version of the weights that sampled any of the tokens."""
 
     @property
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
@@ -191,10 +194,8 @@ def _row(
     rules: RowRules,
 ) -> RolloutRow:
     """Check and return row `number`; `token_values` are its values of the required keys."""
-    prompt_ids, completion_ids = (
-        _token_ids(key, token_values[key], number, rules)
-        for key in ("prompt_ids", "completion_ids")
-    )
+    prompt_ids = _token_ids("prompt_ids", token_values, number, rules)
+    completion_ids = _token_ids("completion_ids", token_values, number, rules)
     logprobs = _logprobs(token_values["logprobs"], number, rules)
     num_tokens = len(completion_ids)
     if len(logprobs) != num_tokens:
@@ -213,10 +214,12 @@ def _row(
     return RolloutRow(prompt_ids, completion_ids, logprobs, is_sampled, fields)
 
 
-def _token_ids(key: str, value: Any, number: int, rules: RowRules) -> list[int]:
-    listed = _to_list(value)
+def _token_ids(
+    key: str, token_values: Mapping[str, Any], number: int, rules: RowRules
+) -> list[int]:
+    listed = _to_list(token_values[key])
     if not listed:
-        raise rules.row_error(number, f"expected a list of '{key}', got {value!r:.60}")
+        raise rules.row_error(number, f"expected a list of '{key}', got {token_values[key]!r:.60}")
     for position, token_id in enumerate(listed):
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id < rules.vocab_size:
@@ -270,3 +273,76 @@ def _to_list(value: Any) -> Sequence[Any] | None:
         return value
     values = value.tolist() if hasattr(value, "tolist") else None
     return values if isinstance(values, list) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """The comparison of a call's rows with the engine."""
+
+    engine: AsyncEngine
+    call: RolloutCall
+    sampling: Sampling | None
+    """Settings with which every trained token must be sampled; None in an evaluation."""
+    max_logprob_error: float
+    rules: RowRules
+
+    async def run(self, index: int, row: RolloutRow) -> RolloutRow:
+        """Return the row with its policy version if its log-probs are those of the engine.
+
+        Raises:
+            RolloutFunctionError: the log-probs or the sampling settings differ.
+        """
+        version = self.engine.version
+        for start, end in row.sampled_spans:
+            prompt_ids = [*row.prompt_ids, *row.completion_ids[:start]]
+            token_ids, logprobs = row.completion_ids[start:end], row.logprobs[start:end]
+            entry = self.call.find(prompt_ids, token_ids)
+            if entry is not None:
+                version = min(version, entry.completion.policy_version)
+                expected = entry.completion.logprobs[: len(token_ids)]
+                self._compare_sampling(entry.sampling, index)
+            elif self.sampling is None:
+                continue
+            else:
+                expected = await self._score(prompt_ids, token_ids, self.sampling, index)
+            self._compare_logprobs(logprobs, expected, start, index)
+        return replace(row, policy_version=version)
+
+    async def _score(
+        self, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, index: int
+    ) -> list[float]:
+        """Return the engine's log-probs of tokens that it did not sample in this call."""
+        if sampling.temperature != 1 or not sampling.is_plain:
+            raise self.rules.row_error(
+                index,
+                f"the {len(token_ids)} tokens after the first {len(prompt_ids)} were not sampled "
+                "in this call. Their log-probs can only be checked at temperature 1 without cuts "
+                "or penalties; return the engine's completions after the tokens that were sent",
+            )
+        return (await self.engine.score([ScoringRequest(prompt_ids, token_ids)]))[0]
+
+    def _compare_logprobs(
+        self, logprobs: Sequence[float], expected: Sequence[float], start: int, index: int
+    ) -> None:
+        for number, (logprob, engine_logprob) in enumerate(zip(logprobs, expected, strict=True)):
+            if abs(logprob - engine_logprob) > self.max_logprob_error:
+                raise self.rules.row_error(
+                    index,
+                    f"the log-prob of completion token {start + number} is {logprob:.4f}, but the "
+                    f"engine's log-prob after the same tokens is {engine_logprob:.4f}; return the "
+                    "engine's log-probs and, in prompt_ids and completion_ids, the tokens that it "
+                    "saw, with env_mask 0 for tokens that it did not sample",
+                )
+
+    def _compare_sampling(self, sampling: Sampling, index: int) -> None:
+        """Refuse tokens from another distribution than the one that the learner compares with."""
+        if self.sampling is None:
+            return
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            value, run_value = getattr(sampling, name), getattr(self.sampling, name)
+            if value != run_value:
+                raise self.rules.row_error(
+                    index,
+                    f"was sampled with {name} = {value:g}, but the run trains with {name} = "
+                    f"{run_value:g}; use args.{name}, or change the configuration",
+                )

@@ -67,17 +67,6 @@ class GenerateRequest(BaseModel):
         )
 
 
-class GenerateResponse(BaseModel):
-    """The body of a response."""
-
-    prompt_ids: list[list[int]]
-    """[prompts]"""
-    completion_ids: list[list[int]]
-    """[prompts * n]"""
-    logprobs: list[list[float]]
-    """[prompts * n] log-prob of each token under the distribution that it was drawn from."""
-
-
 class GeneratePort:
     """The server of one runner, created and used on one event loop."""
 
@@ -122,12 +111,13 @@ class GeneratePort:
             completions = await self._completions.complete(prompts, generate.n, generate.sampling)
         except LudusError as error:
             return JSONResponse({"detail": str(error)}, 422)
-        response = GenerateResponse(
-            prompt_ids=prompts,
-            completion_ids=[each.token_ids for each in completions],
-            logprobs=[each.logprobs for each in completions],
+        return JSONResponse(
+            {
+                "prompt_ids": prompts,
+                "completion_ids": [completion.token_ids for completion in completions],
+                "logprobs": [completion.logprobs for completion in completions],
+            }
         )
-        return Response(response.model_dump_json(), media_type="application/json")
 
 
 async def _read_body(request: Request) -> bytes | None:

@@ -26,19 +26,19 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.compat.trl.rollout.arguments import (
     RolloutTrainer,
     RolloutTrainerState,
-    copy_arguments,
     make_arguments,
 )
 from ludus.trainer.compat.trl.rollout.completion_service import CompletionService, RolloutCall
 from ludus.trainer.compat.trl.rollout.contract import (
+    MAX_LOGPROB_ERROR,
     RolloutRow,
     RolloutSignature,
+    RowCheck,
     RowRules,
     find_signature,
     read_rows,
 )
 from ludus.trainer.compat.trl.rollout.generate_port import GeneratePort
-from ludus.trainer.compat.trl.rollout.row_check import MAX_LOGPROB_ERROR, CheckedRow, RowCheck
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import (
     Rollout,
@@ -103,9 +103,6 @@ class BatchFunctionRunner:
 
         Args:
             port: port of POST /generate/; None if it is not served.
-
-        Raises:
-            ConfigError: the function cannot be imported, or its signature is unknown.
         """
         assert parts.config.rollout_function is not None
         path = parts.config.rollout_function
@@ -149,30 +146,26 @@ class BatchFunctionRunner:
         """Play the episodes of all groups; all of them fail if the function fails."""
         groups = [list(group) for _, group in groupby(starts, key=lambda start: start.group)]
         prompts = await asyncio.gather(*(self._open_prompt(group[0].seed) for group in groups))
-        pairs = [
+        opened = [
             (prompt, group)
             for prompt, group in zip(prompts, groups, strict=True)
             if isinstance(prompt, RolloutPrompt)
         ]
-        rows: Iterator[CheckedRow] = iter(())
-        failure: Exception | None = None
-        if pairs:
-            try:
-                rows = iter(await self._play_prompts(pairs, sampling, is_evaluation=is_evaluation))
-            except UserError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the run's custom code
-                failure = error
-        episodes = []
-        for prompt, group in zip(prompts, groups, strict=True):
-            for start in group:
-                if isinstance(prompt, Exception):
-                    episodes.append(self._void_episode(start.seed, prompt))
-                elif failure is not None:
-                    episodes.append(self._void_episode(start.seed, failure))
-                else:
-                    episodes.append(self._make_episode(start.seed, prompt, next(rows)))
-        return episodes
+        rows: Iterator[RolloutRow] = iter(())
+        try:
+            if opened:
+                rows = iter(await self._play_prompts(opened, sampling, is_evaluation=is_evaluation))
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the run's custom code
+            prompts = [error if isinstance(each, RolloutPrompt) else each for each in prompts]
+        return [
+            self._make_episode(start.seed, prompt, next(rows))
+            if isinstance(prompt, RolloutPrompt)
+            else self._void_episode(start.seed, prompt)
+            for prompt, group in zip(prompts, groups, strict=True)
+            for start in group
+        ]
 
     async def _open_prompt(self, seed: int) -> RolloutPrompt | Exception:
         """Return the prompt of a seed, or the error that the environment raised."""
@@ -200,7 +193,7 @@ class BatchFunctionRunner:
         sampling: Sampling,
         *,
         is_evaluation: bool,
-    ) -> list[CheckedRow]:
+    ) -> list[RolloutRow]:
         """Call the function and return its checked rows, prompt by prompt.
 
         Raises:
@@ -252,12 +245,7 @@ class BatchFunctionRunner:
         is_evaluation: bool,
     ) -> Callable[[], Any]:
         """Bind the function to the arguments of its signature."""
-        if self._script_args is None:
-            args = make_arguments(
-                self._limits, sampling, num_generations, self._port, self._run.seed
-            )
-        else:
-            args = copy_arguments(self._script_args, sampling, num_generations, self._port)
+        args = make_arguments(self._script_args, self._run, sampling, num_generations, self._port)
         tokenizer = self._chat.tokenizer
         if self._signature.repeats_prompts:
             repeated = [prompt for prompt in prompts for _ in range(num_generations)]
@@ -280,8 +268,7 @@ class BatchFunctionRunner:
         ]
         return partial(self._function, texts, args=args, processing_class=tokenizer, **images)
 
-    def _make_episode(self, seed: int, prompt: RolloutPrompt, checked: CheckedRow) -> PlayedEpisode:
-        row = checked.row
+    def _make_episode(self, seed: int, prompt: RolloutPrompt, row: RolloutRow) -> PlayedEpisode:
         text = self._chat.decode(row.completion_ids)
         is_finished = row.completion_ids[-1] == self._chat.end_token_id
         rollout = Rollout(
@@ -292,7 +279,7 @@ class BatchFunctionRunner:
             episode_return=None,
             terms=(),
             status=RolloutStatus.TERMINATED if is_finished else RolloutStatus.TRUNCATED,
-            policy_version=checked.policy_version,
+            policy_version=row.policy_version,
             num_tool_calls=_read_count(row.fields, "num_tool_calls"),
             num_tool_calls_failed=_read_count(row.fields, "num_tool_calls_failed"),
         )

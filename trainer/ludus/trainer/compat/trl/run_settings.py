@@ -20,28 +20,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludus.proto.config.section import RUN_NAME_PATTERN
+import torch
+
+from ludus.proto.config import RolloutConfig
+from ludus.proto.config.section import MAX_VLLM_TEMPERATURE, RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.trl.settings.config import GRPOConfig
-from ludus.trainer.compat.trl.settings.sampling import check_sampling, correction, has_gpu, num_gpus
+from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.rollout.engines.vllm_process import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
-_STRATEGIES = {
-    "logging_steps": "logging_strategy",
-    "save_steps": "save_strategy",
-    "eval_steps": "eval_strategy",
-}
 _KEEP_ALL = 1_000_000
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
 _AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
-_SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +75,7 @@ class Batches:
 
 
 def make_batches(args: GRPOConfig, num_prompts: int) -> Batches:
-    """Return the batches of a training on `num_prompts` prompts.
-
-    Raises:
-        ConfigError: the sizes are incompatible, or there are too few prompts for a batch.
-    """
+    """Return the batches of a training on `num_prompts` prompts."""
     group = args.num_generations
     step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = max(_generation_rows(args), step_rows)
@@ -120,19 +106,19 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
 
     Args:
         max_tokens: the maximum number of tokens of prompt and completion together.
-
-    Raises:
-        ConfigError: a field has a value that is not supported.
     """
     folder = run_folder(args)
     _check_intervals(args)
-    check_sampling(args, max_tokens)
+    _check_lengths(args, max_tokens)
+    _check_engine(args)
+    rollout = _rollout(args, batches, max_tokens)
+    _check_distribution(args, RolloutConfig(**rollout))
     return {
         "name": folder.name,
         "output_dir": str(folder.parent),
         "seed": args.seed,
         "generator": _generator(args),
-        "rollout": _rollout(args, batches, max_tokens),
+        "rollout": rollout,
         "algorithm": _algorithm(args),
         "learner": _learner(args, batches),
         "training": _training(args, batches),
@@ -141,11 +127,7 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
 
 
 def run_folder(args: GRPOConfig) -> Path:
-    """Return the run folder that `output_dir` names.
-
-    Raises:
-        ConfigError: the last part of the path is not a valid name of a run.
-    """
+    """Return the run folder that `output_dir` names."""
     folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
     if not re.fullmatch(RUN_NAME_PATTERN, folder.name):
         raise ConfigError(
@@ -157,12 +139,8 @@ def run_folder(args: GRPOConfig) -> Path:
 
 
 def server_port(args: GRPOConfig) -> int | None:
-    """Return the port of POST /generate/; None if TRL would not use a server.
-
-    Raises:
-        ConfigError: the server is on another machine.
-    """
-    if not args.use_vllm or _read_choice(args, "vllm_mode", ("server", "colocate")) == "colocate":
+    """Return the port of POST /generate/; None if TRL would not use a server."""
+    if not args.use_vllm or args.vllm_mode == "colocate":
         return None
     host, port = args.vllm_server_host, args.vllm_server_port
     if args.vllm_server_base_url is not None:
@@ -218,15 +196,11 @@ def _generator(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
-    if args.max_completion_length is None:
-        raise ConfigError(
-            "GRPOConfig.max_completion_length must be a number of tokens, but it is None; set it"
-        )
     return {
         "group_size": args.num_generations,
         "group_seed": "shared",
         "num_groups_in_flight": batches.num_groups,
-        "num_gpus_per_worker": num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
+        "num_gpus_per_worker": _num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": max(args.top_k or 0, 0),
@@ -239,19 +213,16 @@ def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, A
 
 
 def _algorithm(args: GRPOConfig) -> dict[str, Any]:
-    scale = _SCALES.get(args.scale_rewards)
-    if scale is None:
-        raise _choice_error(args, "scale_rewards", _SCALES)
     loss, aggregation = _loss(args)
     return {
         "kind": "grpo",
         "baseline": "mean",
-        "scale": scale,
+        "scale": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
         "credit": "episode",
         "zero_variance_groups": "keep",
         "loss": loss,
         "aggregation": aggregation,
-        "correction": correction(args),
+        "correction": _correction(args),
         "geometric_mask": None,
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
@@ -265,7 +236,7 @@ def _algorithm(args: GRPOConfig) -> dict[str, Any]:
 def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
     """Return the loss and its aggregation."""
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    level = _read_choice(args, "importance_sampling_level", ("token", "sequence"))
+    level = args.importance_sampling_level
     if args.loss_type == "cispo":
         if level == "sequence" or args.delta is not None:
             raise ConfigError(
@@ -274,9 +245,7 @@ def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
                 "loss_type"
             )
         return {"kind": "cispo", "clip_low": 1.0, "clip_high": max(high - 1, 1e-9)}, "token_mean"
-    aggregation = _AGGREGATIONS.get(args.loss_type)
-    if aggregation is None:
-        raise _choice_error(args, "loss_type", [*_AGGREGATIONS, "cispo"])
+    aggregation = _AGGREGATIONS[args.loss_type]
     clips = {"clip_low": args.epsilon, "clip_high": high}
     if level == "token":
         return {"kind": "clip", **clips, "dual_clip": args.delta}, aggregation
@@ -290,27 +259,19 @@ def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
 
 
 def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
-    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    if schedule not in _SCHEDULES:
-        raise _choice_error(args, "lr_scheduler_type", _SCHEDULES)
-    warmup = args.warmup_steps if schedule != "constant" else 0
+    warmup = args.warmup_steps if args.lr_scheduler_type != "constant" else 0
     if 0 < warmup < 1:
         warmup = math.ceil(warmup * batches.num_optimizer_steps)
-    if args.max_grad_norm is None:
-        raise ConfigError(
-            "GRPOConfig.max_grad_norm must be a number above 0, but it is None; set a large one to "
-            "disable clipping"
-        )
     if args.learning_rate * args.weight_decay >= 1:
         raise ConfigError(
             f"GRPOConfig.weight_decay = {args.weight_decay:g} times learning_rate = "
             f"{args.learning_rate:g} is the share by which each step reduces every weight, and "
             "must be below 1; lower weight_decay, which is usually 0 to 0.1"
         )
-    is_reduced = args.bf16 if args.bf16 is not None else has_gpu(args)
+    is_reduced = args.bf16 if args.bf16 is not None else _has_gpu(args)
     return {
         "learning_rate": args.learning_rate,
-        "schedule": _SCHEDULES[schedule],
+        "schedule": args.lr_scheduler_type.removesuffix("_with_warmup"),
         "learning_rate_final": 0.0,
         "warmup_steps": int(warmup),
         "weight_decay": args.weight_decay,
@@ -319,15 +280,14 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
         "num_minibatches": batches.num_minibatches,
         "update_epochs": batches.num_passes,
-        "num_gpus_per_rank": num_gpus(args),
+        "num_gpus_per_rank": _num_gpus(args),
         "dtype": "bfloat16" if is_reduced else "float32",
-        "activation_checkpointing": bool(args.gradient_checkpointing),
-        "compile": bool(args.torch_compile),
+        "activation_checkpointing": args.gradient_checkpointing,
+        "compile": args.torch_compile,
     }
 
 
 def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
-    strategy = _read_choice(args, "save_strategy", ("no", "steps", "epoch"))
     every = {
         # An additional checkpoint is written at the end.
         "no": batches.num_steps + 1,
@@ -338,19 +298,19 @@ def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "num_steps": batches.num_steps,
         "groups_per_step": batches.num_groups,
         "max_staleness": 0,
-        "checkpoint_every_steps": every[strategy],
+        "checkpoint_every_steps": every[args.save_strategy],
         # As in TRL, a limit of 0 or less means no limit.
         "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL,
     }
 
 
 def _check_intervals(args: GRPOConfig) -> None:
-    for name, strategy in _STRATEGIES.items():
-        steps = getattr(args, name)
-        if steps is not None and steps <= 0 and getattr(args, strategy) == "steps":
+    for name in ("logging", "save", "eval"):
+        steps = getattr(args, f"{name}_steps")
+        if steps is not None and steps <= 0 and getattr(args, f"{name}_strategy") == "steps":
             raise ConfigError(
-                f"GRPOConfig.{name} = {steps} must be above 0 if {strategy} = 'steps'; raise it, "
-                f"or set {strategy} = 'no'"
+                f"GRPOConfig.{name}_steps = {steps:g} must be above 0 if {name}_strategy = "
+                f"'steps'; raise it, or set {name}_strategy = 'no'"
             )
 
 
@@ -372,16 +332,75 @@ def _metrics(args: GRPOConfig) -> dict[str, Any]:
     return settings
 
 
-def _read_choice(args: GRPOConfig, name: str, choices: tuple[str, ...]) -> str:
-    value = getattr(args, name)
-    value = str(getattr(value, "value", value))
-    if value not in choices:
-        raise _choice_error(args, name, choices)
-    return value
+def _check_lengths(args: GRPOConfig, max_tokens: int) -> None:
+    if args.max_completion_length >= max_tokens:
+        raise ConfigError(
+            f"GRPOConfig.max_completion_length = {args.max_completion_length} leaves no room for a "
+            f"prompt in the {max_tokens} tokens of prompt and completion together; lower it"
+            + (", or raise vllm_max_model_length" if args.vllm_max_model_length else "")
+        )
 
 
-def _choice_error(args: GRPOConfig, name: str, choices: Any) -> ConfigError:
-    return ConfigError(
-        f"GRPOConfig.{name} = {getattr(args, name)!r} is not supported, expected one of "
-        f"{list(choices)}"
+def _check_engine(args: GRPOConfig) -> None:
+    if not args.use_vllm or not has_vllm():
+        return
+    if args.temperature > MAX_VLLM_TEMPERATURE:
+        raise ConfigError(
+            f"GRPOConfig.temperature = {args.temperature:g}, but vLLM samples at "
+            f"{MAX_VLLM_TEMPERATURE:g} at most; lower it, or set use_vllm = False"
+        )
+    size, num_devices = args.vllm_tensor_parallel_size, torch.cuda.device_count()
+    if size > 1 and (not _has_gpu(args) or num_devices <= size):
+        raise ConfigError(
+            f"GRPOConfig.vllm_tensor_parallel_size = {size} needs at least {size + 1} GPUs, one of "
+            f"them for the learner, but there are {0 if args.use_cpu else num_devices}; remove it"
+        )
+
+
+def _check_distribution(args: GRPOConfig, rollout: RolloutConfig) -> None:
+    """Refuse a correction with log-probs of a distribution that the learner does not compute."""
+    changed_fields = rollout.changed_distribution
+    if changed_fields is None or _correction(args)["kind"] == "off":
+        return
+    name, value, effect = changed_fields
+    raise ConfigError(
+        f"GRPOConfig.{name} = {value} samples from a {effect} distribution, whose log-probs cannot "
+        "be compared with the learner's, but vllm_importance_sampling_correction does; set "
+        f"vllm_importance_sampling_correction = False, or remove {name}"
     )
+
+
+def _correction(args: GRPOConfig) -> dict[str, Any]:
+    """Return `algorithm.correction`, the correction of differences between sampler and learner."""
+    if not args.use_vllm or not args.vllm_importance_sampling_correction:
+        return {"kind": "off"}
+    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    cap = args.vllm_importance_sampling_cap or cap
+    mode = args.vllm_importance_sampling_mode
+    kinds = {
+        "token_truncate": "token_tis",
+        "sequence_truncate": "sequence_tis",
+        "sequence_mask": "sequence_mask",
+    }
+    if mode == "token_mask" and low is not None and cap is not None and cap > 1:
+        return {"kind": "icepop", "low": low, "high": cap}
+    if mode not in kinds or low is not None or cap is None:
+        raise ConfigError(
+            f"GRPOConfig.vllm_importance_sampling_mode = {mode!r} with "
+            f"vllm_importance_sampling_clip_min = {low} and clip_max = {cap} is not supported; set "
+            "'token_mask' with both and clip_max above 1, or one of "
+            f"{sorted(kinds)} with clip_max only"
+        )
+    return {"kind": kinds[mode], "cap": cap}
+
+
+def _has_gpu(args: GRPOConfig) -> bool:
+    """Return whether the run uses GPUs."""
+    return not args.use_cpu and torch.cuda.is_available()
+
+
+def _num_gpus(args: GRPOConfig) -> float:
+    """Return the number of GPUs for the learner, which is also that for a rollout worker."""
+    if not _has_gpu(args):
+        return 0.0
+    return 1.0 if torch.cuda.device_count() > 1 else 0.5

@@ -1,15 +1,23 @@
-"""The tutorial's loss on logits, for `RLTrainer(loss=...)`, and its log-probs.
+"""The tutorial's advantages, its loss on logits for `RLTrainer(loss=...)`, and its log-probs.
 
 Shapes: B = samples, S = request and response, R = response, V = vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ludus.proto.errors import ConfigError
+from ludus.trainer.algorithms.advantages import group_advantages
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.algorithms.losses import kl
+from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -43,3 +51,31 @@ def simple_grpo_loss(
     per_token = beta * kl(logprobs, ref_logprobs, "k3") - gain
     per_sample = torch.where(padding_mask, per_token, 0.0).sum(1) / padding_mask.sum(1).clamp(min=1)
     return per_sample.mean()
+
+
+@dataclass
+class ComputeAdvantages(ForgeActor):
+    """Computes A_i = (r_i - mean) / (std + 1e-4), std with n - 1; 0 if all rewards are equal.
+
+    A custom class with a `compute` method can replace it in a run; see
+    `setup_forge_training(compute_advantages=...)`.
+    """
+
+    @endpoint
+    def compute(self, group: Sequence[Any]) -> list[float]:
+        """Return an advantage for each episode of the group, from its `reward`."""
+        rewards: list[Any] = [getattr(episode, "reward", None) for episode in group]
+        if not rewards or not all(map(_is_finite, rewards)):
+            raise ConfigError(
+                f"each episode of a group must have a finite reward, got {rewards!r:.100}"
+            )
+        values = torch.tensor([[float(reward) for reward in rewards]], dtype=torch.float64)
+        advantages: list[float] = group_advantages(values, "mean", "group")[0].tolist()
+        return advantages
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return math.isfinite(reward)
+    except TypeError:
+        return False

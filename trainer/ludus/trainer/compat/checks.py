@@ -1,0 +1,132 @@
+"""Checks and calls that the three layers share. Errors use the names of the user's script."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from ludus.proto.errors import ConfigError, NotFoundError
+
+ResultT = TypeVar("ResultT")
+
+PathText = Annotated[str, Field(description="a path")]
+Text = Annotated[str, Field(description="a text")]
+AtLeastTwo = Annotated[int, Field(ge=2)]
+Share = Annotated[float, Field(gt=0, le=1)]
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+
+
+def check_value(
+    name: str, kind: Any, value: Any, *, strict: bool = True, alternative: str = ""
+) -> Any:
+    """Return the value as a `kind`, a type with pydantic's limits; NumPy numbers are accepted.
+
+    Args:
+        name: name of the value in errors.
+        strict: whether a text that contains a number is refused where a number is needed.
+        alternative: description of a further valid value, for the error.
+
+    Raises:
+        ConfigError: the value has another type or is out of range.
+    """
+    plain_value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain_value, os.PathLike):
+        plain_value = os.fspath(plain_value)
+    is_strict = strict or kind is bool or isinstance(plain_value, bool)
+    try:
+        return _adapter(kind).validate_python(plain_value, strict=is_strict or None)
+    except ValidationError:
+        raise ConfigError(
+            f"{name} = {value!r:.80} must be {_describe(kind)}{alternative}"
+        ) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+
+
+def _describe(kind: Any) -> str:
+    """Describe the values of a type: "a number above 0, at most 1"."""
+    if kind in (bool, NoneType):
+        return "True or False" if kind is bool else "None"
+    if get_origin(kind) in (Union, UnionType):
+        return ", or ".join(map(_describe, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    base, *notes = get_args(kind) or (kind,)
+    fields = [note for note in notes if isinstance(note, FieldInfo)]
+    description = next((field.description for field in fields if field.description), None)
+    number = "a whole number" if base is int else "a number"
+    bounds = (_describe_bound(bound) for field in fields for bound in field.metadata)
+    return description or number + "".join(bounds)
+
+
+def _describe_bound(bound: Any) -> str:
+    match bound:
+        case Gt(gt=limit):
+            return f" above {limit}"
+        case Ge(ge=limit):
+            return f" of {limit} or more"
+        case Lt(lt=limit):
+            return f", below {limit}"
+        case Le(le=limit):
+            return f", at most {limit}"
+    raise NotImplementedError(f"no description for {bound!r}")
+
+
+def check_function(
+    name: str, function: Any, parameters: tuple[str, ...], *, by_name: bool = False
+) -> None:
+    """Check that a function accepts these arguments; its first call may be hours later."""
+    expected = f"{name} must be a function of ({', '.join(parameters)})"
+    if not callable(function):
+        raise ConfigError(f"{expected}, got {function!r:.80}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some builtins have no signature
+    try:
+        if by_name:
+            signature.bind(**dict.fromkeys(parameters))
+        else:
+            signature.bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"{expected}, got a function of {signature}: {error}; change its parameters"
+        ) from None
+
+
+@contextmanager
+def rename_setting_in_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the setting at the start of the block's errors to the name of an argument."""
+    try:
+        yield
+    except (ConfigError, NotFoundError) as error:
+        setting, equals, rest = str(error).partition(" = ")
+        if setting not in names:
+            raise
+        raise type(error)(f"{names[setting]}{equals}{rest}") from error
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run the coroutine and return its result, even inside a running event loop (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    run: Callable[[Coroutine[Any, Any, ResultT]], ResultT] = asyncio.run
+    return ThreadPoolExecutor(1, "training").submit(run, coroutine).result()

@@ -1,1 +1,0 @@
-"""GRPOConfig, and the run configuration that follows from it."""
