@@ -62,7 +62,7 @@ _MAX_LINGER_S = 600.0
 """Maximum linger time that a client may request, in seconds."""
 FIND_TIMEOUT_S = 5.0
 """Maximum time that a call waits for a server that only other gateways have reached."""
-_MAX_CACHED_IDS = 16_384
+_MAX_CACHED_IDS = 8_192
 """Maximum number of session ids of an environment that are verified only once."""
 _CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
 _CONNECTION_ENDED = SessionTombstone(
