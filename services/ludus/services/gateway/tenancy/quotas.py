@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from ludus.proto.errors import InvalidCallError, RateLimitError
 from ludus.services.gateway.tenancy.tenants import Tenant
@@ -67,11 +66,21 @@ class Quotas:
             RateLimitError: the quota has too few sessions left, or the rate is too high.
             InvalidCallError: more at once than the tenant may ever have.
         """
-        limits = tenant.limits
-        usage = self._usage[tenant.name]
+        limits, usage = tenant.limits, self._usage[tenant.name]
         max_sessions = limits.max_sessions
+        if max_sessions is not None and num_sessions > max_sessions:
+            raise InvalidCallError(
+                f"tenant {tenant.name!r} requested {num_sessions} sessions together and may have at"
+                f" most {max_sessions}; open fewer, or raise max_sessions in the gateway's tenants"
+                " file"
+            )
         if max_sessions is not None and usage.num_sessions + num_sessions > max_sessions:
-            _refuse_sessions(tenant, num_sessions, usage.num_sessions, max_sessions)
+            raise RateLimitError(
+                f"tenant {tenant.name!r} requested {num_sessions} more sessions, has"
+                f" {usage.num_sessions} and may have at most {max_sessions}; close some, or raise"
+                " max_sessions in the gateway's tenants file",
+                retry_after_s=_SESSIONS_RETRY_S,
+            )
         if limits.opens_per_s is not None:
             self._take_tokens(tenant, "opens", num_sessions, limits.opens_per_s)
         usage.num_sessions += num_sessions
@@ -103,19 +112,3 @@ class Quotas:
                 " gateway's tenants file",
                 retry_after_s=wait_s,
             )
-
-
-def _refuse_sessions(
-    tenant: Tenant, num_requested: int, num_open: int, max_sessions: int
-) -> NoReturn:
-    if num_requested > max_sessions:
-        raise InvalidCallError(
-            f"tenant {tenant.name!r} requested {num_requested} sessions together and may have at"
-            f" most {max_sessions}; open fewer, or raise max_sessions in the gateway's tenants file"
-        )
-    raise RateLimitError(
-        f"tenant {tenant.name!r} requested {num_requested} more sessions, has {num_open} and may"
-        f" have at most {max_sessions}; close some, or raise max_sessions in the gateway's tenants"
-        " file",
-        retry_after_s=_SESSIONS_RETRY_S,
-    )

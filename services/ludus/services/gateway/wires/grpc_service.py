@@ -87,8 +87,8 @@ class _ClientStream:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._backlog = Backlog()
-        self._num_relayed = 0
-        self._all_relayed = asyncio.Event()
+        self._relayed: set[asyncio.Future[pb.Reply]] = set()
+        """Calls on the streams of servers."""
 
     async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         """Serve the stream until it ends."""
@@ -99,21 +99,13 @@ class _ClientStream:
                     await self._backlog.wait_for_room()
                     await self._replies.wait_for_room()
                     self._start_call(call)
-            await self._wait_until_idle()
+            while running := self._tasks | self._relayed:
+                await asyncio.wait(running)
             await self._replies.flush()
         finally:
             writing.cancel()
             for task in self._tasks:
                 task.cancel()
-
-    async def _wait_until_idle(self) -> None:
-        """Wait until every call has completed."""
-        while self._num_relayed or self._tasks:
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            if self._num_relayed:
-                self._all_relayed.clear()
-                await self._all_relayed.wait()
 
     def _start_call(self, call: pb.Call) -> None:
         kind = call.WhichOneof("call")
@@ -134,7 +126,7 @@ class _ClientStream:
         except EnvError as error:
             self._refuse(call, session_id, error)
             return
-        self._num_relayed += 1
+        self._relayed.add(future)
         self._backlog.add(call.ByteSize())
         self._sessions.tracked.begin_call(session_id)
         future.add_done_callback(self._make_reply_callback(call, kind, session_id))
@@ -155,11 +147,9 @@ class _ClientStream:
         num_bytes = call.ByteSize()
 
         def finish(done: asyncio.Future[pb.Reply]) -> None:
-            self._num_relayed -= 1
+            self._relayed.discard(done)
             self._backlog.remove(num_bytes)
             self._sessions.tracked.end_call(session_id)
-            if not self._num_relayed:
-                self._all_relayed.set()
             if done.cancelled():
                 return
             error = done.exception()
