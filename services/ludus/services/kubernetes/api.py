@@ -184,8 +184,8 @@ class KubernetesApi:
                 max_msg_size=MAX_EVENT_BYTES,
                 heartbeat=_HEARTBEAT_S,
                 **_connection_options(access),
-            ) as socket:
-                async for message in socket:
+            ) as websocket:
+                async for message in websocket:
                     stream, content = message.data[:1], message.data[1:]
                     if stream == _STDOUT and content:
                         yield content

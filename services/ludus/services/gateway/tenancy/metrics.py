@@ -230,13 +230,13 @@ class GatewayMetrics:
             failures.add_metric([kind], num)
         yield failures
         yield from self._collect_loads()
-        for metric, (text, labels) in _COUNTERS.items():
-            counter = CounterMetricFamily(metric, text, labels=["env", *labels])
+        for metric, (help_text, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(metric, help_text, labels=["env", *labels])
             for key, num in self._counts[metric].items():
                 counter.add_metric(key, num)
             yield counter
-        for metric, (text, labels, _) in _HISTOGRAMS.items():
-            durations = HistogramMetricFamily(metric, text, labels=["env", *labels])
+        for metric, (help_text, labels, _) in _HISTOGRAMS.items():
+            durations = HistogramMetricFamily(metric, help_text, labels=["env", *labels])
             for key, histogram in self._histograms[metric].items():
                 durations.add_metric(key, *histogram.sample())
             yield durations

@@ -106,12 +106,12 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
                 return await serve(request, context)
             return await self._run_while_admitted(tenant, serve(request, context), context)
 
-        make = (
+        make_handler = (
             grpc.stream_stream_rpc_method_handler
             if is_stream
             else grpc.unary_unary_rpc_method_handler
         )
-        return make(call, handler.request_deserializer, handler.response_serializer)
+        return make_handler(call, handler.request_deserializer, handler.response_serializer)
 
     async def _run_while_admitted(
         self, tenant: Tenant, work: Awaitable[Any], context: grpc.aio.ServicerContext
