@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from ludus.env.grpc.servicer import EnvServicer
+from ludus.env.grpc.call_server import EnvServicer
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import EnvironmentFactory, make_local_host
 from ludus.env.sessions.options import CoreOptions

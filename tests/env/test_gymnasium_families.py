@@ -231,7 +231,7 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> Non
         observation: list[float]
 
     play = Guide(numbers=("height", "speed"), num_numbers=4)
-    renderer = GymnasiumRenderer("Own-v0", Action, None, 0, play)
+    renderer = GymnasiumRenderer("Own-v0", Action, spaces.Box(0, 1), play)
 
     def shown(*numbers):
         (message,) = renderer.render(Seen(observation=list(numbers)), first=False)

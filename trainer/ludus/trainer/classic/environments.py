@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from ludus.env.adapters.gymnasium.success import FinalStep, find_success
+from ludus.env.adapters.gymnasium.success import find_success
 from ludus.env.client import EnvClient, Session
 from ludus.env.transports.address import parse_address
 from ludus.env.types import JsonObject, StepResult
@@ -115,7 +115,7 @@ class GymnasiumEnvironments:
             info = {"is_success": self._infos["is_success"][index]}
         environment = self._vector.envs[index]
         terminated, reward = bool(self._terminated[index]), float(self._rewards[index])
-        return find_success(FinalStep(environment, terminated, reward, episode_return, info))
+        return find_success(environment, terminated, reward, episode_return, info)
 
     def close(self) -> None:
         """Close the environments."""

@@ -18,6 +18,7 @@ from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 ResultT = TypeVar("ResultT")
+OnSessionEnd = Callable[[SessionTombstone], None]
 
 DIRECT_EXTENSION = "ludus.direct"
 WRITE_TIMEOUT_S = 60.0
@@ -181,43 +182,39 @@ async def _as_coroutine(receive: Receive) -> Message:
     return await receive()
 
 
-class SessionSocket(Protocol):
-    """A socket that serves a session."""
-
-    def on_session_end(self, tombstone: SessionTombstone) -> None:
-        """Close the socket, because its session has ended."""
-
-
 class SessionSockets:
     """The sockets of one application by session, at most one socket per session."""
 
     def __init__(self, events: SessionEvents) -> None:
-        self._sockets: dict[str, SessionSocket] = {}
+        self._callbacks: dict[str, OnSessionEnd] = {}
         self._closing: set[str] = set()
         events.on_end.append(self._on_end)
 
-    def claim(self, session_id: str, socket: SessionSocket) -> bool:
-        """Register a session's socket, or return False if the session already has a socket."""
-        return self._sockets.setdefault(session_id, socket) is socket
+    def claim(self, session_id: str, on_end: OnSessionEnd) -> bool:
+        """Register a session's socket, or return False if the session already has a socket.
+
+        Args:
+            on_end: called when the session has ended, to close the socket.
+        """
+        return self._callbacks.setdefault(session_id, on_end) == on_end
 
     def remove(self, session_id: str) -> bool:
         """Remove a session's socket, and return True if the session must be closed now."""
-        self._sockets.pop(session_id, None)
+        self._callbacks.pop(session_id, None)
         is_closing = session_id in self._closing
         self._closing.discard(session_id)
         return is_closing
 
     def close_later(self, session_id: str) -> bool:
         """Close the session after its socket is removed, or return False if it has no socket."""
-        if session_id not in self._sockets:
+        if session_id not in self._callbacks:
             return False
         self._closing.add(session_id)
         return True
 
     def _on_end(self, session_id: str, tombstone: SessionTombstone) -> None:
-        socket = self._sockets.get(session_id)
-        if socket is not None:
-            socket.on_session_end(tombstone)
+        if on_end := self._callbacks.get(session_id):
+            on_end(tombstone)
 
 
 def cut_close_reason(reason: str) -> str:

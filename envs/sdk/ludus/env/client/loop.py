@@ -7,25 +7,13 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ludus.env.security.tracing import is_traced
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
 ConvertedT = TypeVar("ConvertedT")
-
-
-class Synchronous(Protocol):
-    """An object that runs the methods of an asynchronous object on a loop."""
-
-    @property
-    def asynchronous(self) -> Any:
-        """The object with the asynchronous methods."""
-
-    @property
-    def loop(self) -> LoopThread:
-        """The loop of the asynchronous object."""
 
 
 def synchronous(
@@ -35,9 +23,7 @@ def synchronous(
     """Return the method of a synchronous object that runs `method` and converts its result."""
 
     @functools.wraps(method)
-    def call(
-        owner: Synchronous, /, *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs
-    ) -> ConvertedT:
+    def call(owner: Any, /, *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> ConvertedT:
         result = owner.loop.run(method(owner.asynchronous, *args, **kwargs))
         return convert(result, owner.loop)
 

@@ -37,14 +37,13 @@ from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
 from ludus.env.messages.openenv import (
-    MAX_FAULTS_BYTES,
     ResetRequest,
     StepRequest,
     error_data,
+    limit_faults,
     ludus_metadata,
     observation_payload,
     reset_args,
-    validation_faults,
 )
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
@@ -177,7 +176,7 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
     async def handle(request: Request, error: Exception) -> Response:
         error = to_env_error(error)
         if isinstance(error.__cause__, ValidationError):
-            detail: Any = validation_faults(error.__cause__)
+            detail: Any = limit_faults(error.__cause__.errors())
         else:
             detail = error_data(error, sessions, upstream=False)
         headers = {}
@@ -192,14 +191,7 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "the handler is registered for this type"
-    faults = list(error.errors())
-    try:
-        body = orjson.dumps({"detail": faults}, default=str)
-    except TypeError:  # the input is nested too deeply
-        body = b""
-    if not body or len(body) > MAX_FAULTS_BYTES:
-        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
-        body = orjson.dumps({"detail": plain}, default=str)
+    body = orjson.dumps({"detail": limit_faults(list(error.errors()))})
     return Response(body, 422, media_type="application/json")
 
 

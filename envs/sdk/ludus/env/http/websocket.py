@@ -94,7 +94,7 @@ class WebSocketWire:
         if is_guest:
             await require_session(self._sessions, session_id)
             self._mcp.evictable.mark_used(session_id)
-        if not self._mcp.sockets.claim(session_id, server):
+        if not self._mcp.sockets.claim(session_id, server.on_session_end):
             raise SessionLostError(
                 f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
             )

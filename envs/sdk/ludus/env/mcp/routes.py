@@ -105,7 +105,7 @@ class _McpSocketServer:
             return await self._mcp.answer_text(text, self._caller)
         finally:
             if self._caller.session_id is not None:
-                self._mcp.sockets.claim(self._caller.session_id, self)
+                self._mcp.sockets.claim(self._caller.session_id, self.on_session_end)
 
 
 def _invalid_request(message: str) -> dict[str, Any]:

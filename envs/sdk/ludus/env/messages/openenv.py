@@ -7,6 +7,7 @@ and never inside it, because typed upstream clients reject unknown keys there.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -237,7 +238,9 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
         if upstream:
             data["message"] = f"Environment factory '{name}' failed to create instance."
     elif isinstance(cause, ValidationError):
-        data |= validation_error_data(cause) if upstream else {"errors": validation_faults(cause)}
+        data |= (
+            validation_error_data(cause) if upstream else {"errors": limit_faults(cause.errors())}
+        )
     elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
         data["message"] = error_message(cause)
     return data
@@ -248,20 +251,20 @@ def validation_error_data(error: ValidationError) -> JsonObject:
     return {
         "message": "Invalid message",
         "code": str(ErrorCode.VALIDATION_ERROR),
-        "errors": validation_faults(error),
+        "errors": limit_faults(error.errors()),
     }
 
 
-def validation_faults(error: ValidationError) -> list[JsonObject]:
-    """Return pydantic's list of faults as JSON values, without large input."""
+def limit_faults(faults: Sequence[Mapping[str, Any]]) -> Any:
+    """Return pydantic's list of faults as JSON, without their input if that is large."""
     try:
-        text = error.json()
-    except ValueError:  # the input is nested too deeply
-        text = ""
-    if not text or len(text) > MAX_FAULTS_BYTES:
-        text = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
-    faults: list[JsonObject] = orjson.loads(text)
-    return faults
+        encoded_faults = orjson.dumps(faults, default=str)
+    except TypeError:  # the input is nested too deeply
+        encoded_faults = b""
+    if not encoded_faults or len(encoded_faults) > MAX_FAULTS_BYTES:
+        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
+        encoded_faults = orjson.dumps(plain, default=str)
+    return orjson.Fragment(encoded_faults)
 
 
 def _encode_metadata(result: EncodedResult) -> bytes:

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ludus.env.asgi.uvicorn_protocols import BoundedHttp, DirectWebSocketProtocol
-from ludus.env.grpc.servicer import UnparsedStreams
+from ludus.env.grpc.call_server import UnparsedStreams
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
 from ludus.proto.errors import ConfigError, PortInUseError

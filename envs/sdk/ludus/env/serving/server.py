@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from starlette.types import ASGIApp
 
 from ludus.env.contract.determinism import is_deterministic
-from ludus.env.grpc.servicer import EnvServicer, TokenInterceptor
+from ludus.env.grpc.call_server import EnvServicer, TokenInterceptor
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
 from ludus.env.limits import MAX_SERVER_MESSAGE_BYTES

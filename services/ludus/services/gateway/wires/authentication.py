@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from ludus.env.asgi.socket import cut_close_reason
-from ludus.env.grpc.servicer import abort
+from ludus.env.grpc.call_server import abort
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant, set_current_tenant

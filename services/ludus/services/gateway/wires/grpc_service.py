@@ -17,9 +17,14 @@ from collections.abc import AsyncIterable, Callable, Coroutine
 from typing import Any
 
 from ludus.env.grpc.backlog import Backlog, ReplyWriter
-from ludus.env.grpc.call_server import CallServer
+from ludus.env.grpc.call_server import (
+    CallServer,
+    Context,
+    abort,
+    parse_batches,
+    status_message,
+)
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.servicer import Context, abort, parse_batches, status_message
 from ludus.env.messages.protobuf import (
     CONNECTED_KEY,
     ENVIRONMENT_KEY,

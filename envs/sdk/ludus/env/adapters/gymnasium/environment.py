@@ -34,7 +34,7 @@ from ludus.env.adapters.gymnasium.spaces import (
     json_safe,
     make_codec,
 )
-from ludus.env.adapters.gymnasium.success import FinalStep, find_success
+from ludus.env.adapters.gymnasium.success import find_success
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
@@ -126,9 +126,7 @@ class GymnasiumEpisodes(Environment[ActionT, ObservationT, GymnasiumState]):
         success = None
         if not self._is_playing:
             episode_return = self._state.episode_return
-            success = find_success(
-                FinalStep(self.gymnasium, is_terminated, rewards[-1], episode_return, info)
-            )
+            success = find_success(self.gymnasium, is_terminated, rewards[-1], episode_return, info)
         return Transition(
             observation,
             sum(rewards),
@@ -248,13 +246,6 @@ def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
     finally:
         sample.close()
     action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
-    renderer = GymnasiumRenderer(
-        env_id,
-        action_type,
-        int(space.start) if isinstance(space, spaces.Discrete) else None,
-        int(space.n) if isinstance(space, spaces.Discrete) else 0,
-        guide,
-    )
     attributes = {
         "__doc__": f"Gymnasium's {env_id}.",
         "name": f"{GYMNASIUM}:{env_id}",
@@ -266,7 +257,7 @@ def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         ),
         "env_id": env_id,
         "make_options": options,
-        "renderer": renderer,
+        "renderer": GymnasiumRenderer(env_id, action_type, space, guide),
         "action_codec": action_codec,
         "observation_codec": observation_codec,
         "picture_columns": picture_columns,

@@ -1,7 +1,7 @@
 """The success of an episode of a Gymnasium environment, from the first available source.
 
     info["is_success"]     value of the last step, a convention of robotics environments
-    GOALS                  goals of well-known environments
+    the name               goals of well-known environments
     spec.reward_threshold  return from which Gymnasium considers the task solved
 
 Gymnasium defines the threshold for the mean of many episodes. Here, it applies to each episode.
@@ -10,8 +10,6 @@ Without any of these sources, the success is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -23,55 +21,34 @@ _TOLERANCE = 1e-9
 """Tolerance for rounding errors in the sum of an episode's rewards."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinalStep:
-    """The final step of an episode."""
+def find_success(
+    environment: gymnasium.Env[Any, Any],
+    is_terminated: bool,
+    reward: float,
+    episode_return: float,
+    info: JsonObject,
+) -> bool | None:
+    """Return whether an episode succeeded, or None if that is unknown.
 
-    environment: gymnasium.Env[Any, Any]
-    terminated: bool
-    reward: float
-    """Reward of the final step."""
-    episode_return: float
-    info: JsonObject
-
-
-def _is_terminated(step: FinalStep) -> bool:
-    """Return the success in environments that terminate only at the goal."""
-    return step.terminated
-
-
-def _is_on_goal(step: FinalStep) -> bool:
-    lake: Any = step.environment.unwrapped
-    return bool(lake.desc.flat[lake.s] == b"G")
-
-
-def _is_won(step: FinalStep) -> bool:
-    return step.reward > 0
-
-
-GOALS: dict[str, Callable[[FinalStep], bool]] = {
-    "FrozenLake": _is_on_goal,
-    "FrozenLake8x8": _is_on_goal,
-    "Taxi": _is_terminated,
-    "CliffWalking": _is_terminated,
-    "MountainCar": _is_terminated,
-    "MountainCarContinuous": _is_terminated,
-    "Acrobot": _is_terminated,
-    "Blackjack": _is_won,
-}
-"""Success criteria by the environment's name without version."""
-
-
-def find_success(step: FinalStep) -> bool | None:
-    """Return whether the episode succeeded, or None if that is unknown."""
-    success = step.info.get("is_success")
+    Args:
+        is_terminated: whether the final step terminated the episode.
+        reward: reward of the final step.
+        info: info of the final step.
+    """
+    success = info.get("is_success")
     if isinstance(success, bool | int | float | np.bool_ | np.number):
         return bool(success)
-    spec = step.environment.spec
+    spec = environment.spec
     if spec is None:
         return None
-    if spec.namespace is None and spec.name in GOALS:
-        return GOALS[spec.name](step)
+    match spec.name if spec.namespace is None else "":
+        case "FrozenLake" | "FrozenLake8x8":
+            lake: Any = environment.unwrapped
+            return bool(lake.desc.flat[lake.s] == b"G")
+        case "Taxi" | "CliffWalking" | "MountainCar" | "MountainCarContinuous" | "Acrobot":
+            return is_terminated  # these terminate only at the goal
+        case "Blackjack":
+            return reward > 0
     if spec.reward_threshold is None:
         return None
-    return step.episode_return >= spec.reward_threshold - _TOLERANCE
+    return episode_return >= spec.reward_threshold - _TOLERANCE

@@ -38,19 +38,15 @@ class GymnasiumRenderer:
 
     Args:
         action_type: type of the actions that `parse` returns.
-        first_action: number of the first discrete action; None for other actions.
     """
 
     def __init__(
-        self,
-        env_name: str,
-        action_type: type[Action],
-        first_action: int | None,
-        num_actions: int,
-        guide: Guide,
+        self, env_name: str, action_type: type[Action], space: AnySpace, guide: Guide
     ) -> None:
         self._action_type = action_type
-        numbers = [] if first_action is None else range(first_action, first_action + num_actions)
+        numbers: Sequence[int] = ()
+        if isinstance(space, spaces.Discrete):
+            numbers = range(int(space.start), int(space.start + space.n))
         self.guide = guide
         self._names = {
             number: guide.names[index] if index < len(guide.names) else str(number)

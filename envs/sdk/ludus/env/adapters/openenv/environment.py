@@ -65,31 +65,24 @@ class EnvironmentThread:
 
     def stop(self) -> None:
         """Stop the thread after the running call, without waiting for it."""
-        self._executor.submit(self._close_loop)
+        self._executor.submit(self._runner.close)
         self._executor.shutdown(wait=False)
 
     def _start(self) -> None:
         self._pid = os.getpid()
         self._executor = ThreadPoolExecutor(1, f"openenv {self._name}")
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # All calls share one loop, because connections belong to a loop.
+        self._runner = asyncio.Runner()
 
     def _run(self, call: Callable[[], Any]) -> Any:
         value = call()
         if not inspect.isawaitable(value):
             return value
-        if self._loop is None:  # all calls share one loop, because connections belong to a loop
-            self._loop = asyncio.new_event_loop()
 
         async def wait() -> Any:
             return await value
 
-        return self._loop.run_until_complete(wait())
-
-    def _close_loop(self) -> None:
-        if self._loop is not None:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-            self._loop = None
+        return self._runner.run(wait())
 
 
 class OpenEnvRenderer:
@@ -124,22 +117,20 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
     """A foreign environment, with a subclass for each target."""
 
     source: ClassVar[OpenEnvSource]
-    num_instances: ClassVar[list[int]]
-    """Number of instances in this process, as the only element."""
-    instances_changed: ClassVar[threading.Condition] = threading.Condition()
+    slot: ClassVar[threading.Semaphore | None] = None
+    """Right to the only instance in this process; None if there may be several instances."""
     shared_thread: ClassVar[EnvironmentThread | None] = None
     """Thread of all environments that must share one."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._is_over = False
-        self._is_open = False
-        self._enter()
+        self._take_slot()
         self._thread = self.shared_thread or EnvironmentThread(self.name)
         try:
             self._foreign: Any = self._thread.run(lambda: self.source.make(**options))
         except BaseException:
-            self._leave()
+            self._stop()
             raise
         if self.source.action.schema.get("properties"):
             self.text_renderer = OpenEnvRenderer(self.name, self.action_type)
@@ -216,7 +207,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             if close is not None:
                 self._thread.run(close)
         finally:
-            self._leave()
+            self._stop()
 
     def _call(self, name: str, arguments: JsonObject, *positional: Any) -> Any:
         """Call a foreign method, or its async form if the class has one."""
@@ -241,28 +232,20 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             success=read_success(metadata, is_done=is_done),
         )
 
-    def _enter(self) -> None:
-        with self.instances_changed:
-            # The previous instance may be closing at this moment.
-            is_free = not self.one_per_process or self.instances_changed.wait_for(
-                lambda: not self.num_instances[0], _LEAVE_TIMEOUT_S
+    def _take_slot(self) -> None:
+        # The previous instance may be closing at this moment.
+        self._has_slot = self.slot is not None and self.slot.acquire(timeout=_LEAVE_TIMEOUT_S)
+        if self.slot is not None and not self._has_slot:
+            raise CapacityError(
+                f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process can"
+                " have only one session of it; serve it with --isolation process, which"
+                " runs each session in a separate process"
             )
-            if not is_free:
-                raise CapacityError(
-                    f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process can"
-                    " have only one session of it; serve it with --isolation process, which"
-                    " runs each session in a separate process"
-                )
-            self.num_instances[0] += 1
-            self._is_open = True
 
-    def _leave(self) -> None:
-        with self.instances_changed:
-            if not self._is_open:
-                return
-            self._is_open = False
-            self.num_instances[0] -= 1
-            self.instances_changed.notify_all()
+    def _stop(self) -> None:
+        if self.slot is not None and self._has_slot:
+            self._has_slot = False
+            self.slot.release()
         if self._thread is not self.shared_thread:
             self._thread.stop()
 
@@ -290,8 +273,8 @@ def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
         "action_type": _subclass(ForeignAction, source.action),
         "observation_type": _subclass(ForeignObservation, source.observation),
         "state_type": _subclass(ForeignState, source.state),
-        "num_instances": [0],
         "one_per_process": not is_concurrent,
+        "slot": None if is_concurrent else threading.Semaphore(1),
         "shared_thread": EnvironmentThread(target) if needs_single_thread else None,
         "reset": _make_reset(source),
     }
