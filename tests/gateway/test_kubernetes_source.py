@@ -246,6 +246,19 @@ async def test_invalid_slice_keeps_its_last_valid_state(
     assert "rename the Service's ports" in caplog.text
 
 
+async def test_object_of_an_unexpected_form_is_logged_and_skipped(
+    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await seen.until("a")
+        await eventually(lambda: cluster.num_watches)
+        cluster.put(endpoint_slice("s2", {"conditions": {}}))
+        await eventually(lambda: "unexpected form: KeyError('addresses')" in caplog.text)
+        cluster.put(endpoint_slice("s3", member("b")))
+        await seen.until("a", "b")
+
+
 async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
     cluster: FakeKubernetes,
 ) -> None:

@@ -76,7 +76,7 @@ class ListFollower:
         """Number of failed watches after the last message from the API server."""
 
     async def run(self) -> None:
-        """Follow until cancelled, or until `on_list` or `on_event` raises."""
+        """Follow until cancelled, or until `on_list` or `on_event` raises a ConfigError."""
         pauses = doubling(*self._pauses_s)
         while True:
             started_s, first_version = time.monotonic(), self._version
@@ -85,11 +85,15 @@ class ListFollower:
                 if not self._version:
                     await self._list()
                 await self._watch()
-            except ClusterError as error:
-                failure = error
-                self._record_failure(error)
+            except (ClusterError, LookupError, TypeError) as error:
+                failure = (
+                    error
+                    if isinstance(error, ClusterError)
+                    else ClusterError(f"an object has an unexpected form: {error!r}")
+                )
+                self._record_failure(failure)
                 if self._on_failure is not None:
-                    self._on_failure(error)
+                    self._on_failure(failure)
             if self._version != first_version or time.monotonic() - started_s >= _STABLE_AFTER_S:
                 pauses = doubling(*self._pauses_s)
                 if failure is None:
