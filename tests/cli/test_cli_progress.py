@@ -113,7 +113,7 @@ def test_a_resumed_run_counts_each_step_once() -> None:
     # The file is rewritten up to the checkpoint, and its follower reads it from the start.
     progress.update([train_row(step, step, **lost_episodes) for step in range(1, 4)])
     assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
-    assert progress.num_episodes_lost == 10
+    assert progress.facts()["lost episodes"] == "10"
 
 
 def test_progress_of_a_mixed_run_names_every_environment() -> None:

@@ -163,13 +163,13 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
 def test_last_words_that_are_read_late_are_shown(
     ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listen = trainer_process._listen
+    listen = trainer_process.collect_output
 
     def late(*arguments: Any) -> None:
         time.sleep(1.2)
         listen(*arguments)
 
-    monkeypatch.setattr(trainer_process, "_listen", late)
+    monkeypatch.setattr(trainer_process, "collect_output", late)
     monkeypatch.setattr(trainer_process, "TICK_S", 0.01)
     fake_trainer("refuses")
     result = ludus("train")

@@ -27,7 +27,6 @@ from ludus.services.cli.console import INTERRUPTED
 
 app = typer.Typer(
     name="ludus",
-    help="Train language-model agents with reinforcement learning in any environment.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

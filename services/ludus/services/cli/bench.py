@@ -19,12 +19,7 @@ from ludus.env.evaluation import (
     play_policy,
     summarize,
 )
-from ludus.env.targets.targets import (
-    environment_factory,
-    is_package,
-    load_object,
-    require_package,
-)
+from ludus.env.targets.targets import environment_factory, is_package, load_object, require_package
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult

@@ -25,7 +25,7 @@ from ludus.services.cli.env_check import check
 from ludus.services.cli.env_play import play
 from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
-from ludus.services.cli.env_targets import require_options_only_for_targets, serve_target
+from ludus.services.cli.env_targets import serve_target
 from ludus.services.cli.options import TARGET_HELP, Options, TokenEnv, parse_options
 from ludus.services.cli.tables import bench_table
 
@@ -124,12 +124,10 @@ def bench(
     Example: `ludus env bench my_module:MyEnvironment --policies my_policies:fixed_policies`
     """
     environment_options = parse_options(options or ())
-    if address is not None:
-        if "://" not in address:
-            raise ConfigError(
-                f"--address must be grpc://host:port or http://host:port, got '{address}'"
-            )
-        require_options_only_for_targets(address, environment_options)
+    if address is not None and "://" not in address:
+        raise ConfigError(
+            f"--address must be grpc://host:port or http://host:port, got '{address}'"
+        )
     location = address or target
     if location is None:
         raise ConfigError("TARGET or --address is required; `ludus env list` prints the targets")

@@ -5,6 +5,7 @@ Standard input may be a script: each line is one answer, and the end of input qu
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import sys
@@ -83,12 +84,11 @@ class _PlaySession:
         """Play episodes until the player quits."""
         self._say(f"{self._description.name}: {self._description.description}", "bold")
         self._say(self._help(), "dim")
-        seed = first_seed
-        while True:
-            self._play_episode(secrets.randbits(_SEED_BITS) if seed is None else seed)
+        for index in itertools.count():
+            seed = secrets.randbits(_SEED_BITS) if first_seed is None else first_seed + index
+            self._play_episode(seed)
             if self._ask("another episode? [Y/n] ").strip().lower() in ("n", "no", ":quit", ":q"):
                 raise _QuitError
-            seed = None if first_seed is None or seed is None else seed + 1
 
     def quit(self) -> None:
         """Print the totals, and record the unfinished episode."""
@@ -197,10 +197,8 @@ class _PlaySession:
             self._show_legal(result)
 
     def _show_legal(self, result: StepResult) -> None:
-        legal: list[Any] = []
-        if result.text is not None:
-            legal = list(result.text.legal_answers)
-        legal = legal or result.observation.get("legal_actions") or []
+        legal_answers = result.text.legal_answers if result.text is not None else ()
+        legal = legal_answers or result.observation.get("legal_actions")
         if legal:
             suffix = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
             listed = ", ".join(str(answer) for answer in legal[:_MAX_LISTED])

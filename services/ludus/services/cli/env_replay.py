@@ -50,6 +50,7 @@ def replay(
     Example: `ludus env replay games.jsonl --address grpc://127.0.0.1:18000 --limit 100`
     """
     from ludus.env.recording.format import read_recording
+    from ludus.env.targets.targets import environment_factory
 
     environment_options = parse_options(options or ())
     if address is not None and (target is not None or environment_options):
@@ -59,19 +60,11 @@ def replay(
     episodes = list(itertools.islice(read_recording(file), limit))
     if not episodes:
         raise ConfigError(f"'{file}' contains no recorded episode")
-    server = address or _make_factory(target, environment_options)
+    server = address or (environment_factory(target, environment_options) if target else None)
     replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
     _print_replays(replays)
     if not all(replay.is_same for replay in replays):
         raise typer.Exit(FAILED)
-
-
-def _make_factory(target: str | None, options: dict[str, Any]) -> Any:
-    if target is None:
-        return None
-    from ludus.env.targets.targets import environment_factory
-
-    return environment_factory(target, options)
 
 
 async def _replay_all(

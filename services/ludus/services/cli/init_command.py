@@ -38,7 +38,8 @@ def init(
     for path in written_paths:
         print_line(console, str(path))
     print_line(console, "")
-    print_line(console, f"ludus {_command(written_paths[0])} {written_paths[0]}")
+    command = "train-reward" if example == "reward_model" else "train"
+    print_line(console, f"ludus {command} {written_paths[0]}")
 
 
 def _find_examples() -> dict[str, Path]:
@@ -93,9 +94,3 @@ def _copy_example(name: str, config: Path, output_dir: Path) -> list[Path]:
     for path, content in contents.items():
         path.write_text(content, encoding="utf-8")
     return list(contents)
-
-
-def _command(config: Path) -> str:
-    """Return the command that trains a configuration."""
-    is_reward_model = config.stem == "reward_model"
-    return "train-reward" if is_reward_model else "train"

@@ -73,24 +73,14 @@ class RunProgress:
                     self.phase = row.phase
                     self.num_steps = row.num_steps or self.num_steps
                 case "eval":
-                    self._take_place(row)
+                    self._record_position(row)
                     self._evals[row.environment or ""] = row.values
                 case "train":
-                    self._take_place(row)
-                    self._take_step(row)
-                    self._take_open(row)
+                    self._record_position(row)
+                    self._record_step(row)
+                    self._record_curriculum(row)
                 case "event" if TrainMetric.NUM_UNLOCKS in row.values:
                     self._newest_open = row.environment or ""
-
-    @property
-    def num_episodes_lost(self) -> int:
-        """Number of episodes that were lost."""
-        return self._total_void(TrainMetric.NUM_EPISODES_LOST)
-
-    @property
-    def num_episodes_failed(self) -> int:
-        """Number of episodes that failed."""
-        return self._total_void(TrainMetric.NUM_EPISODES_FAILED)
 
     @property
     def phase_name(self) -> str:
@@ -126,8 +116,8 @@ class RunProgress:
                 TrainMetric.ZERO_VARIANCE_GROUP_RATIO, lambda share: format_percent(share, 0)
             ),
             "canary error": self._recent_mean(TrainMetric.CANARY_ERROR),
-            "lost episodes": _count(self.num_episodes_lost),
-            "failed episodes": _count(self.num_episodes_failed),
+            "lost episodes": self._total_void(TrainMetric.NUM_EPISODES_LOST),
+            "failed episodes": self._total_void(TrainMetric.NUM_EPISODES_FAILED),
         }
         return {name: text for name, text in facts.items() if text is not None}
 
@@ -139,7 +129,7 @@ class RunProgress:
             parts.append(f"{format_duration(self.seconds_left)} left")
         return " · ".join(parts)
 
-    def _take_step(self, row: MetricsRow) -> None:
+    def _record_step(self, row: MetricsRow) -> None:
         self._recent.append(row.values)
         self._pace.append((row.step, row.elapsed_s))
         self._num_void[row.step] = {
@@ -147,7 +137,7 @@ class RunProgress:
             for metric in (TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES_FAILED)
         }
 
-    def _take_open(self, row: MetricsRow) -> None:
+    def _record_curriculum(self, row: MetricsRow) -> None:
         num_open = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
         if num_open < self._num_open:
             # After a restart of the learner, the curriculum has closed the environment again.
@@ -159,10 +149,11 @@ class RunProgress:
             return None
         return f"{self._num_open}, newest {self._newest_open}" if self._newest_open else "1"
 
-    def _total_void(self, metric: TrainMetric) -> int:
-        return sum(counts[metric] for counts in self._num_void.values())
+    def _total_void(self, metric: TrainMetric) -> str | None:
+        total = sum(counts[metric] for counts in self._num_void.values())
+        return f"{total:,}" if total else None
 
-    def _take_place(self, row: MetricsRow) -> None:
+    def _record_position(self, row: MetricsRow) -> None:
         # The latest row, not the largest step: a restarted learner repeats some steps.
         self.step, self.num_games_trained = row.step, row.num_games_trained
 
@@ -173,17 +164,15 @@ class RunProgress:
         return None if mean is None else format_mean(mean)
 
     def _eval_facts(self) -> dict[str, str | None]:
-        if len(self._evals) != 1:
-            return dict(_eval_fact(name, values) for name, values in self._evals.items())
-        (values,) = self._evals.values()
-        return {"wins": _wins(values), "return": _decimal(values.get(EvalMetric.RETURN_MEAN))}
-
-
-def _eval_fact(environment: str, values: Mapping[str, float]) -> tuple[str, str | None]:
-    """Return the win rate of one of several environments, or its return if it has none."""
-    if EvalMetric.WIN_RATE in values:
-        return f"wins in {environment}", _wins(values)
-    return f"return in {environment}", _decimal(values.get(EvalMetric.RETURN_MEAN))
+        """Return the wins of each environment; also the return if it is alone or has no wins."""
+        facts: dict[str, str | None] = {}
+        for environment, values in self._evals.items():
+            suffix = f" in {environment}" if len(self._evals) > 1 else ""
+            facts[f"wins{suffix}"] = _wins(values)
+            if not suffix or EvalMetric.WIN_RATE not in values:
+                mean = values.get(EvalMetric.RETURN_MEAN)
+                facts[f"return{suffix}"] = None if mean is None else format_fixed(mean, 3)
+        return facts
 
 
 def _wins(values: Mapping[str, float]) -> str | None:
@@ -194,14 +183,6 @@ def _wins(values: Mapping[str, float]) -> str | None:
         interval = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
         text += f" ({format_percent_interval(interval)})"
     return text
-
-
-def _count(number: int) -> str | None:
-    return f"{number:,}" if number else None
-
-
-def _decimal(value: float | None) -> str | None:
-    return None if value is None else format_fixed(value, 3)
 
 
 # Views.

@@ -24,12 +24,7 @@ from ludus.proto.runs import (
     Transcript,
     TranscriptTurn,
 )
-from ludus.services.cli.console import (
-    print_line,
-    print_warning,
-    progress_console,
-    results_console,
-)
+from ludus.services.cli.console import print_line, print_warning, progress_console, results_console
 from ludus.services.cli.options import RunDir
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import read_run_config

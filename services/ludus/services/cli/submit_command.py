@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,11 +20,7 @@ if TYPE_CHECKING:
     from ludus.services.runs.platform import Release
 
 
-class Format(StrEnum):
-    """Format of printed manifests."""
-
-    YAML = "yaml"
-    JSON = "json"
+Format = Literal["yaml", "json"]
 
 
 def submit(
@@ -52,7 +47,7 @@ def submit(
     ] = False,
     output_format: Annotated[
         Format, typer.Option("-o", "--format", help="Format of the manifests with --dry-run.")
-    ] = Format.YAML,
+    ] = "yaml",
     release_file: Annotated[
         Path | None,
         typer.Option(
@@ -176,7 +171,7 @@ def _print_manifests(manifests: RunManifests, output_format: Format) -> None:
     for message in broken_rules(manifests):
         print_warning(progress_console(), message)
     documents = [manifests.config_map, manifests.job]
-    if output_format is Format.JSON:
+    if output_format == "json":
         items = {"apiVersion": "v1", "kind": "List", "items": documents}
         typer.echo(json.dumps(items, indent=2))
     else:

@@ -70,13 +70,11 @@ def summary_tables(summary: Summary) -> Iterator[RenderableType]:
 
 def eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
     """Yield per environment the evaluated policy, the baselines and the gap."""
-    has_several = len(evaluation.environments) > 1
     for name, report in evaluation.environments.items():
+        prefix = f"{name}, " if len(evaluation.environments) > 1 else ""
         policy = NamedResult("policy", report.policy, is_trained=True)
-        title = f"at temperature {report.temperature:g}"
-        yield policy_table(
-            [policy, *rank_policies(report.baselines)], f"{name}, {title}" if has_several else title
-        )
+        results = [policy, *rank_policies(report.baselines)]
+        yield policy_table(results, f"{prefix}at temperature {report.temperature:g}")
         yield from _gap(report)
 
 

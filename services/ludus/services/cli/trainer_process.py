@@ -174,7 +174,7 @@ def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subp
         start_new_session=True,
     )
     assert child.stdout is not None
-    listener = threading.Thread(target=_listen, args=(child.stdout, output), daemon=True)
+    listener = threading.Thread(target=collect_output, args=(child.stdout, output), daemon=True)
     listener.start()
     try:
         yield child
@@ -187,7 +187,8 @@ def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subp
         listener.join(OUTPUT_GRACE_S)
 
 
-def _listen(stream: IO[str], output: TrainerOutput) -> None:
+def collect_output(stream: IO[str], output: TrainerOutput) -> None:
+    """Sort the child's lines into `output` until the child closes its stream."""
     with stream:
         for line in stream:
             output.feed(line.rstrip("\n"))

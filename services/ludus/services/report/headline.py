@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ludus.proto.config import (
-    EnvironmentConfig,
-    NetworkEnvironmentConfig,
-    NetworkRun,
-)
+from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, MetricsRow, Summary
 from ludus.services.numbers import (

@@ -154,7 +154,12 @@ class RunsCluster:
         """
         config_maps = core_path(self.namespace, "configmaps")
         name = config_map_name(manifests.run.name)
-        await self._put(config_maps, manifests.config_map)
+        try:
+            await self.api.create(config_maps, manifests.config_map)
+        except ClusterError as error:
+            if error.status != CONFLICT:
+                raise
+            await self.api.replace(f"{config_maps}/{name}", manifests.config_map)
         try:
             job = await self.api.create(job_path(self.namespace), manifests.job)
         except ClusterError:
@@ -202,14 +207,6 @@ class RunsCluster:
         except ClusterError as error:
             if error.status not in (FORBIDDEN, NOT_FOUND):
                 raise
-
-    async def _put(self, path: str, body: JsonObject) -> None:
-        try:
-            await self.api.create(path, body)
-        except ClusterError as error:
-            if error.status != CONFLICT:
-                raise
-            await self.api.replace(f"{path}/{body['metadata']['name']}", body)
 
     async def _remove(self, path: str) -> None:
         try:

@@ -108,16 +108,13 @@ async def _poll(cluster: RunsCluster, run: str, log: HeadLog) -> RunUpdate:
     log.follow(head)
     troubles = [] if state.is_over else pod_troubles(pods)
     if not pods and state.phase is RunPhase.STARTING and state.ray_cluster:
-        troubles = _latest_message(await cluster.warning_events(state.ray_cluster))
+        events = await cluster.warning_events(state.ray_cluster)
+        troubles = [f"{event.get('reason')}: {event.get('message')}" for event in events[-1:]]
     elif state.phase is RunPhase.QUEUED:
         troubles = [f"the run waits in queue '{state.queue}'"]
     elif state.phase is RunPhase.RUNNING and log.trouble:
         troubles.append(f"steps are not shown, because the log cannot be read: {log.trouble}")
     return RunUpdate(state, troubles)
-
-
-def _latest_message(events: list[JsonObject]) -> list[str]:
-    return [f"{event.get('reason')}: {event.get('message')}" for event in events[-1:]]
 
 
 class HeadLog:

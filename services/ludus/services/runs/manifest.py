@@ -9,11 +9,10 @@ This module sends no request to a cluster.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,7 @@ def make_manifests(
         ConfigError: the release does not serve the run's environments.
     """
     run = adapt_to_release(run, release.platform, environments or {})
-    job = _insert_name(copy.deepcopy(release.template), run.name)
+    job = _insert_name(release.template, run.name)
     labels = {RUN_LABEL: run.name, RELEASE_LABEL: release.platform.release}
     _label(job, labels, release.platform.namespace)
     job["spec"]["metadata"] = {**(job["spec"].get("metadata") or {}), "run_id": run.name}
@@ -230,19 +229,12 @@ def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> 
 
 
 def _insert_name(template: JsonObject, name: str) -> JsonObject:
-    """Return the template with the run's name instead of its placeholder."""
-    replacements = {PLACEHOLDER: name, config_map_name(PLACEHOLDER): config_map_name(name)}
-    job = _map_strings(template, lambda text: replacements.get(text, text))
-    assert isinstance(job, dict)
-    return job
-
-
-def _map_strings(node: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(node, dict):
-        return {key: _map_strings(value, change) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_map_strings(value, change) for value in node]
-    return change(node) if isinstance(node, str) else node
+    """Return a copy of the template with the run's name instead of its placeholder."""
+    names = {PLACEHOLDER: name, config_map_name(PLACEHOLDER): config_map_name(name)}
+    text = json.dumps(template)
+    for placeholder, value in names.items():
+        text = text.replace(json.dumps(placeholder), json.dumps(value))
+    return json.loads(text)
 
 
 def _label(item: JsonObject, labels: Mapping[str, str], namespace: str = "") -> None:

@@ -27,11 +27,7 @@ from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
-from ludus.services.runs.names import (
-    CONTROL_KEY,
-    config_map_name,
-    job_path,
-)
+from ludus.services.runs.names import CONTROL_KEY, config_map_name, job_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
 _TTL_AFTER_STOP_S = 30

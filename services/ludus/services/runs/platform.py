@@ -134,12 +134,8 @@ def read_release_file(path: Path, name: str | None) -> Release:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
-    config_maps = [
-        document for document in documents if isinstance(document, dict) and _has_label(document)
+    config_maps = [item for item in documents if item and item["kind"] == "ConfigMap"]
+    releases = [
+        item for item in config_maps if RUNS_LABEL in (item["metadata"].get("labels") or {})
     ]
-    return choose_release(config_maps, name, f"'{path}'")
-
-
-def _has_label(document: JsonObject) -> bool:
-    labels = (document.get("metadata") or {}).get("labels") or {}
-    return document.get("kind") == "ConfigMap" and labels.get(RUNS_LABEL) == "true"
+    return choose_release(releases, name, f"'{path}'")
