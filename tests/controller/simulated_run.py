@@ -31,8 +31,7 @@ from ludus.trainer.core.types import (
     make_lost_group,
 )
 from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
-from ludus.trainer.driver.loops.components import Components
-from ludus.trainer.driver.loops.controller import Controller
+from ludus.trainer.driver.loops.controller import Components, Controller
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,

@@ -111,6 +111,6 @@ def test_resumed_run_writes_its_new_configuration(tmp_path: Path) -> None:
     resumed = change_run(run, "learner.learning_rate=0.5")
     again = RunFolder.reopen(resumed)
     assert (folder.path / CONFIG_FILE).read_bytes() == previous
-    again.write_config(resumed)
+    again.write(CONFIG_FILE, resumed)
     assert load_run_config(folder.path / CONFIG_FILE).learner.learning_rate == 0.5
     again.close()

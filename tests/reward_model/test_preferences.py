@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.reward_model.preferences import Comparison, read_comparisons
+from ludus.trainer.reward_model.comparisons import Comparison, read_comparisons
 
 PAIRS = [
     {"prompt": "Tell me about bread.", "chosen": "It is warm.", "rejected": "No."},

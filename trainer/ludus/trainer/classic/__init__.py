@@ -1,6 +1,6 @@
 """Classic PPO: torch modules with numeric observations, trained in one process.
 
-    VectorEnvironment --ParallelEpisodes--> Collector --> NetworkBatch --> PpoUpdate --> policy
+    VectorEnvironment --ParallelEpisodes--> NetworkBatch --> PpoUpdate --> policy
       Gymnasium, or a server                                                   |
                                     ^                                          |
                                     +-------------- PpoAgent <-----------------+

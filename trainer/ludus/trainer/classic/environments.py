@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -54,30 +54,6 @@ class VectorStep:
     """[N] bool."""
     truncated: np.ndarray
     """[N] bool."""
-
-
-class VectorEnvironment(Protocol):
-    """N environments that are stepped together."""
-
-    num_environments: int
-    observation_space: AnySpace
-    """Observation space of one environment."""
-    action_space: AnySpace
-    """Action space of one environment."""
-    options: JsonObject
-    """Options of the environments."""
-
-    def reset(self, seeds: Mapping[int, int]) -> np.ndarray:
-        """Start an episode in each environment of `seeds`; return all observations [N, ...]."""
-
-    def step(self, actions: np.ndarray) -> VectorStep:
-        """Step all environments with the actions [N, ...]."""
-
-    def success(self, index: int, episode_return: float) -> bool | None:
-        """Return whether the episode that just finished succeeded; None if unknown."""
-
-    def close(self) -> None:
-        """Release the environments."""
 
 
 class GymnasiumEnvironments:
@@ -164,12 +140,7 @@ class RemoteEnvironments:
         return self._observations()
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        """Step all environments with the actions [N, ...].
-
-        Raises:
-            EnvError: a session was lost or failed. The run stops; it can resume from its
-                checkpoint.
-        """
+        """Step all environments with the actions [N, ...]."""
 
         async def step_sessions() -> list[StepResult]:
             return await asyncio.gather(
@@ -208,6 +179,10 @@ class RemoteEnvironments:
     def _observations(self) -> np.ndarray:
         observations = [result.observation[self._observation_field] for result in self._results]
         return np.array(observations, dtype=self._dtype)
+
+
+VectorEnvironment = GymnasiumEnvironments | RemoteEnvironments
+"""Environments that are stepped together."""
 
 
 def make_environments(config: NetworkEnvironmentConfig, num_environments: int) -> VectorEnvironment:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,28 +32,6 @@ _LOG_STD_RANGE = (-20.0, 4.0)
 """Range in which exp(log_std) and the log-probs stay finite."""
 
 
-class Head(Protocol):
-    """A distribution over the actions of one action space."""
-
-    num_outputs: int
-    """Number of outputs of the actor per state, without deviations."""
-
-    def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
-        """Sample the noise for `choose`, [num_steps, num_states, ...]."""
-
-    def choose(self, output: Output, noise: Tensor) -> Tensor:
-        """Return actions [N, ...], sampled with the noise of one step."""
-
-    def choose_most_probable(self, output: Output) -> Tensor:
-        """Return the most probable actions [N, ...]."""
-
-    def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of the actions and the entropies, both [N], in nats."""
-
-    def to_environment(self, actions: np.ndarray) -> np.ndarray:
-        """Convert actions to elements of the action space."""
-
-
 class CategoricalHead:
     """One choice (Discrete), or several independent choices with their own numbers of actions."""
 
@@ -67,6 +45,7 @@ class CategoricalHead:
         self._sizes = [int(size) for size in counts.ravel()]
         self._dtype = space.dtype
         self.num_outputs = sum(self._sizes)
+        """Number of outputs of the actor per state."""
 
     def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
         """Sample Gumbel noise. The argmax of logits plus noise has the softmax distribution."""
@@ -112,6 +91,7 @@ class NormalHead:
         self._shape = space.shape
         self._dtype = space.dtype
         self.num_outputs = math.prod(space.shape)
+        """Number of outputs of the actor per state, without deviations."""
 
     def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
         """Sample standard normal noise."""
@@ -142,6 +122,10 @@ class NormalHead:
     def _parameters(self, output: Output) -> tuple[Tensor, Tensor]:
         mean, log_std = output if isinstance(output, tuple) else output.chunk(2, -1)
         return mean, log_std.clamp(*_LOG_STD_RANGE)
+
+
+Head = CategoricalHead | NormalHead
+"""A distribution over the actions of one action space."""
 
 
 def make_head(space: spaces.Space[Any]) -> Head:

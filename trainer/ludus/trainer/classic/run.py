@@ -21,6 +21,7 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import (
+    CONFIG_FILE,
     NETWORK,
     EvalReport,
     Evaluation,
@@ -111,7 +112,7 @@ class OpenNetworkRun:
         self._baselines = self._play_baselines()
         if files.checkpoint is not None:
             self.agent.restore(load_learner_state(files.checkpoint))
-            files.folder.write_config(run)
+            files.folder.write(CONFIG_FILE, run)
 
     def train(self) -> Summary:
         """Train to the last step, and return the summary.

@@ -75,9 +75,6 @@ class PpoUpdate:
         """Update the policy with a batch; return metrics by TrainMetric.
 
         They are means over the last pass. The norm of the gradient is a mean over all passes.
-
-        Raises:
-            TrainingStalledError: too many consecutive batches had no finite gradient.
         """
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * rate_factor

@@ -13,6 +13,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _PARTIAL_SUFFIX = ".partial"
+_OLD_SUFFIX = ".old"
 
 
 def partial_path(path: Path) -> Path:
@@ -35,10 +36,19 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     temporary_folder.mkdir(parents=True)
     try:
         yield temporary_folder
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary_folder, folder)
+        rename_folder(temporary_folder, folder)
     finally:
         shutil.rmtree(temporary_folder, ignore_errors=True)
+
+
+def rename_folder(folder: Path, target: Path) -> None:
+    """Rename a folder to `target`, so that either the old or the new target always exists."""
+    old_target = target.with_name(target.name + _OLD_SUFFIX)
+    shutil.rmtree(old_target, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old_target)
+    os.replace(folder, target)
+    shutil.rmtree(old_target, ignore_errors=True)
 
 
 def describe_write_error(path: Path, error: BaseException) -> str:

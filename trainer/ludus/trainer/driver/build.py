@@ -12,7 +12,7 @@ from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.config.environment import RANDOM_POLICY
-from ludus.proto.runs import Phase
+from ludus.proto.runs import CONFIG_FILE, Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import check_sendable_functions, place_in_ray
 from ludus.trainer.actors.learner import LearnerGroup
@@ -28,7 +28,7 @@ from ludus.trainer.driver.checks import (
     check_server_columns,
 )
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
-from ludus.trainer.driver.loops.components import Components
+from ludus.trainer.driver.loops.controller import Components
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState, learner_folder
@@ -125,7 +125,7 @@ async def start_components(
     try:
         if files.checkpoint is not None:
             await learners.load(learner_folder(files.checkpoint))
-            files.folder.write_config(run)
+            files.folder.write(CONFIG_FILE, run)
         yield Components(
             run=run,
             metrics=metrics,

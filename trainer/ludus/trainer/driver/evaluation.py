@@ -37,11 +37,7 @@ class Evaluator:
     """Outcomes by environment and fixed policy, in the order of the seeds."""
 
     async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
-        """Evaluate the policy on the first `num_games` seeds; return a report by environment.
-
-        Raises:
-            EpisodesFailedError: all episodes in an environment are void, or they take too long.
-        """
+        """Evaluate the policy on the first `num_games` seeds; return a report by environment."""
         return {name: await self._evaluate(name, num_games) for name in self.environments}
 
     async def _evaluate(self, environment: str, num_games: int) -> EvalReport:
@@ -85,11 +81,7 @@ async def play_baselines(
     config: EvalConfig,
     max_turns: int,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """Play the evaluation episodes of one environment with the fixed policies `baselines`.
-
-    Raises:
-        EpisodesFailedError: all episodes of a policy are void, or they take too long.
-    """
+    """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
     outcomes = {}
     for name in baselines:

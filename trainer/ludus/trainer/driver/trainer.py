@@ -32,6 +32,7 @@ from ludus.proto.config import (
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import (
     CHART_FILE,
+    CONFIG_FILE,
     EvalReport,
     Phase,
     Resume,
@@ -247,7 +248,7 @@ class Trainer:
         self.run = resolve_num_steps(self.run, self._infrastructure.num_tasks)
         self._metrics.num_steps = self.run.training.num_steps
         if files.checkpoint is None:
-            files.folder.write_config(self.run)
+            files.folder.write(CONFIG_FILE, self.run)
         self.components = await stack.enter_async_context(
             start_components(self.run, files, self._metrics, self._infrastructure)
         )

@@ -21,8 +21,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
-from ludus.trainer.reward_model.preferences import Content
-from ludus.trainer.reward_model.texts import Format, TextEncoder, choose_format
+from ludus.trainer.reward_model.texts import Content, Format, TextEncoder, choose_format
 
 _FORMAT_KEY = "ludus_format"
 """Key of the text format in the model's config.json."""

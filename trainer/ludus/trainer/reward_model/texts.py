@@ -8,17 +8,18 @@ The model's configuration contains the format, so scoring uses the format of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeGuard, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.template import ChatTemplate
-from ludus.trainer.reward_model.preferences import Content, parse_content
 
 Format = Literal["chat", "text"]
+Content: TypeAlias = str | Sequence[Message] | Sequence[int]
+"""A text, messages, or token ids."""
 
 
 class TextEncoder:
@@ -106,3 +107,30 @@ def _make_messages(content: str | Sequence[Message], role: str) -> list[Message]
     if isinstance(content, str):
         return [{"role": role, "content": content}] if content else []
     return list(content)
+
+
+def parse_content(value: object, name: str) -> Content:
+    """Return a text, messages or token ids.
+
+    Raises:
+        ConfigError: the value is something else.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence):
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return value
+        if all(_is_message(item) for item in value):
+            return [Message(role=item["role"], content=item["content"]) for item in value]
+    raise ConfigError(
+        f"{name} must be a text, a list of messages "
+        f'{{"role": ..., "content": ...}}, or a list of token ids, got {value!r:.60}'
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )

@@ -36,7 +36,7 @@ from ludus.proto.reward_models import (
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.proto.runs import Resume
+from ludus.proto.runs import CONFIG_FILE, Resume
 from ludus.trainer.core.devices import choose_device, torch_threads
 from ludus.trainer.core.output import warn_user, write_atomically
 from ludus.trainer.core.stopping import (
@@ -46,12 +46,13 @@ from ludus.trainer.core.stopping import (
     stop_on_signals,
 )
 from ludus.trainer.core.streams import Stream, seed_torch
-from ludus.trainer.reward_model.comparison_set import (
+from ludus.trainer.reward_model.comparisons import (
     ComparisonSet,
     encode_comparisons,
     evaluate_comparisons,
     make_epoch_batches,
     rank_best,
+    read_comparisons,
     split_comparisons,
 )
 from ludus.trainer.reward_model.model import (
@@ -61,7 +62,6 @@ from ludus.trainer.reward_model.model import (
     pad_rows,
     split_by_budget,
 )
-from ludus.trainer.reward_model.preferences import read_comparisons
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
 
@@ -387,7 +387,7 @@ class _Training:
         torch.set_rng_state(saved["torch_random"])
         if self._model.device.type == "cuda" and saved["cuda_random"] is not None:
             torch.cuda.set_rng_state(saved["cuda_random"], self._model.device)
-        self._files.folder.write_config(self._run)
+        self._files.folder.write(CONFIG_FILE, self._run)
 
     def _save_checkpoint(self) -> None:
         self._state.elapsed_s = self._elapsed_s

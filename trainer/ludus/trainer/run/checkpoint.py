@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult, Summary
-from ludus.trainer.core.output import describe_write_error, warn_user
+from ludus.trainer.core.output import describe_write_error, rename_folder, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
@@ -144,9 +143,6 @@ class CheckpointFolder:
         """Wait until all files are visible, then give the checkpoint its name; return its path.
 
         Checkpoints beyond the number to keep are removed.
-
-        Raises:
-            CheckpointError: a file that a rank wrote does not become visible to this process.
         """
         sizes = _list_sizes(temporary_folder, files)
         await asyncio.to_thread(_wait_until_complete, temporary_folder, sizes)
@@ -157,9 +153,6 @@ class CheckpointFolder:
 
         Args:
             learner_state: tensors and plain values, for `load_learner_state`.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be written.
         """
         with self.prepare(state.step) as folder:
             path = learner_folder(folder) / _LEARNER_FILE
@@ -181,7 +174,7 @@ class CheckpointFolder:
         file_list = json.dumps({"num_bytes": sizes}, indent=2)
         (temporary_folder / _FILES_FILE).write_text(file_list, encoding="utf-8")
         target = temporary_folder.with_suffix("")
-        _replace(temporary_folder, target)
+        rename_folder(temporary_folder, target)
         self._remove_obsolete(target)
         return target
 
@@ -211,11 +204,7 @@ def model_folder(checkpoint: Path) -> Path:
 
 
 def load_learner_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the learner's state that `CheckpointFolder.save` wrote.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the learner's state that `CheckpointFolder.save` wrote."""
     path = learner_folder(checkpoint) / _LEARNER_FILE
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -299,11 +288,7 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
 
 
 def check_streams(checkpoint: Path, state: SavedState) -> None:
-    """Check that the run would continue with the same random numbers.
-
-    Raises:
-        CheckpointError: another version of Ludus wrote the checkpoint and drew other numbers.
-    """
+    """Check that the run would continue with the same random numbers."""
     # Checkpoints without a version are older than the first version.
     version = state.streams if "streams" in state.model_fields_set else 0
     if version != STREAMS_VERSION:
@@ -356,13 +341,3 @@ def _find_defect(checkpoint: Path, sizes: Mapping[str, int]) -> str | None:
         if actual_bytes != num_bytes:
             return f"'{name}' has {actual_bytes} bytes instead of {num_bytes}"
     return None
-
-
-def _replace(temporary_folder: Path, target: Path) -> None:
-    """Rename a folder to `target`, so that either the old or the new target always exists."""
-    old_folder = target.with_suffix(".old")
-    shutil.rmtree(old_folder, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old_folder)
-    os.replace(temporary_folder, target)
-    shutil.rmtree(old_folder, ignore_errors=True)

@@ -89,10 +89,6 @@ def find_start(
     """Return the checkpoint that the run resumes from, its state, and the changes; write nothing.
 
     A new run has no checkpoint. The changes are those of the configuration since the last start.
-
-    Raises:
-        CheckpointError: there is no checkpoint to resume from, or it does not fit.
-        ConfigError: the configuration changed in a way that a resumed run does not allow.
     """
     checkpoints = run.folder / CHECKPOINTS_FOLDER
     if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
@@ -128,21 +124,17 @@ class RunFolder:
         with _lock_folder(run.folder) as lock:
             _clear_for_new_run(run.folder, overwrite=overwrite)
             folder = cls(run.folder, lock)
-            folder.write_config(run)
+            folder.write(CONFIG_FILE, run)
             return folder
 
     @classmethod
     def reopen(cls, run: AnyRunConfig) -> RunFolder:
         """Open the folder of a run that resumes.
 
-        The configuration in it stays unchanged until `write_config`, because the start may fail.
+        The start may still fail, so the configuration in it is written afterwards.
         """
         with _lock_folder(run.folder) as lock:
             return cls(run.folder, lock)
-
-    def write_config(self, run: AnyRunConfig) -> None:
-        """Write the configuration that the run uses from now on."""
-        self.write(CONFIG_FILE, run)
 
     def write(self, name: str, record: BaseModel) -> None:
         """Write a record as a JSON file of the folder."""

@@ -50,25 +50,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from ludus.env.serving.subprocess import LocalServer
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import CheckpointError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
+from ludus.trainer.actors.processes import Buffer, Learners, Workers
 from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
-from ludus.trainer.driver.loops.components import Components
+from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
 from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.learner.step_metrics import StepMetrics
+from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.run.checkpoint import (
+    CheckpointFolder,
     RunState,
     check_complete,
     checkpoint_step,
@@ -76,12 +82,32 @@ from ludus.trainer.run.checkpoint import (
     model_folder,
     read_state,
 )
+from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import compute_coefficients
 
 _log = logging.getLogger(__name__)
 
 _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
+
+
+@dataclass(slots=True)
+class Components:
+    """The started components of a run."""
+
+    run: LanguageModelRun
+    metrics: MetricsWriter
+    checkpoints: CheckpointFolder
+    learners: Learners
+    workers: Workers
+    buffer: Buffer
+    evaluator: Evaluator
+    chat: ChatTokenizer
+    canary: Sequence[ScoringRequest]
+    servers: Mapping[str, LocalServer] = field(default_factory=dict)
+    """Environment servers that this run started, by environment."""
+    num_tasks: Mapping[str, int] = field(default_factory=dict)
+    """Number of tasks by environment, for the environments that report it."""
 
 
 @dataclass(eq=False, slots=True)

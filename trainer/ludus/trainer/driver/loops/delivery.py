@@ -53,11 +53,7 @@ class Delivery:
         self._running: asyncio.Task[None] | None = None
 
     async def publish(self, version: int, tasks: Tasks) -> int:
-        """Publish a version, start its delivery as one of `tasks`, and return its size in bytes.
-
-        Raises:
-            WeightSyncError: the version was not published in time.
-        """
+        """Publish a version, start its delivery as one of `tasks`, and return its size in bytes."""
         await self.wait()
         try:
             async with asyncio.timeout(self._timeout_s + self.grace_s):
