@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 from ludus.trainer.core.types import RolloutStatus, ScoredTerm
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
@@ -71,7 +73,7 @@ def test_wins_are_counted_by_reported_success() -> None:
 
 def test_return_of_zero_up_to_rounding_is_a_draw() -> None:
     [rollout] = make_group(1).rollouts
-    episode_return = sum([-0.1] * 9 + [0.9])
+    episode_return = reduce(add, [-0.1] * 9 + [0.9])  # sum() corrects the rounding
     assert episode_return > 0
     drawn = replace(rollout, episode_return=episode_return, success=False)
     counts = count_group(replace(make_group(1), rollouts=(drawn,)))

@@ -81,8 +81,8 @@ async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered
 
     async with running(RecordingEnv) as server, RawStream(server.grpc_address) as stream:
         session_id = await stream.open(reset=pb.ResetArgs(seed=1))
-        await stream.call.write(states(session_id, 100))
         other = asyncio.create_task(take_turns())
+        await stream.call.write(states(session_id, 100))
         assert await count_results(stream, 100) == 100
         other.cancel()
     assert call_turns == sorted(set(call_turns)), "another task ran between any two calls"

@@ -132,9 +132,15 @@ class AsyncEngine:
         return await future
 
     def _send(self) -> None:
-        if self._unsent:
-            self._inbox.put(partial(self._submit, self._unsent))
-            self._unsent = []
+        requests = []
+        for request in self._unsent:
+            if self._pending[request.request_id].future.cancelled():
+                del self._pending[request.request_id]
+            else:
+                requests.append(request)
+        self._unsent = []
+        if requests:
+            self._inbox.put(partial(self._submit, requests))
 
     def _abort(self, request_id: int) -> None:
         if self._pending.pop(request_id, None) is None:
