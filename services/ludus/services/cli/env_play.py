@@ -59,10 +59,14 @@ def play(
     """
     from ludus.env.recording.client_writer import EpisodeWriter
 
-    kwargs = parse_options(options or ())
-    with connect_client(location, kwargs, token_env) as client:
+    environment_options = parse_options(options or ())
+    with connect_client(location, environment_options, token_env) as client:
         target = "" if "://" in location else location
-        writer = EpisodeWriter(record, client.describe(), target, kwargs) if record else None
+        writer = (
+            EpisodeWriter(record, client.describe(), target, environment_options)
+            if record
+            else None
+        )
         play_session = _PlaySession(client, results_console(), writer)
         try:
             play_session.play(seed)

@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from ludus.proto.config import validate_run_json
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from ludus.services.cli.console import (
@@ -39,7 +40,7 @@ _WAITING_REASONS = {
 }
 
 
-def row_in_line(line: str) -> MetricsRow | None:
+def parse_row(line: str) -> MetricsRow | None:
     """Parse the metrics row in a line of a driver's log; None if the line has none."""
     if not line.startswith(LOG_ROW_PREFIX):
         return None
@@ -51,8 +52,6 @@ def row_in_line(line: str) -> MetricsRow | None:
 
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
     """Return the number of steps of a run; 0 if its ConfigMap is gone."""
-    from ludus.proto.config import validate_run_json
-
     config_map = await cluster.config_map(run)
     if config_map is None:
         return 0
@@ -86,7 +85,7 @@ async def watch(
 
 def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutput) -> None:
     for line in update.lines:
-        row = row_in_line(line)
+        row = parse_row(line)
         if row is None:
             output.feed(line)
         else:

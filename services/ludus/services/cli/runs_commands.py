@@ -86,7 +86,7 @@ async def logs(
 
     Example: `ludus logs -f demo`
     """
-    from ludus.services.cli.run_view import row_in_line
+    from ludus.services.cli.run_view import parse_row
     from ludus.services.runs.follow import read_update
     from ludus.services.runs.volume import read_log
 
@@ -95,7 +95,7 @@ async def logs(
         return
     update = await read_update(cluster, run)
     for line in update.lines:
-        if row_in_line(line) is None:
+        if parse_row(line) is None:
             typer.echo(line)
     if not update.lines:
         # The head and its log are gone, but the run folder still exists.
@@ -164,14 +164,14 @@ async def fetch(
 async def _progress_line(cluster: RunsCluster, run: str) -> str:
     """Return the progress from the log of the run's head; empty if the log cannot be read."""
     from ludus.services.cli.progress import RunProgress
-    from ludus.services.cli.run_view import read_num_steps, row_in_line
+    from ludus.services.cli.run_view import parse_row, read_num_steps
     from ludus.services.runs.follow import read_update
 
     try:
         lines = (await read_update(cluster, run)).lines
     except LudusError:
         return ""
-    rows = [row for line in lines if (row := row_in_line(line)) is not None]
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
     progress = RunProgress(await read_num_steps(cluster, run))
     progress.update(rows)
     return progress.line() if rows else ""

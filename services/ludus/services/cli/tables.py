@@ -28,9 +28,9 @@ _RESULT_COLUMNS = ("episodes", "wins", "±95%", "draws", "return", "±95%")
 def policy_table(results: Sequence[NamedResult], title: str) -> Table:
     """Build a table with one row per policy and half-widths of 95 % intervals."""
     table = new_table("policy", *_RESULT_COLUMNS, numbers=_RESULT_COLUMNS, title=title)
-    for named in results:
-        style = "bold cyan" if named.is_trained else None
-        table.add_row(Text(named.name), *result_cells(named.result), style=style)
+    for named_result in results:
+        style = "bold cyan" if named_result.is_trained else None
+        table.add_row(Text(named_result.name), *result_cells(named_result.result), style=style)
     return table
 
 

@@ -230,7 +230,7 @@ def _small_charts(
                 SMALL_FRAME,
                 f"{curve.name} over episodes trained",
                 points=[Point(row.num_games_trained, mean) for row, mean in means],
-                raw=[Point(row.num_games_trained, value) for row, value in measured],
+                raw_points=[Point(row.num_games_trained, value) for row, value in measured],
                 marks=marks,
             )
             latest = format_compact(means[-1][1])

@@ -91,7 +91,7 @@ class LineChart:
     frame: Frame
     title: str
     points: Sequence[Point]
-    raw: Sequence[Point] = ()
+    raw_points: Sequence[Point] = ()
     """Noisy measurements, drawn faintly behind the line."""
     levels: Sequence[Level] = ()
     marks: Sequence[Mark] = ()
@@ -106,14 +106,14 @@ class LineChart:
     @cached_property
     def x(self) -> Scale:
         """Scale of the x axis, which starts at 0."""
-        high = max([self.x_high, *(point.x for point in (*self.points, *self.raw))])
+        high = max([self.x_high, *(point.x for point in (*self.points, *self.raw_points))])
         frame = self.frame
         return Scale(0.0, high or 1.0, frame.margin_left, frame.width - frame.margin_right)
 
     @cached_property
     def y(self) -> Scale:
         """Scale of the y axis."""
-        values = [point.y for point in (*self.points, *self.raw)]
+        values = [point.y for point in (*self.points, *self.raw_points)]
         values += [level.value for level in self.levels]
         values += [end for point in self.points for end in point.interval or ()]
         frame = self.frame
@@ -142,17 +142,17 @@ class LineChart:
 
     def labels(self) -> list[Label]:
         """Return the labels of the levels and of the line, without overlap."""
-        named = [
+        entries = [
             (level.value, level.name, "goal" if level.is_goal else "") for level in self.levels
         ]
         if self.final_label:
-            named.append((self.points[-1].y, self.final_label, "policy"))
+            entries.append((self.points[-1].y, self.final_label, "policy"))
         heights = spread(
-            [self.y(value) for value, *_ in named], LABEL_GAP, self.y.end, self.y.start
+            [self.y(value) for value, *_ in entries], LABEL_GAP, self.y.end, self.y.start
         )
         return [
             Label(height, self.format_y(value), name, kind)
-            for height, (value, name, kind) in zip(heights, named, strict=True)
+            for height, (value, name, kind) in zip(heights, entries, strict=True)
         ]
 
     def _coordinates(self, positions: Sequence[tuple[float, float]]) -> str:

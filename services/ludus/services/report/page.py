@@ -134,7 +134,7 @@ def _measured_curves(run: RunFiles, environment: str, frame: Frame) -> dict[str,
 
 
 def _return_scale(results: Sequence[NamedResult]) -> Scale:
-    ends = [end for named in results for end in named.result.expected_return_ci95]
+    ends = [end for named_result in results for end in named_result.result.expected_return_ci95]
     return Scale(*padded_range(ends), 4, 196)
 
 

@@ -70,21 +70,21 @@ def total_demand(demands: list[PodDemand]) -> dict[str, Decimal]:
 def node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
     """Yield a message for each role whose pods fit on no node, even if the nodes were empty."""
     for demand in demands:
-        admitting = [node for node in nodes if _admits(node, demand.spec)]
-        if demand.count and not any(_fits(demand, node) for node in admitting):
-            yield _explain_no_node(demand, admitting)
+        admitting_nodes = [node for node in nodes if _admits(node, demand.spec)]
+        if demand.count and not any(_fits(demand, node) for node in admitting_nodes):
+            yield _explain_no_node(demand, admitting_nodes)
 
 
-def _explain_no_node(demand: PodDemand, admitting: list[JsonObject]) -> str:
-    if not admitting:
-        selector = ", ".join(f"{k}={v}" for k, v in demand.spec.get("nodeSelector", {}).items())
+def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> str:
+    if not admitting_nodes:
+        selector = ", ".join(f"{k}={v}" for k, v in (demand.spec.get("nodeSelector") or {}).items())
         with_labels = f" with {selector}" if selector else ""
         return (
             f"no node{with_labels} admits a {demand.role} pod; check its nodeSelector and "
             "tolerations"
         )
     for resource, amount in demand.requests.items():
-        max_amount = max(_allocatable(node, resource) for node in admitting)
+        max_amount = max(_allocatable(node, resource) for node in admitting_nodes)
         if max_amount < amount:
             return (
                 f"a {demand.role} pod requests {format_quantity(amount, resource)} of {resource},"

@@ -31,24 +31,24 @@ from ludus.services.runs.names import RUN_LABEL, core_path
 from ludus.services.runs.platform import Release
 from ludus.services.runs.state import pod_troubles, read_state
 
-LARGE = (CHECKPOINTS_FOLDER, "initial_model", "weights")
+LARGE_FOLDERS = (CHECKPOINTS_FOLDER, "initial_model", "weights")
 """Subfolders that are fetched on request only."""
 START_TIMEOUT_S = 180.0
 _LIFETIME_S = 900
 _POLL_S = 0.5
 _RESOURCES = {"cpu": "100m", "memory": "256Mi"}
 _NO_FOLDER = "there is no folder "
-_PACK = f"""
+_PACK_SCRIPT = f"""
 import pathlib, sys, tarfile
-folder, excluded = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
+folder, excluded_names = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
 if not folder.is_dir():
     sys.exit("{_NO_FOLDER}" + str(folder))
 with tarfile.open(fileobj=sys.stdout.buffer, mode="w|gz") as archive:
     for path in sorted(folder.iterdir()):
-        if path.name not in excluded and not path.name.endswith(".partial"):
+        if path.name not in excluded_names and not path.name.endswith(".partial"):
             archive.add(path, arcname=path.name)
 """
-_SHOW = """
+_SHOW_SCRIPT = """
 import pathlib, shutil, sys
 with pathlib.Path(sys.argv[1]).open("rb") as file:
     shutil.copyfileobj(file, sys.stdout.buffer)
@@ -74,14 +74,16 @@ async def fetch(
         ClusterError: the volume cannot be read.
     """
     path = f"{release.platform.output_dir}/{run}"
-    excluded = () if with_checkpoints else LARGE
+    excluded_names = () if with_checkpoints else LARGE_FOLDERS
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryFile() as archive,
-        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as unpacked,
+        tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}-", dir=folder.parent
+        ) as unpacked_folder,
     ):
         try:
-            await _run_script(cluster, release, run, (_PACK, path, *excluded), archive)
+            await _run_script(cluster, release, run, (_PACK_SCRIPT, path, *excluded_names), archive)
         except ClusterError as error:
             if _NO_FOLDER not in error.message:
                 raise
@@ -89,9 +91,9 @@ async def fetch(
                 f"run '{run}' has no folder {path} on the cluster's volume; see: ludus status {run}"
             ) from None
         archive.seek(0)
-        _unpack(archive, Path(unpacked))
-        _refuse_another_run(Path(unpacked), folder)
-        _move(Path(unpacked), folder)
+        _unpack(archive, Path(unpacked_folder))
+        _refuse_another_run(Path(unpacked_folder), folder)
+        _move(Path(unpacked_folder), folder)
 
 
 async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
@@ -104,7 +106,7 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
     path = f"{release.platform.output_dir}/{run}/{LOG_FILE}"
     log = io.BytesIO()
     try:
-        await _run_script(cluster, release, run, (_SHOW, path), log)
+        await _run_script(cluster, release, run, (_SHOW_SCRIPT, path), log)
     except ClusterError as error:
         if "No such file" not in error.message:
             raise
@@ -143,9 +145,9 @@ class _Origin(BaseModel):
     output_dir: str = ""
 
 
-def _refuse_another_run(fetched: Path, folder: Path) -> None:
+def _refuse_another_run(fetched_folder: Path, folder: Path) -> None:
     """Refuse to replace the results of a different run that has the same name."""
-    remote, local = _read_origin(fetched / CONFIG_FILE), _read_origin(folder / CONFIG_FILE)
+    remote, local = _read_origin(fetched_folder / CONFIG_FILE), _read_origin(folder / CONFIG_FILE)
     if local is not None and local != remote:
         raise ConfigError(
             f"'{folder}' contains another run, from {local.output_dir or 'this machine'}; choose "
@@ -162,9 +164,9 @@ def _read_origin(path: Path) -> _Origin | None:
         return _Origin()
 
 
-def _move(fetched: Path, folder: Path) -> None:
+def _move(fetched_folder: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for path in fetched.iterdir():
+    for path in fetched_folder.iterdir():
         target = folder / path.name
         if target.is_dir():
             shutil.rmtree(target)
