@@ -10,7 +10,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast test-pythons chart-test conformance chaos soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -55,6 +55,9 @@ test-again: ## run the tests that failed last again, alone; at most five
 
 test-fast: setup ## run the tests that start no process, with fewer random examples
 	@$(PYTEST) -n 4 --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
+
+test-pythons: ## run the fast tests with Python 3.12 and 3.13, if they are installed
+	@bash dev/test_pythons.sh
 
 chart-test: setup ## test the Helm chart without a cluster
 	@$(PYTEST) -n 2 tests/charts

@@ -31,8 +31,8 @@ SHORT = (
 )
 ALWAYS_STAND = (
     *SHORT,
-    "local_batch_size=2048",
-    "rollout_threads=512",
+    "local_batch_size=512",
+    "rollout_threads=256",
     "ludus.rollout.group_seed=independent",
     "trainer.training.steps=2",
     "trainer.optimizer.lr=1e-9",

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs the fast tests with each further Python version that is installed, in .cache/python-VERSION.
+# A version that is not installed is named, not tested.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# find_python VERSION: print the path of an interpreter, also one of pyenv that is not activated.
+find_python() {
+  local candidate
+  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    if "$candidate" -c '' >/dev/null 2>&1; then command -v "$candidate"; return; fi
+  done
+  return 1
+}
+
+for version in 3.12 3.13; do
+  if ! python=$(find_python "$version"); then
+    echo "SKIPPED, NOT PASSED: fast tests with Python $version: it is not installed"
+    continue
+  fi
+  venv=.cache/python-$version
+  VENV=$venv PYTHON=$python bash dev/setup.sh
+  echo "fast tests with Python $version"
+  "$venv/bin/python" -m pytest -n 2 -p no:cacheprovider --dist loadscope --no-loadscope-reorder \
+    --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
+done
