@@ -49,8 +49,7 @@ from ludus.proto.config import NetworkModel, NetworkPpoConfig, NetworkRun, load_
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
 from ludus.trainer.classic.agent import PpoAgent
 from ludus.trainer.classic.environments import GymnasiumEnvironments
-from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.run import open_network_run
 from ludus.trainer.core.devices import torch_threads
 

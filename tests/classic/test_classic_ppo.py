@@ -30,8 +30,7 @@ from ludus.trainer.algorithms.advantages import gae, stream_gae
 from ludus.trainer.classic.agent import PpoAgent, evaluate_policy
 from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.heads import make_head
-from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.run import check, open_network_run, train
 from ludus.trainer.core.stopping import RunStopped
 

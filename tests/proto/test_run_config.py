@@ -154,6 +154,11 @@ def test_list_of_unnamed_environments_is_refused() -> None:
         load_run_config(None, ['environment=[{package = "math_env"}]'])
 
 
+def test_reward_models_have_their_own_command() -> None:
+    with pytest.raises(ConfigError, match="train its model with `ludus train-reward`"):
+        run_config_from({"kind": "reward_model", "model": "org/model", "data": "rows.jsonl"})
+
+
 def test_only_another_kind_clears_its_section() -> None:
     tiny = EXAMPLES[-1].with_name("tiny.toml")
     other = load_run_config(tiny, ["model.kind=pretrained", "model.path=x"])

@@ -37,8 +37,7 @@ from ludus.trainer.classic.agent import (
 )
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
 from ludus.trainer.classic.heads import sample_uniform_actions
-from ludus.trainer.classic.networks import make_networks
-from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.rows import make_transcripts, step_values
 from ludus.trainer.core.devices import torch_threads
 from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals

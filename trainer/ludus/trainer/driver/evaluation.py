@@ -46,7 +46,7 @@ class Evaluator:
         baselines = {
             name: baseline[:num_games]
             for name, baseline in self.baselines.get(environment, {}).items()
-            if not _are_all_void(baseline[:num_games])
+            if any(outcome.episode_return is not None for outcome in baseline[:num_games])
         }
         gap = _compute_gap_closed(self.environments[environment], outcomes, baselines)
         return EvalReport(
@@ -127,10 +127,6 @@ async def _wait_for_outcomes(
         )
     except TimeLimitError as error:
         raise EpisodesFailedError(str(error)) from None
-
-
-def _are_all_void(outcomes: Sequence[EpisodeOutcome]) -> bool:
-    return all(outcome.episode_return is None for outcome in outcomes)
 
 
 def _check_void(outcomes: Sequence[EpisodeOutcome], source: str) -> None:

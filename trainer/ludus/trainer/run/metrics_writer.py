@@ -71,7 +71,6 @@ class MetricsWriter:
         """Open the files and the sinks.
 
         Args:
-            path: the run's folder.
             resume_from: step from which the run resumes. Rows of later steps are dropped.
             job_log: stream that also receives the rows. Default: none.
         """

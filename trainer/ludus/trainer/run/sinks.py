@@ -118,10 +118,8 @@ def open_sinks(
     """Open the sinks of a run's configuration.
 
     Args:
-        folder: the run's folder. Each sink writes into its own subfolder.
         resume_from: step from which the run resumes; None for a new run.
         past: rows up to that step, for sinks that do not store rows.
-        job_log: stream that receives a line for each step; None for no such lines.
 
     Raises:
         ConfigError: a sink cannot start as configured. All sinks are closed.
@@ -144,7 +142,7 @@ def open_sinks(
         if run.metrics.wandb is not None:
             from ludus.trainer.run.wandb import WandbWriter
 
-            sinks.append(WandbWriter.start(run, run.metrics.wandb, folder / WANDB_FOLDER))
+            sinks.append(WandbWriter(run, run.metrics.wandb, folder / WANDB_FOLDER))
     except BaseException:
         Sinks(sinks).close()
         raise

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ludus.proto.config import RunConfig, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.run.sinks import MetricsSink, tag_values
-
-if TYPE_CHECKING:
-    import wandb
 
 _KEY_VARIABLE = "WANDB_API_KEY"
 _TIMEOUT_S = 60.0
@@ -28,11 +24,7 @@ class WandbWriter(MetricsSink):
 
     name = "wandb"
 
-    def __init__(self, session: wandb.Run) -> None:
-        self._session = session
-
-    @classmethod
-    def start(cls, run: RunConfig, config: WandbSink, folder: Path) -> WandbWriter:
+    def __init__(self, run: RunConfig, config: WandbSink, folder: Path) -> None:
         """Open the sink and write the run's configuration."""
         try:
             import wandb
@@ -48,7 +40,7 @@ class WandbWriter(MetricsSink):
             )
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            session = wandb.init(
+            self._session = wandb.init(
                 project=config.project,
                 entity=config.entity,
                 name=run.name,
@@ -79,9 +71,8 @@ class WandbWriter(MetricsSink):
                 f"project '{config.project}' and the network, or use mode = 'offline'"
             ) from error
         # A resumed run repeats steps, which W&B's default counter would drop.
-        session.define_metric(_STEP)
-        session.define_metric("*", step_metric=_STEP)
-        return cls(session)
+        self._session.define_metric(_STEP)
+        self._session.define_metric("*", step_metric=_STEP)
 
     def write(self, row: MetricsRow) -> None:
         """Send the row's values."""

@@ -104,7 +104,12 @@ async def connect_environments(
     async with AsyncExitStack() as stack:
         environments = {}
         for name, config in run.environments.items():
-            address = _find_address(config, servers.get(name))
+            if isinstance(config, RemoteEnvironment):
+                address = config.address
+            else:
+                addresses = servers[name].addresses
+                assert addresses is not None
+                address = addresses.grpc
             client = await stack.enter_async_context(
                 await _connect(run.environment_section(name), config, address)
             )
@@ -133,13 +138,6 @@ def make_connect_options(config: EnvironmentConfig | ServerConnection) -> Connec
         reconnect_timeout_s=config.reconnect_timeout_s,
         **config.tls.model_dump(),
     )
-
-
-def _find_address(config: EnvironmentConfig, server: LocalServer | None) -> str:
-    if isinstance(config, RemoteEnvironment):
-        return config.address
-    assert server is not None and server.addresses is not None
-    return server.addresses.grpc
 
 
 async def _connect(section: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:

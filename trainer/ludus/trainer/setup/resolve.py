@@ -33,10 +33,7 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         changes["generator"] = TransformersGenerator()
     if isinstance(run.model, PretrainedModel) and is_folder_path(run.model.path):
-        folder = Path(run.model.path).expanduser().absolute()
-        # A missing folder keeps its path, so that the error names it as the user wrote it.
-        if folder.exists():
-            changes["model"] = run.model.model_copy(update={"path": str(folder)})
+        changes["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
         critic = run.algorithm.critic
         resolved_critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
@@ -68,7 +65,10 @@ def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardMo
 
 
 def _resolve_path(path: str | None) -> str | None:
-    """Return an existing folder as an absolute path, and a Hugging Face id unchanged."""
+    """Return an existing folder as an absolute path, and a Hugging Face id unchanged.
+
+    A missing folder keeps its path, so that the error names it as the user wrote it.
+    """
     if path is None:
         return None
     folder = Path(path).expanduser().absolute()

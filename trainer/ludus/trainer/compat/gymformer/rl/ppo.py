@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.classic.networks import GaussianActor
-from ludus.trainer.classic.policy import NetworkPolicy
+from ludus.trainer.classic.policy import GaussianActor, NetworkPolicy
 from ludus.trainer.compat.checks import PathText, check_value
 from ludus.trainer.compat.gymformer.arguments import Network, require_device
 
