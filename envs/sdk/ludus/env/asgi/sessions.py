@@ -14,8 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
+import orjson
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.interface import OpenArgs, OpenResult, Sessions
@@ -30,19 +33,26 @@ _MAX_ID_CHARS = 512
 _MAX_SHOWN_CHARS = 200
 
 
-def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str | None:
+def named_session(request: Request) -> str | None:
     """Return the session id in a request's header or cookie, in this order, or None.
 
     Raises:
         SessionLostError: the id is too long.
     """
-    session_id = headers.get(SESSION_HEADER) or cookies.get(SESSION_COOKIE)
+    session_id = request.headers.get(SESSION_HEADER) or request.cookies.get(SESSION_COOKIE)
     if session_id and len(session_id) > _MAX_ID_CHARS:
         raise SessionLostError(
             f"a session id must have at most {_MAX_ID_CHARS} characters, got {len(session_id)};"
             " reset without an id to open a session"
         )
     return session_id or None
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with JSON content, which may be an `orjson.Fragment`."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def session_headers(request: Request, opened: OpenResult) -> dict[str, str]:

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
+from ludus.env.asgi.uvicorn_protocols import DIRECT_EXTENSION, DirectWebSocketProtocol
 from ludus.env.sessions.interface import Connection, SessionEvents, Sessions
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
@@ -20,7 +21,6 @@ from ludus.proto.errors import ErrorCode, SessionLostError
 ResultT = TypeVar("ResultT")
 OnSessionEnd = Callable[[SessionTombstone], None]
 
-DIRECT_EXTENSION = "ludus.direct"
 WRITE_TIMEOUT_S = 60.0
 _MAX_EARLY_FRAMES = 4
 _MAX_REASON_BYTES = 123
@@ -37,19 +37,6 @@ _CLOSE_CODES = {
 }
 
 
-class DirectConnection(Protocol):
-    """The extension `ludus.direct` of our ASGI server (asgi/uvicorn_protocols.py)."""
-
-    def set_direct_handler(self, handler: Callable[[bytes], bytes | None]) -> None:
-        """Pass text frames to the handler first."""
-
-    def write_now(self, frame: bytes) -> bool:
-        """Send a text frame and return True, or return False if that requires a wait."""
-
-    def set_close_callback(self, callback: Callable[[], None]) -> None:
-        """Call the callback when the connection is lost."""
-
-
 class SocketGoneError(Exception):
     """The client has disconnected, or it no longer reads."""
 
@@ -58,7 +45,8 @@ class AsgiSocket:
     """A server's side of one WebSocket connection."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.direct: DirectConnection | None = (scope.get("extensions") or {}).get(DIRECT_EXTENSION)
+        extensions = scope.get("extensions") or {}
+        self.direct: DirectWebSocketProtocol | None = extensions.get(DIRECT_EXTENSION)
         """The direct path, which only our ASGI server supports."""
         self._receive = receive
         self._send = send

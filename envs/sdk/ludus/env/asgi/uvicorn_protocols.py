@@ -27,8 +27,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 from websockets.protocol import State
 
-from ludus.env.asgi.socket import DIRECT_EXTENSION
-
+DIRECT_EXTENSION = "ludus.direct"
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of the request line and headers, checked after each read."""
 HEAD_TIMEOUT_S = 20.0
@@ -117,22 +116,22 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
-    """A connection that offers itself to the application as the extension `ludus.direct`.
-
-    `DirectConnection` documents the extension.
-    """
+    """A connection that offers itself to the application as the extension `ludus.direct`."""
 
     _direct: DirectHandler | None = None
     _close_callback: Callable[[], None] | None = None
     _is_app_waiting = False
 
     def set_direct_handler(self, handler: DirectHandler) -> None:
+        """Pass text frames to the handler first."""
         self._direct = handler
 
     def set_close_callback(self, callback: Callable[[], None]) -> None:
+        """Call the callback when the connection is lost."""
         self._close_callback = callback
 
     def write_now(self, frame: bytes) -> bool:
+        """Send a text frame and return True, or return False if that requires a wait."""
         if not self._can_write():
             return False
         self.conn.send_text(frame)

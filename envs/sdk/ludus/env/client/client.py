@@ -13,9 +13,15 @@ from __future__ import annotations
 import dataclasses
 
 from ludus.env.backoff import retry_refused
-from ludus.env.client.loop import LoopThread, keep, synchronous
 from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
-from ludus.env.client.session import AsyncSession, OpenedWire, Session
+from ludus.env.client.session import (
+    AsyncSession,
+    LoopThread,
+    OpenedWire,
+    Session,
+    keep,
+    synchronous,
+)
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import ConnectOptions, RemoteServer, parse_address

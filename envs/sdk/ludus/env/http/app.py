@@ -27,6 +27,7 @@ from ludus.env.asgi.sessions import (
     UNUSED_TIMEOUT_S,
     HttpSessions,
     forget_header,
+    json_response,
     named_session,
     session_headers,
 )
@@ -137,39 +138,31 @@ def _add_episode_routes(
     ) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
         args = reset_args(data, sessions.description, lenient=True)
-        reset_reply = await http.reset(_named_session_id(request), args)
+        reset_reply = await http.reset(named_session(request), args)
         assert reset_reply.first is not None, "the session was reset"
         return _observation(reset_reply.first, session_headers(request, reset_reply))
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:
-        action, session_id = body.parsed_action, _named_session_id(request)
+        action, session_id = body.parsed_action, named_session(request)
         if mcp.understands(action):
-            return _json(await mcp.step(http.use(session_id), action))
+            return json_response(orjson.Fragment(await mcp.step(http.use(session_id), action)))
         result = await http.step(session_id, plain_json(action, "an action"), body.timeout_s or 0.0)
         return _observation(result)
 
     @app.get("/state")
     async def state(request: Request) -> Response:
-        return _json(await http.state(_named_session_id(request)))
+        return json_response(orjson.Fragment(await http.state(named_session(request))))
 
     @app.post("/close")
     @app.delete("/session")
     async def close(request: Request) -> Response:
-        close_reply = await http.close(_named_session_id(request))
-        return _json(orjson.dumps({"closed": close_reply}), forget_header(request))
-
-
-def _named_session_id(request: Request) -> str | None:
-    return named_session(request.headers, request.cookies)
+        close_reply = await http.close(named_session(request))
+        return json_response({"closed": close_reply}, headers=forget_header(request))
 
 
 def _observation(result: EncodedResult, headers: dict[str, str] | None = None) -> Response:
-    return _json(orjson.dumps(observation_payload(result)), headers)
-
-
-def _json(body: bytes, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, headers=headers, media_type="application/json")
+    return json_response(observation_payload(result), headers=headers)
 
 
 def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -182,17 +175,14 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
         headers = {}
         if error.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-        body = orjson.dumps({"detail": detail})
-        status = STATUS_OF_CODE[error.code].http
-        return Response(body, status, headers, media_type="application/json")
+        return json_response({"detail": detail}, STATUS_OF_CODE[error.code].http, headers)
 
     return handle
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "the handler is registered for this type"
-    body = orjson.dumps({"detail": limit_faults(list(error.errors()))})
-    return Response(body, 422, media_type="application/json")
+    return json_response({"detail": limit_faults(list(error.errors()))}, 422)
 
 
 class _ContinueTrace:

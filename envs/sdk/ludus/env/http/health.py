@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-import orjson
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -32,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ludus.env.asgi.sessions import json_response
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.metrics import STEP_BUCKETS_S, SessionCounts
@@ -58,23 +58,23 @@ def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) 
     registry.register(SessionCollector(sessions))
 
     async def healthz(request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
         reason = sessions.unavailable_reason
-        return _json({"status": reason}, 503) if reason else _json({"status": "ok"})
+        return json_response({"status": reason}, 503) if reason else json_response({"status": "ok"})
 
     async def drain(request: Request) -> Response:
         wait_s = _read_wait_s(request)
         if wait_s is None:
             message = f"wait must be 0 to {MAX_DRAIN_WAIT_S:g} seconds"
-            return _json({"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422)
+            return json_response({"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422)
         sessions.drain()
         deadline_s = time.monotonic() + wait_s
         while sessions.load.num_sessions and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         load = sessions.load
-        return _json(
+        return json_response(
             {
                 "is_draining": load.is_draining,
                 "num_sessions": load.num_sessions,
@@ -176,7 +176,3 @@ def _read_wait_s(request: Request) -> float | None:
     except ValueError:
         return None
     return wait_s if 0 <= wait_s <= MAX_DRAIN_WAIT_S else None
-
-
-def _json(body: dict[str, object], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")

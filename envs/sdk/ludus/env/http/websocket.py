@@ -30,11 +30,10 @@ from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
-    CloseMessage,
     LudusStepMessage,
     McpMessage,
+    PlainMessage,
     ResetMessage,
-    StateMessage,
     StepMessage,
     error_data,
     frame,
@@ -58,8 +57,8 @@ from ludus.proto.errors import (
 _MESSAGE_TYPES: dict[str, type[BaseModel]] = {
     "reset": ResetMessage,
     "step": StepMessage,
-    "state": StateMessage,
-    "close": CloseMessage,
+    "state": PlainMessage,
+    "close": PlainMessage,
     "mcp": McpMessage,
 }
 _LUDUS_MESSAGE_TYPES = _MESSAGE_TYPES | {"step": LudusStepMessage}
@@ -216,7 +215,7 @@ class _WebSocketServer:
             case ResetMessage():
                 args = reset_args(message.data, self._sessions.description, lenient=self._upstream)
                 return self._first_frame(await self._sessions.reset(self._session_id, args))
-            case StateMessage():
+            case PlainMessage(type="state"):
                 state = await self._sessions.state(self._session_id)
                 return frame("state", orjson.Fragment(state))
             case McpMessage():

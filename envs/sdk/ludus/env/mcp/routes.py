@@ -14,6 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from ludus.env.asgi.sessions import json_response
 from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
@@ -41,25 +42,29 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
             try:
                 caller = McpCaller(mcp.read_ticket(ticket), may_play=True)
             except SessionLostError as error:
-                return _json(_invalid_request(error.message), 404)
+                return json_response(_invalid_request(error.message), 404)
         response = await mcp.answer_text(body, caller)
         if response is None:
             return Response(status_code=202)
         if ticket:
-            return _json(response, 404 if _is_session_lost(response) else 200)
+            return json_response(response, 404 if _is_session_lost(response) else 200)
         if caller.may_play and caller.session_id is not None:
-            return _json(response, headers={TICKET_HEADER: mcp.make_ticket(caller.session_id)})
-        return _json(response)
+            return json_response(
+                response, headers={TICKET_HEADER: mcp.make_ticket(caller.session_id)}
+            )
+        return json_response(response)
 
     @app.delete("/mcp")
     async def end(request: Request) -> Response:
         ticket = request.headers.get(TICKET_HEADER)
         if not ticket:
-            return _json(_invalid_request("expected an Mcp-Session-Id header, got none"), 400)
+            return json_response(
+                _invalid_request("expected an Mcp-Session-Id header, got none"), 400
+            )
         try:
             await mcp.sessions.close(mcp.read_ticket(ticket))
         except SessionLostError as error:
-            return _json(_invalid_request(error.message), 404)
+            return json_response(_invalid_request(error.message), 404)
         return Response(status_code=204)
 
 
@@ -115,7 +120,3 @@ def _invalid_request(message: str) -> dict[str, Any]:
 def _is_session_lost(response: dict[str, Any]) -> bool:
     data = response.get("error", {}).get("data")
     return isinstance(data, dict) and data.get("code") == ErrorCode.SESSION_LOST
-
-
-def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")

@@ -80,16 +80,10 @@ class LudusStepMessage(_Envelope):
     step_index: int = Field(default=0, ge=0)
 
 
-class StateMessage(_Envelope):
-    """A request for the state."""
+class PlainMessage(_Envelope):
+    """A request without arguments, for the state or to close the session."""
 
-    type: Literal["state"]
-
-
-class CloseMessage(_Envelope):
-    """A request to close the session."""
-
-    type: Literal["close"]
+    type: Literal["state", "close"]
 
 
 class McpMessage(_Envelope):
@@ -255,7 +249,7 @@ def validation_error_data(error: ValidationError) -> JsonObject:
     }
 
 
-def limit_faults(faults: Sequence[Mapping[str, Any]]) -> Any:
+def limit_faults(faults: Sequence[Mapping[str, Any]]) -> orjson.Fragment:
     """Return pydantic's list of faults as JSON, without their input if that is large."""
     try:
         encoded_faults = orjson.dumps(faults, default=str)

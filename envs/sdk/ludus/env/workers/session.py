@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.grpc.call_stream import ConnectionLostError
-from ludus.env.messages.protobuf import fill_reset_args, read_encoded
+from ludus.env.messages.protobuf import fill_call_tool, fill_reset_args, fill_step, read_encoded
 from ludus.env.types import JsonObject
 from ludus.env.workers.process import Worker
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -76,13 +76,7 @@ class WorkerSession:
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         def fill(call: pb.Call) -> None:
-            step = call.step
-            step.session_id = self.id
-            step.step_index = step_index
-            if isinstance(action, bytes):
-                step.action_json = action
-            else:
-                step.action_text = action
+            fill_step(call.step, self.id, action, step_index)
 
         result = await self._call_worker(fill, _read_result)
         if self._last is None or result.step_index != self._last.step_index:
@@ -97,9 +91,7 @@ class WorkerSession:
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         def fill(call: pb.Call) -> None:
-            call.call_tool.session_id = self.id
-            call.call_tool.name = name
-            call.call_tool.arguments_json = plain_json(arguments, "arguments")
+            fill_call_tool(call.call_tool, self.id, name, arguments)
 
         return await self._call_worker(fill, lambda reply: reply.call_tool.result_json)
 
