@@ -9,10 +9,8 @@ The environment's code never runs in this process, so the check always finishes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +87,7 @@ def check(
     require_options_only_for_targets(location, environment_options)
     plan = CheckPlan(range(seeds), steps, timeout, wait)
     if "://" in location:
-        with _show_spinner(f"checking {location}"):
+        with progress_console().status(f"checking {location}"):
             report = asyncio.run(_check_address(location, plan, os.environ.get(token_env)))
         rows = _rows(report, _ON_THE_WIRE)
     else:
@@ -109,7 +107,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.serving.subprocess import LocalServer
     from ludus.env.targets.targets import TargetFactory
 
-    with _show_spinner(f"checking {target}"):
+    with progress_console().status(f"checking {target}"):
         in_process = check_environment(
             TargetFactory(target, options),
             seeds=plan.seeds,
@@ -156,13 +154,3 @@ def _table(rows: list[CheckRow]) -> Table:
         verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
         table.add_row(row.about, Text(row.rule), verdict, Text(detail))
     return table
-
-
-@contextlib.contextmanager
-def _show_spinner(message: str) -> Iterator[None]:
-    console = progress_console()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(message):
-        yield

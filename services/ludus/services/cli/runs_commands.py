@@ -35,9 +35,9 @@ async def list_runs(cluster: RunsCluster) -> None:
         print_line(progress_console(), f"no runs in namespace '{cluster.namespace}'")
         return
     table = new_table("run", "state", "attempts", "queue", "age")
-    for state, created_at in states:
+    for state in states:
         attempts = f"{state.attempts_failed + 1} of {state.attempts_allowed}"
-        row = (state.name, _state_text(state), attempts, state.queue, _age(created_at))
+        row = (state.name, _state_text(state), attempts, state.queue, _age(state.created_at))
         table.add_row(*map(Text, row))
     results_console().print(table)
 
@@ -216,9 +216,6 @@ def _state_text(state: ClusterRunState) -> str:
     return f"{state.phase}: {state.reason}" if state.reason else str(state.phase)
 
 
-def _age(created: str) -> str:
-    try:
-        created_at = datetime.fromisoformat(created)
-    except ValueError:
-        return ""
-    return format_duration((datetime.now(UTC) - created_at).total_seconds())
+def _age(created_at: str) -> str:
+    age = datetime.now(UTC) - datetime.fromisoformat(created_at)
+    return format_duration(age.total_seconds())

@@ -60,12 +60,7 @@ async def connect_cluster(context: str = "", namespace: str = "") -> AsyncIterat
         ConfigError: no cluster is configured.
     """
     access = await asyncio.to_thread(personal_access, context)
-    cached_access = [access]
-
-    def load() -> ApiAccess:
-        return cached_access.pop() if cached_access else personal_access(context)
-
-    async with KubernetesApi(load, remedies=REMEDIES) as api:
+    async with KubernetesApi(lambda: personal_access(context), remedies=REMEDIES) as api:
         yield RunsCluster(api, namespace or access.namespace or "default")
 
 
@@ -114,9 +109,8 @@ class RunsCluster:
         return await self.find(job_path(self.namespace, run))
 
     async def jobs(self) -> list[JsonObject]:
-        """Return the RayJobs of all runs, oldest first."""
-        jobs = await self._list(job_path(self.namespace), RUN_LABEL)
-        return sorted(jobs, key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
+        """Return the RayJobs of all runs."""
+        return await self._list(job_path(self.namespace), RUN_LABEL)
 
     async def config_maps(self) -> list[JsonObject]:
         """Return the ConfigMaps of all runs."""

@@ -25,7 +25,6 @@ from ludus.proto.config import (
 from ludus.proto.config.changes import changes_between
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
-from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
 from ludus.services.runs.names import CONTROL_KEY, config_map_name, job_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
@@ -69,17 +68,18 @@ async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
     return None if config_map is None else ClusterRunState(run, RunPhase.STOPPED)
 
 
-async def list_states(cluster: RunsCluster) -> list[tuple[ClusterRunState, str]]:
-    """Return the state and creation time of all runs of the namespace, oldest first."""
+async def list_states(cluster: RunsCluster) -> list[ClusterRunState]:
+    """Return the states of all runs of the namespace, oldest first."""
     config_maps = {item["metadata"]["name"]: item for item in await cluster.config_maps()}
     states = []
     for job in await cluster.jobs():
         config_map = config_maps.pop(config_map_name(job["metadata"]["name"]), None)
-        states.append((read_state(job, config_map), _creation_time(job)))
+        states.append(read_state(job, config_map))
     for name, config_map in config_maps.items():
+        created_at = config_map["metadata"]["creationTimestamp"]
         run = name.removesuffix(config_map_name(""))
-        states.append((ClusterRunState(run, RunPhase.STOPPED), _creation_time(config_map)))
-    return sorted(states, key=lambda item: item[1])
+        states.append(ClusterRunState(run, RunPhase.STOPPED, created_at=created_at))
+    return sorted(states, key=lambda state: state.created_at)
 
 
 async def stop(cluster: RunsCluster, run: str, *, now: bool = False) -> StopOutcome:
@@ -141,7 +141,3 @@ async def load_resumable_config(
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
     changes_between(validate_run_json(previous_config), config)
     return config
-
-
-def _creation_time(item: JsonObject) -> str:
-    return str(item["metadata"].get("creationTimestamp", ""))

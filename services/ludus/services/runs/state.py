@@ -65,6 +65,8 @@ class ClusterRunState:
     attempts_failed: int = 0
     attempts_allowed: int = 1
     queue: str = ""
+    created_at: str = ""
+    """Creation time in ISO 8601."""
 
     @property
     def is_over(self) -> bool:
@@ -90,6 +92,7 @@ def read_state(job: JsonObject, config_map: JsonObject | None = None) -> Cluster
         attempts_failed=int(status.get("failed") or 0),
         attempts_allowed=int(spec.get("backoffLimit") or 0) + 1,
         queue=str((metadata.get("labels") or {}).get(QUEUE_LABEL, "")),
+        created_at=metadata.get("creationTimestamp", ""),
     )
 
 
