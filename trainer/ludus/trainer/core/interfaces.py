@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -17,15 +17,11 @@ StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by their names in the Hugging Face model."""
 
 
-class GenerateFn(Protocol):
-    """Samples one completion; concurrent calls become one batch.
+GenerateFn: TypeAlias = Callable[[list[int], Sampling, int], Awaitable[SampledCompletion]]
+"""Samples one completion: (prompt tokens, sampling, seed); concurrent calls become one batch.
 
-    The random numbers depend only on the seed, not on the other requests of the batch.
-    """
-
-    async def __call__(
-        self, prompt_ids: list[int], sampling: Sampling, seed: int
-    ) -> SampledCompletion: ...
+The random numbers depend only on the seed, not on the other requests of the batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from ludus.proto.errors import (
     UserError,
 )
 from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 from ludus.trainer.data.failures import describe, first_error
 from ludus.trainer.models.chat import ChatTokenizer
@@ -144,12 +145,14 @@ class SessionRunner(ABC, Generic[RecordT]):
             except Exception as error:  # noqa: BLE001 - third-party code runs here
                 reason = self._timeout_error() if limit.expired() else error
                 return [self.void(start.seed, reason) for start in starts]
-        tasks = [
-            asyncio.create_task(self._play_episode(start, sampling, session))
-            for start, session in zip(starts, open_sessions, strict=True)
-        ]
         try:
-            in_time = await _wait_until(deadline_s, tasks)
+            async with Tasks() as running:
+                tasks = [
+                    running.start(self._play_episode(start, sampling, session))
+                    for start, session in zip(starts, open_sessions, strict=True)
+                ]
+                remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+                in_time, _ = await asyncio.wait(tasks, timeout=remaining_s)
         finally:
             # An episode that was cancelled before its first line has not closed its session.
             for session in filter(None, open_sessions):
@@ -338,20 +341,3 @@ async def retry_while_full(
                 raise
             # Other episodes of this run use the sessions, and close them when they end.
             await asyncio.sleep(_FULL_SERVER_PAUSE_S)
-
-
-async def _wait_until(
-    deadline_s: float, tasks: Sequence[asyncio.Task[PlayedEpisode]]
-) -> set[asyncio.Task[PlayedEpisode]]:
-    """Wait for the tasks, cancel those that are late, and return those that were in time."""
-    done: set[asyncio.Task[PlayedEpisode]] = set()
-    try:
-        remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-        done, _ = await asyncio.wait(tasks, timeout=remaining_s)
-    finally:
-        late_tasks = [task for task in tasks if not task.done()]
-        for task in late_tasks:
-            task.cancel()
-        if late_tasks:
-            await asyncio.wait(late_tasks)
-    return done

@@ -27,7 +27,8 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyRequest,
     PolicyResponse,
 )
-from ludus.trainer.rollout.agents.runner import AgentHost
+from ludus.trainer.rollout.agents.endpoint.mcp import make_tools
+from ludus.trainer.rollout.agents.runner import NO_REQUEST, AgentHost
 
 _MIN_INTEGER, _MAX_INTEGER = 0, 9
 """Default bounds of integers whose schema has none."""
@@ -159,11 +160,13 @@ async def play_with_random_responses(
     """
     text = adapter.result.text
     responder = RandomResponder(draw, text.legal_answers if text else (), max_turns)
-    attempt = await agent.play(adapter, seed, responder)
+    try:
+        await agent.play(adapter, seed, responder, make_tools(adapter))
+    except AgentError:
+        if not responder.conversations:
+            raise
     if not responder.conversations:
-        if attempt.error is not None:
-            raise attempt.error
-        raise AgentError("the agent sent no request to the policy; it must send at least one")
+        raise AgentError(NO_REQUEST)
     return responder.conversations
 
 

@@ -23,10 +23,9 @@ from ludus.proto.config import AgentConfig
 from ludus.proto.errors import AgentError
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, StepOutcome
-from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.exchange import Responder
-from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, RecordCalls
+from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, make_tools
 from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
 from ludus.trainer.rollout.agents.launchers import (
     AgentResult,
@@ -38,19 +37,8 @@ from ludus.trainer.rollout.agents.launchers import (
 from ludus.trainer.rollout.episode import EpisodeEnd, LastResult, SessionRunner
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
 
+NO_REQUEST = "the agent sent no request to the policy; it must send at least one"
 _ALL_INTERFACES = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True)
-class AgentAttempt:
-    """The end of an agent's run on one episode."""
-
-    value: Any
-    """Value that the agent returned."""
-    error: AgentError | None
-    """Error of the agent; None if it returned a value."""
-    tools: EpisodeTools | None
-    """Tools that the agent could call; None if it had none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +70,29 @@ class AgentHost:
         adapter: EnvironmentAdapter,
         seed: int,
         responder: Responder,
-        record_calls: RecordCalls | None = None,
-    ) -> AgentAttempt:
-        """Run the agent on an episode; an error of the agent is part of the attempt.
+        tools: EpisodeTools | None,
+    ) -> Any:
+        """Run the agent on an episode and return its value.
 
         Raises:
+            AgentError: the agent failed.
             Exception: the policy failed, or the agent's service cannot be reached.
         """
         messages = (await adapter.opening()).messages if adapter.has_text else []
-        first_result = adapter.result
         task = AgentTask(
             text="\n\n".join(message["content"] for message in messages),
             messages=messages,
-            observation=dict(first_result.observation),
-            info=dict(first_result.info),
+            observation=dict(adapter.result.observation),
+            info=dict(adapter.result.info),
             seed=seed,
         )
-        tools = None
-        if isinstance(adapter, ToolAdapter):
-            tools = EpisodeTools(adapter, record_calls)
         async with self.slots:
             with self.endpoint.episode(responder, tools) as episode:
-                value, error = None, None
                 try:
-                    value = await self._run_in_time(task, episode.access)
-                except AgentError as agent_error:
-                    error = agent_error
-                episode.raise_failure()
-        return AgentAttempt(value, error, tools)
+                    return await self._run_in_time(task, episode.access)
+                finally:
+                    # A failure of the policy is the cause, whatever the agent makes of it.
+                    episode.raise_failure()
 
     async def _run_in_time(self, task: AgentTask, access: EndpointAccess) -> Any:
         timeout_s = self.config.timeout_s
@@ -147,29 +130,24 @@ class AgentRunner(SessionRunner[ConversationTree]):
     ) -> EpisodeEnd:
         """Run the agent and apply its result."""
         adapter, tree = self.make_adapter(session, first), record
-        attempt = await self.agent.play(adapter, start.seed, tree, tree.record_calls)
-        result = self._read_result(attempt, tree)
+        tools = make_tools(adapter, tree.record_calls)
+        try:
+            value = await self.agent.play(adapter, start.seed, tree, tools)
+            result = read_result(value, self.agent.config.answer, tree.last_text)
+        except AgentError:
+            if not tree.refusal or not tree.num_turns:
+                raise
+            result = AgentResult()
         if not tree.num_turns:
             tree.refuse_if_full()
-            raise AgentError("the agent sent no request to the policy; it must send at least one")
-        outcome = await _apply_result(adapter, result, attempt.tools)
+            raise AgentError(NO_REQUEST)
+        outcome = await _apply_result(adapter, result, tools)
         tree.record_action(outcome.action)
         tree.add_reward(outcome.reward + result.reward)
         default = RolloutStatus.TRUNCATED if tree.refusal else RolloutStatus.TERMINATED
         last_result = LastResult(adapter.result)
         fields = {**result.fields, **last_result} if result.fields else last_result
         return EpisodeEnd(outcome.status or default, fields, success=adapter.result.success)
-
-    def _read_result(self, attempt: AgentAttempt, tree: ConversationTree) -> AgentResult:
-        """Return the agent's result; an empty one if it failed after a limit had refused it."""
-        try:
-            if attempt.error is not None:
-                raise attempt.error
-            return read_result(attempt.value, self.agent.config.answer, tree.last_text)
-        except AgentError:
-            if tree.refusal and tree.num_turns:
-                return AgentResult()
-            raise
 
 
 async def _apply_result(

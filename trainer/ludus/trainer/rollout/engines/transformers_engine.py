@@ -49,7 +49,6 @@ class TransformersEngine:
 
     @property
     def has_work(self) -> bool:
-        """True while a submitted request has no output yet."""
         return bool(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
@@ -79,7 +78,6 @@ class TransformersEngine:
         return list(self._complete([_Sequence(r) for r in requests[: self._max_batch_size]]))
 
     def load_weights(self, state: StateDict) -> None:
-        """Copy the tensors into the model in place."""
         with torch.no_grad():
             parameters = self._model.state_dict(keep_vars=True)
             for name, tensor in state.items():

@@ -83,11 +83,9 @@ class VllmEngine:
 
     @property
     def has_work(self) -> bool:
-        """True while a submitted request has no output yet."""
         return bool(self._finished) or self._llm.has_unfinished_requests()
 
     def submit(self, request: EngineRequest) -> None:
-        """Add the request to the batch of the next step."""
         params = SamplingParams(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
@@ -106,14 +104,12 @@ class VllmEngine:
         self._llm.add_request(str(request.request_id), tokens_input(request.prompt_ids), params)
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Remove the requests from the batch and free their part of the cache."""
         self._llm.abort_request([str(request_id) for request_id in request_ids])
         self._finished = [
             output for output in self._finished if output.request_id not in request_ids
         ]
 
     def step(self) -> list[EngineOutput]:
-        """Run one step of the batch and return the finished outputs."""
         if self._finished:
             outputs, self._finished = self._finished, []
             return outputs

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.types import Tool
 from ludus.trainer.core.types import RolloutStatus
+from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
 from ludus.trainer.rollout.agents.endpoint.fields import JsonObject, quote
 
@@ -47,6 +48,13 @@ class EpisodeTools:
         if self._record_calls is not None:
             self._record_calls(1, outcome.num_calls_failed)
         return outcome.messages[0]["content"], outcome.num_calls_failed > 0
+
+
+def make_tools(
+    adapter: EnvironmentAdapter, record_calls: RecordCalls | None = None
+) -> EpisodeTools | None:
+    """Return the tools of an episode; None if its agent has none."""
+    return EpisodeTools(adapter, record_calls) if isinstance(adapter, ToolAdapter) else None
 
 
 async def respond_to_mcp(tools: EpisodeTools, request: Any) -> JsonObject | None:
