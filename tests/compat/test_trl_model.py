@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
-from ludus.trainer.compat.trl.model import model_section
+from ludus.trainer.compat.trl.inputs import model_section
 from ludus.trainer.models.load import load_tokenizer
 from tests.rollout.engine_pair import make_folder
 

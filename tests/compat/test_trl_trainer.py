@@ -13,8 +13,8 @@ import torch
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.metrics import TrainMetric
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
-from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState
+from ludus.trainer.compat.trl.inputs import PromptRows
 from ludus.trainer.compat.trl.run_settings import Batches
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.driver.loops.steps import Step

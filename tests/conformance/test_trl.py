@@ -42,7 +42,7 @@ ROWS = """
 import json, sys
 sys.path.append(sys.argv[1])  # after ours: only what is missing here comes from there
 from datasets import Dataset
-from ludus.trainer.compat.trl.dataset import PromptRows
+from ludus.trainer.compat.trl.inputs import PromptRows
 
 columns = {"prompt": ["Word to echo:", "2 + 2 ="], "answer": [None, 4], "tags": [["a"], ["b", "c"]]}
 print(json.dumps([dict(row) for row in PromptRows.read(Dataset.from_dict(columns), "rows").rows]))

@@ -8,14 +8,18 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
+import torch
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from torch import nn
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
@@ -27,6 +31,8 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Network = Annotated[InstanceOf[nn.Module], Field(description="a torch module")]
+_BOUNDS = {Gt: " above {}", Ge: " of {} or more", Lt: ", below {}", Le: ", at most {}"}
 
 
 def check_value(
@@ -71,21 +77,10 @@ def _describe(kind: Any) -> str:
     fields = [note for note in notes if isinstance(note, FieldInfo)]
     description = next((field.description for field in fields if field.description), None)
     number = "a whole number" if base is int else "a number"
-    bounds = (_describe_bound(bound) for field in fields for bound in field.metadata)
+    bounds = (
+        _BOUNDS[type(bound)].format(*astuple(bound)) for field in fields for bound in field.metadata
+    )
     return description or number + "".join(bounds)
-
-
-def _describe_bound(bound: Any) -> str:
-    match bound:
-        case Gt(gt=limit):
-            return f" above {limit}"
-        case Ge(ge=limit):
-            return f" of {limit} or more"
-        case Lt(lt=limit):
-            return f", below {limit}"
-        case Le(le=limit):
-            return f", at most {limit}"
-    raise NotImplementedError(f"no description for {bound!r}")
 
 
 def check_function(
@@ -108,6 +103,32 @@ def check_function(
         raise ConfigError(
             f"{expected}, got a function of {signature}: {error}; change its parameters"
         ) from None
+
+
+def require_folder(name: str, value: Any) -> Path:
+    """Return the path of a folder that exists or can be created."""
+    folder = Path(check_value(name, PathText, value))
+    ancestors = (folder, *folder.absolute().parents)
+    nearest = next((path for path in ancestors if path.exists()), folder)
+    if nearest.exists() and not nearest.is_dir():
+        raise ConfigError(f"{name} = '{folder}' must be a folder, but '{nearest}' is a file")
+    return folder
+
+
+def require_device(value: Any) -> str | None:
+    """Return the name of a torch device of this machine; None stays None."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, torch.device)):
+        raise ConfigError(f"device = {value!r:.80} must be None or a string such as 'cpu'")
+    try:
+        torch.empty(0, device=value)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device = '{value}' cannot be used: {str(error).splitlines()[0]:.200}; use 'cpu' "
+            f"or a GPU of this machine ({torch.cuda.device_count()} available)"
+        ) from None
+    return str(value)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from ludus.proto.config import apply_overrides
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge.keys import check_key, older_key
 
+LUDUS_SECTION = "ludus"
+"""Section with fields of a run, which override the values of Forge's keys."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _VARIABLE = "oc.env:"
 _MAX_DEPTH = 10
@@ -84,15 +86,13 @@ def _read(path: Path) -> Mapping[str, Any]:
 class ForgeKeys:
     """The values of a configuration by dotted key, with a record of the keys that were read."""
 
-    def __init__(self, config: Mapping[str, Any], *, excluded: str) -> None:
-        """Flatten the configuration.
-
-        Args:
-            excluded: the section that does not belong to Forge.
-        """
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Flatten the configuration without section `ludus`."""
         self._config = config
         self._values = {
-            key: value for key, value in _flatten(config, "") if not key.startswith(f"{excluded}.")
+            key: value
+            for key, value in _flatten(config, "")
+            if not key.startswith(f"{LUDUS_SECTION}.")
         }
         self._read: set[str] = set()
 
@@ -114,8 +114,8 @@ class ForgeKeys:
             for name in (key, older_key(key)):
                 if name is None or self._values.get(name) is None:
                     continue
-                source_key = self._find_source_key(name)
-                values[name] = check_key(key, self._resolve(name), source_key=source_key)
+                value = self._resolve(name, self._values[name])
+                values[name] = check_key(key, value, source_key=self._find_source_key(name))
         self._read.update(keys, values)
         first_value = next(iter(values.values()), default)
         if any(value != first_value for value in values.values()):
@@ -136,8 +136,34 @@ class ForgeKeys:
             key = match[1]
         return key
 
-    def _resolve(self, key: str) -> Any:
-        return _resolve_references(self._values[key], self._config, key, 0)
+    def _resolve(self, key: str, value: Any, depth: int = 0) -> Any:
+        """Return the value of a key with every `${...}` replaced by the value it refers to."""
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if depth == _MAX_DEPTH:
+            raise ConfigError(f"{key} = '{value}' refers to itself")
+        match = _REFERENCE.fullmatch(value)
+        if match:
+            return self._resolve(key, self._look_up(key, match[1]), depth + 1)
+        text = _REFERENCE.sub(lambda match: str(self._look_up(key, match[1])), value)
+        return self._resolve(key, text, depth + 1)
+
+    def _look_up(self, key: str, reference: str) -> Any:
+        if reference.startswith(_VARIABLE):
+            name, has_default, default = reference.removeprefix(_VARIABLE).partition(",")
+            variable = os.environ.get(name.strip(), default.strip() if has_default else None)
+            if variable is None:
+                raise ConfigError(
+                    f"{key}: the environment variable {name.strip()} is not set; set it, or write "
+                    f"${{{_VARIABLE}{name.strip()},default}}"
+                )
+            return variable
+        node: Any = self._config
+        for part in reference.strip().split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                raise ConfigError(f"{key}: '${{{reference}}}' refers to a key that does not exist")
+            node = node[part]
+        return node
 
 
 def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -146,34 +172,3 @@ def _flatten(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _resolve_references(value: Any, config: Mapping[str, Any], key: str, depth: int) -> Any:
-    """Return the value with every `${...}` replaced by the value it refers to."""
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    if depth == _MAX_DEPTH:
-        raise ConfigError(f"{key} = '{value}' refers to itself")
-    match = _REFERENCE.fullmatch(value)
-    if match:
-        return _resolve_references(_look_up(match[1], config, key), config, key, depth + 1)
-    text = _REFERENCE.sub(lambda match: str(_look_up(match[1], config, key)), value)
-    return _resolve_references(text, config, key, depth + 1)
-
-
-def _look_up(reference: str, config: Mapping[str, Any], key: str) -> Any:
-    if reference.startswith(_VARIABLE):
-        name, has_default, default = reference.removeprefix(_VARIABLE).partition(",")
-        variable = os.environ.get(name.strip(), default.strip() if has_default else None)
-        if variable is None:
-            raise ConfigError(
-                f"{key}: the environment variable {name.strip()} is not set; set it, or write "
-                f"${{{_VARIABLE}{name.strip()},default}}"
-            )
-        return variable
-    node: Any = config
-    for part in reference.strip().split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            raise ConfigError(f"{key}: '${{{reference}}}' refers to a key that does not exist")
-        node = node[part]
-    return node

@@ -37,11 +37,7 @@ NO_FUNCTIONS = Functions()
 
 
 def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]]:
-    """Return a reward term that calls `evaluate_response(prompt, response, game_reward)`.
-
-    Args:
-        reward: the function, or a class or an object that has it as a method.
-    """
+    """Return a reward term that calls the function or method `evaluate_response`."""
     evaluate = _method(reward, "evaluate_response")
     check_function("reward", evaluate, ("prompt", "response", "game_reward"), by_name=True)
 
@@ -62,11 +58,7 @@ def make_reward_term(reward: Any) -> Callable[..., Awaitable[list[float | None]]
 
 
 def make_group_function(compute_advantages: Any) -> Callable[[Sequence[Any]], Any]:
-    """Return a function of a group that calls `compute(group)`.
-
-    Args:
-        compute_advantages: the function, or a class or an object that has it as a method.
-    """
+    """Return a function of a group that calls the function or method `compute`."""
     compute = _method(compute_advantages, "compute")
     check_function("compute_advantages", compute, ("group",))
 

@@ -14,11 +14,9 @@ from typing import Any
 from ludus.proto.config.presets import apply_preset, merge_sections
 from ludus.proto.config.section import MAX_VLLM_TEMPERATURE
 from ludus.proto.errors import ConfigError, did_you_mean
-from ludus.trainer.compat.forge.configuration import ForgeConfig, ForgeKeys
+from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig, ForgeKeys
 from ludus.trainer.compat.forge.keys import ALL, KNOWN_KEYS, UNSUPPORTED_DEGREES
 
-LUDUS_SECTION = "ludus"
-"""Section with fields of a run, which override the values of Forge's keys."""
 TINY = "tiny"
 _HUB = "hf://"
 _UNLIMITED = 1_000_000
@@ -83,7 +81,7 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> MappedConfig:
         has_gpu: whether vLLM is the default engine; on a CPU, transformers is faster for small
             models.
     """
-    keys = ForgeKeys(config, excluded=LUDUS_SECTION)
+    keys = ForgeKeys(config)
     _check_names(keys)
     _refuse_other_values(keys)
     ludus_section = config.get(LUDUS_SECTION) or {}

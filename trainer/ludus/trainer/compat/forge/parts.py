@@ -23,9 +23,9 @@ from ludus.proto.config import (
     run_config_from,
 )
 from ludus.proto.errors import ConfigError, WeightSyncError
-from ludus.trainer.compat.forge.configuration import ForgeConfig
+from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, ForgeConfig
 from ludus.trainer.compat.forge.keys import check_key
-from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
+from ludus.trainer.compat.forge.mapping import run_tree
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
 from ludus.trainer.core.types import WeightManifest
 from ludus.trainer.weights.folder import FolderFiles

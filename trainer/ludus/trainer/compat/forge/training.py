@@ -19,13 +19,13 @@ from ludus.proto.config import LanguageModelRun, load_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
-from ludus.trainer.compat.forge.configuration import load_forge_config
+from ludus.trainer.compat.forge.configuration import LUDUS_SECTION, load_forge_config
 from ludus.trainer.compat.forge.data_models.completion import (
     Completion,
     translate_sampling_params,
 )
 from ludus.trainer.compat.forge.functions import NO_FUNCTIONS, Functions
-from ludus.trainer.compat.forge.mapping import LUDUS_SECTION, run_tree
+from ludus.trainer.compat.forge.mapping import run_tree
 from ludus.trainer.compat.forge.server import add_baselines
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.loops.steps import Step

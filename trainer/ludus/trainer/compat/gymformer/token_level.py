@@ -35,20 +35,12 @@ class TokenConversation(Conversation):
             self.messages.append({"role": "user", "content": text})
 
     async def complete_tokens(self) -> list[int]:
-        """Sample one completion and return its tokens.
-
-        Raises:
-            ConversationFullError: the limits allow no further completion.
-        """
+        """Sample one completion and return its tokens."""
         await self.complete()
         return list(self.turns[-1].completion.token_ids)
 
     def keep_rewarded_tokens(self, rewards: Sequence[float]) -> None:
-        """Keep one token of the last completion for each reward, and drop the tokens after them.
-
-        Raises:
-            ValueError: there are no rewards, or more rewards than tokens.
-        """
+        """Keep one token of the last completion for each reward, and drop the tokens after them."""
         turn = self.turns[-1] if self.turns else None
         num_kept = len(rewards)
         if turn is None or not 1 <= num_kept <= len(turn.completion.token_ids):
@@ -84,11 +76,7 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
         start: EpisodeStart,
         record: TokenConversation,
     ) -> EpisodeEnd:
-        """Play until the episode ends; the info of the last result is for reward functions.
-
-        Raises:
-            ValueError: the environment shows other tokens than the tokens so far.
-        """
+        """Play until the episode ends; the info of the last result is for reward functions."""
         result, expected = first, list[int]()
         status: RolloutStatus | None = None
         while status is None:

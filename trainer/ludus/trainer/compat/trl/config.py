@@ -49,7 +49,14 @@ _GradNorm = Annotated[
 _Strategy = Literal["no", "steps", "epoch"]
 _Cap = Annotated[float, Field(ge=1)]
 _Warmup = NonNegativeInt | Annotated[float, Field(ge=0, lt=1, description="a share below 1")]
-_Names = Annotated[str | list[str] | tuple[str, ...], Field(description="a text or a list")]
+_Report = Literal["none", "wandb", "tensorboard"]
+_Reports = Annotated[
+    _Report | list[_Report] | tuple[_Report, ...],
+    Field(
+        description="'none', 'wandb', 'tensorboard' or a list of them; every run also has "
+        "metrics.jsonl, a report and `ludus watch`"
+    ),
+]
 _Numbers = Annotated[
     list[float] | tuple[float, ...], Field(description="a list of numbers, one per function")
 ]
@@ -85,7 +92,7 @@ MAPPED: Mapping[str, tuple[Any, Any]] = {
     "logging_strategy": ("steps", _Strategy),
     "logging_steps": (10, float),
     "logging_first_step": (False, bool),
-    "report_to": ("none", _Names | None),
+    "report_to": ("none", _Reports | None),
     "eval_strategy": ("no", _Strategy),
     "eval_steps": (None, float | None),
     "save_strategy": ("steps", _Strategy),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
@@ -63,8 +64,9 @@ class TrainerState:
         self._pending.append(values)
         if self._is_due(last_step, args, batches, step.number):
             self._log()
-        if step.evaluation is not None:
-            self._log_evaluation(step)
+        progress = {"epoch": self.epoch, "step": self.global_step}
+        for report in (step.evaluation or {}).values():
+            self.log_history.append({"eval_reward": report.policy.expected_return, **progress})
 
     def finish(self) -> TrainOutput:
         """Log pending values and return the final result."""
@@ -88,25 +90,13 @@ class TrainerState:
     def _log(self) -> None:
         pending_logs, self._pending = self._pending, []
         names = dict.fromkeys(name for values in pending_logs for name in values)
-        values_by_name = {name: [v[name] for v in pending_logs if name in v] for name in names}
         entry: dict[str, Any] = {
-            name: sum(values) / len(values) for name, values in values_by_name.items()
+            name: fmean(values[name] for values in pending_logs if name in values) for name in names
         }
         # Like TRL, log the latest learning rate, not the mean.
         entry["learning_rate"] = pending_logs[-1].get("learning_rate", 0.0)
         entry["num_tokens"] = self.num_input_tokens_seen
         self.log_history.append(entry | {"epoch": self.epoch, "step": self.global_step})
-
-    def _log_evaluation(self, step: Step) -> None:
-        assert step.evaluation is not None
-        for report in step.evaluation.values():
-            self.log_history.append(
-                {
-                    "eval_reward": report.policy.expected_return,
-                    "epoch": self.epoch,
-                    "step": self.global_step,
-                }
-            )
 
 
 def _metric_values(step: Step) -> dict[str, float]:

@@ -115,11 +115,7 @@ class ToolRollout:
         factories: Mapping[str | None, EnvironmentFactory],
         max_rounds: int | None,
     ) -> None:
-        """Create the function.
-
-        Args:
-            factories: the factory for each `environment` of a row; None applies to every row.
-        """
+        """Create the function from factories by `environment` of a row; None is every row."""
         self._tools = list(tools)
         self._factories = dict(factories)
         self.max_rounds = max_rounds

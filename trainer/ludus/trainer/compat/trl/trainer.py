@@ -23,10 +23,14 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
 from ludus.trainer.compat.checks import run_coroutine
 from ludus.trainer.compat.trl.config import GRPOConfig
-from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
-from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
-from ludus.trainer.compat.trl.rewards import reward_terms
+from ludus.trainer.compat.trl.inputs import (
+    ModelInput,
+    ModelSection,
+    PromptRows,
+    model_section,
+    reward_terms,
+)
 from ludus.trainer.compat.trl.rollout.arguments import sample_completions
 from ludus.trainer.compat.trl.rollout.runner import ScriptRollout
 from ludus.trainer.compat.trl.run_settings import (

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ludus.proto.config.section import NonNegativeInt, PositiveInt
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.checks import check_value
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 from ludus.trainer.core.streams import Stream, make_random
 
@@ -28,12 +30,9 @@ class ReplayBuffer(ForgeActor):
 
     def setup(self) -> None:
         """Check the settings and create the random generator."""
-        for name, minimum in (("batch_size", 1), ("dp_size", 1), ("max_policy_age", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < minimum:
-                raise ConfigError(
-                    f"ReplayBuffer({name}={value!r}) must be a whole number of {minimum} or more"
-                )
+        check_value("batch_size", PositiveInt, self.batch_size)
+        check_value("dp_size", PositiveInt, self.dp_size)
+        check_value("max_policy_age", NonNegativeInt, self.max_policy_age)
         self._random = make_random(self.seed, Stream.REPLAY_BUFFER)
 
     @endpoint

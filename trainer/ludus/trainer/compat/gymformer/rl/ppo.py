@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.classic.policy import GaussianActor, NetworkPolicy
-from ludus.trainer.compat.checks import PathText, check_value
-from ludus.trainer.compat.gymformer.arguments import Network, require_device
+from ludus.trainer.compat.checks import Network, PathText, check_value, require_device
 
 
 @dataclass(slots=True)
@@ -55,11 +54,7 @@ class PPOAgent:
 
     @torch.no_grad()
     def select_action(self, state: Any) -> Any:
-        """Sample an action: an int if actions are discrete, otherwise an array.
-
-        Args:
-            state: one observation of the environment.
-        """
+        """Sample an action for an observation: an int if actions are discrete, or an array."""
         observation = torch.as_tensor(state, device=self._device)
         output = self.actor(observation.float() if observation.is_floating_point() else observation)
         mean, log_std = output if isinstance(output, tuple) else (output, self._log_std)

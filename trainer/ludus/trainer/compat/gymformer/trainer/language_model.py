@@ -125,11 +125,7 @@ def _record_returns(
 def _write_models(
     actor: LMActorNetwork, critic: LMCriticNetwork, task: TokenTask, folder: Path
 ) -> Path:
-    """Save both models, with a chat template that ends each completion with the EOS token.
-
-    Returns:
-        The absolute path of `folder`.
-    """
+    """Save both models, with a chat template that ends each completion with the EOS token."""
     tokenizer = load_tokenizer(actor.model_name)
     num_embeddings = actor.model.get_input_embeddings().weight.shape[0]
     if task.num_tokens > num_embeddings or tokenizer.eos_token is None:

@@ -13,8 +13,7 @@ from torch import nn
 
 from ludus.proto.config.section import RUN_NAME_PATTERN, NonNegativeInt, PositiveInt
 from ludus.proto.errors import ConfigError
-from ludus.trainer.compat.checks import check_function, check_value
-from ludus.trainer.compat.gymformer.arguments import Network
+from ludus.trainer.compat.checks import Network, check_function, check_value
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 
 Callback = Callable[[Any, Any, float, bool, bool, int, float], object]

@@ -9,8 +9,12 @@ from ludus.proto.config import RewardModelRun, load_reward_model_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelProgress
 from ludus.proto.runs import Resume
-from ludus.trainer.compat.checks import PathText, check_value, rename_setting_in_errors
-from ludus.trainer.compat.gymformer.arguments import require_device
+from ludus.trainer.compat.checks import (
+    PathText,
+    check_value,
+    rename_setting_in_errors,
+    require_device,
+)
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ludus.trainer.compat.gymformer.arguments import require_device, require_folder
+from ludus.trainer.compat.checks import require_device, require_folder
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
 from ludus.trainer.compat.gymformer.trainer.classic_agent import (
     make_network_ppo_config,

@@ -207,11 +207,7 @@ def sample_completions(prompts: Sequence[Prompt], trainer: Any) -> dict[str, Any
 
 
 def override_sampling(sampling: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """Return the settings with `generation_overrides` applied; None keeps a field.
-
-    Raises:
-        RolloutFunctionError: an override is unknown or has an invalid value.
-    """
+    """Return the settings with `generation_overrides` applied; None keeps a field."""
     unknown_names = sorted(set(overrides) - _OVERRIDES.keys())
     if unknown_names:
         raise RolloutFunctionError(

@@ -100,14 +100,7 @@ class CompletionService:
             self._call = None
 
     def prompt_ids(self, prompt: Prompt, *, as_chat: bool | None = None) -> list[int]:
-        """Return the tokens of a prompt.
-
-        Args:
-            as_chat: apply the chat template; None applies it to messages only.
-
-        Raises:
-            RolloutFunctionError: the prompt or one of its tokens is invalid.
-        """
+        """Return the tokens of a prompt; `as_chat` None applies the template to messages only."""
         if isinstance(prompt, str):
             if as_chat:
                 return self._chat.first_prompt([{"role": "user", "content": prompt}])
@@ -144,11 +137,7 @@ class CompletionService:
     async def complete(
         self, prompts: Sequence[list[int]], n: int, sampling: Sampling
     ) -> list[SampledCompletion]:
-        """Return [len(prompts) * n] completions, prompt by prompt.
-
-        Raises:
-            RolloutFunctionError: a prompt leaves no room for a completion.
-        """
+        """Return [len(prompts) * n] completions, prompt by prompt."""
         for prompt in prompts:
             if not 0 < len(prompt) < self._max_tokens:
                 raise RolloutFunctionError(

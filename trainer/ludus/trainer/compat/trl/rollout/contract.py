@@ -134,10 +134,6 @@ def read_rows(returned: Any, rules: RowRules) -> list[RolloutRow]:
     """Return the rows in the value of a rollout function, prompt by prompt.
 
     The prompt tokens may have one entry per prompt, as `trl vllm-serve` returns them.
-
-    Raises:
-        RolloutFunctionError: a key is missing or reserved, the number of rows is wrong, or a row is
-            invalid.
     """
     if not isinstance(returned, Mapping):
         raise rules.error(f"must return a dictionary, but it returned {returned!r:.100}")
@@ -287,11 +283,7 @@ class RowCheck:
     rules: RowRules
 
     async def run(self, index: int, row: RolloutRow) -> RolloutRow:
-        """Return the row with its policy version if its log-probs are those of the engine.
-
-        Raises:
-            RolloutFunctionError: the log-probs or the sampling settings differ.
-        """
+        """Return the row with its policy version if its log-probs are those of the engine."""
         version = self.engine.version
         for start, end in row.sampled_spans:
             prompt_ids = [*row.prompt_ids, *row.completion_ids[:start]]

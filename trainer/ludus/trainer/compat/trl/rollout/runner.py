@@ -99,11 +99,7 @@ class BatchFunctionRunner:
     def __init__(
         self, parts: RunnerParts, completions: CompletionService, port: int | None
     ) -> None:
-        """Import the rollout function.
-
-        Args:
-            port: port of POST /generate/; None if it is not served.
-        """
+        """Import the rollout function; `port` None means that POST /generate/ is not served."""
         assert parts.config.rollout_function is not None
         path = parts.config.rollout_function
         imported = import_object(path, "environment.rollout")
@@ -194,11 +190,7 @@ class BatchFunctionRunner:
         *,
         is_evaluation: bool,
     ) -> list[RolloutRow]:
-        """Call the function and return its checked rows, prompt by prompt.
-
-        Raises:
-            RolloutFunctionError: the function raised, was too slow, or returned an invalid value.
-        """
+        """Call the function and return its checked rows, prompt by prompt."""
         prompts = [prompt for prompt, _ in opened]
         num_generations = len(opened[0][1])
         vocab_size, max_tokens = len(self._chat.tokenizer), self._limits.max_tokens

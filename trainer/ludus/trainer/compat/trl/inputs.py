@@ -1,0 +1,366 @@
+"""Conversion of the objects that a script passes to GRPOTrainer.
+
+data set: list of rows, columns by name, or `datasets.Dataset` --> file of rows for prompts_env
+model and tokenizer                                            --> section [model]
+reward functions                                               --> terms of environment.rewards
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from itertools import repeat
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import orjson
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ludus.env import Message
+from ludus.env.encoding import row_without_nan
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.tools import environment_reward
+from ludus.trainer.core.functions import function_path
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import load_config, load_tokenizer
+from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
+
+PROMPT = "prompt"
+
+Row = Mapping[str, Any]
+_LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+ModelInput: TypeAlias = "str | Mapping[str, Any]"
+
+_ROOM_FOR_TEXT, _ROOM_FOR_TOOLS = 256, 1024
+"""Additional tokens for the text that a rollout function or tools add."""
+_TINY_MAX_TOKENS = 512
+_LORA_FIELDS = frozenset(
+    {
+        *("r", "lora_alpha", "target_modules", "lora_dropout"),
+        *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
+    }
+)
+"""Fields of a `peft.LoraConfig` that are converted, or that do not describe the adapters."""
+_UNAVAILABLE = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""TRL's arguments of reward functions that show its trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The rows of a data set, each with a prompt."""
+
+    rows: Sequence[Row]
+
+    @classmethod
+    def read(cls, dataset: Any, name: str) -> PromptRows:
+        """Return the rows of the data set that a script passes as argument `name`."""
+        rows = _list_rows(dataset, name)
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT)):
+                value = row.get(PROMPT) if isinstance(row, Mapping) else row
+                raise ConfigError(
+                    f"{name}: row {number} needs a '{PROMPT}' of text or of messages like "
+                    f"{{'role': 'user', 'content': '...'}}, but has {value!r:.80}"
+                )
+        if not rows:
+            raise ConfigError(f"{name} has no rows; pass at least one")
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns except the prompt."""
+        return {key for row in self.rows for key in row} - {PROMPT}
+
+    @property
+    def prompts(self) -> list[str | list[Message]]:
+        """Prompts of all rows."""
+        return [row[PROMPT] for row in self.rows]
+
+    def write(self, path: Path) -> None:
+        """Write the rows atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            for number, row in enumerate(self.rows):
+                try:
+                    file.write(orjson.dumps(row_without_nan(row), option=_LINE))
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"row {number} contains a value that JSON does not support ({error}); "
+                        "convert it to text, numbers, lists or dictionaries"
+                    ) from None
+        partial.replace(path)
+
+
+def _list_rows(dataset: Any, name: str) -> list[Any]:
+    if isinstance(dataset, Mapping):
+        return _columns_to_rows(dataset, name)
+    if isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes)):
+        return list(dataset)
+    raise ConfigError(
+        f"{name} must be a list of dictionaries, columns by name, or a datasets.Dataset, but it is "
+        f"{dataset!r:.80}; load a file with datasets.load_dataset"
+    )
+
+
+def _columns_to_rows(dataset: Mapping[Any, Any], name: str) -> list[Any]:
+    if any(hasattr(column, "column_names") for column in dataset.values()):
+        splits = sorted(map(str, dataset))
+        raise ConfigError(f"{name} must be one data set, but it has the splits {splits}; pass one")
+    for key, column in dataset.items():
+        if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
+            raise ConfigError(
+                f"{name} needs a list of values, one per row, in column '{key}', but it has "
+                f"{column!r:.60}"
+            )
+    columns = {str(key): list(column) for key, column in dataset.items()}
+    lengths = {key: len(column) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"{name} must have columns of one length, but has {lengths}")
+    pairs = (zip(repeat(key), column, strict=False) for key, column in columns.items())
+    return [dict(row) for row in zip(*pairs, strict=True)]
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """The model of the run."""
+
+    settings: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase | None
+    """None if the model is created when the run starts."""
+    max_positions: int | None
+    """Maximum number of positions of the model; None if unknown."""
+
+    def max_tokens(
+        self, prompts: Sequence[str | list[Message]], args: GRPOConfig, *, with_tools: bool
+    ) -> int:
+        """Return the number of tokens of the longest prompt and the longest completion."""
+        if args.vllm_max_model_length is not None:
+            return int(args.vllm_max_model_length)
+        if self.tokenizer is None:
+            return int(self.settings.get("max_tokens", _TINY_MAX_TOKENS))
+        chat = ChatTokenizer(self.tokenizer)
+        max_prompt_tokens = max(_prompt_length(chat, prompt) for prompt in prompts)
+        room = _ROOM_FOR_TOOLS if with_tools else _ROOM_FOR_TEXT
+        num_tokens = max_prompt_tokens + int(args.max_completion_length or 0) + room
+        return min(num_tokens, self.max_positions or num_tokens)
+
+
+def model_section(
+    model: ModelInput | PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+    args: GRPOConfig,
+    folder: Path,
+) -> ModelSection:
+    """Return the section; a model that is passed as an object is saved to `folder`."""
+    lora = None if peft_config is None else _lora_settings(peft_config)
+    if isinstance(model, Mapping):
+        if processing_class is not None:
+            raise ConfigError(
+                f"processing_class = {type(processing_class).__name__} must be None, because a "
+                "model that is created when the run starts brings its own tokenizer"
+            )
+        thinking = _thinking_settings(args) if args.chat_template_kwargs else {}
+        return ModelSection({**thinking, **model, **({"lora": lora} if lora else {})}, None, None)
+    if not isinstance(model, (str, PreTrainedModel)):
+        raise ConfigError(
+            "model must be a Hugging Face id, the path of a folder as text, a model of "
+            f"transformers or a [model] section, but it is {model!r:.80}"
+        )
+    config = load_config(model) if isinstance(model, str) else model.config
+    path = _find_folder(model, processing_class, folder)
+    settings = {"kind": "pretrained", "path": path, "lora": lora, **_thinking_settings(args)}
+    positions = getattr(config, "max_position_embeddings", None)
+    return ModelSection(settings, load_tokenizer(path), positions)
+
+
+def _find_folder(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> str:
+    if isinstance(model, str):
+        if tokenizer is None or _are_equal(tokenizer, load_tokenizer(model)):
+            return model
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    elif tokenizer is None:
+        model_path = model.config.name_or_path
+        if not model_path:
+            raise ConfigError(
+                "processing_class is None, but a model that is passed as an object needs its "
+                "tokenizer; pass it"
+            )
+        tokenizer = load_tokenizer(model_path)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder.absolute())
+
+
+def _are_equal(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    return (first.get_vocab(), first.chat_template, first.eos_token) == (
+        second.get_vocab(),
+        second.chat_template,
+        second.eos_token,
+    )
+
+
+def _thinking_settings(args: GRPOConfig) -> dict[str, Any]:
+    arguments = dict(args.chat_template_kwargs or {})
+    settings = {"enable_thinking": bool(arguments.pop("enable_thinking", False))}
+    if arguments:
+        raise ConfigError(
+            "GRPOConfig.chat_template_kwargs supports only enable_thinking, but has "
+            f"{sorted(arguments)}; put the rest into the prompts"
+        )
+    return settings
+
+
+def _lora_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of the adapters in a `peft.LoraConfig`."""
+    if type(config).__name__ != "LoraConfig" or getattr(config, "use_dora", False):
+        raise ConfigError(
+            f"peft_config must be a peft.LoraConfig, but it is a {type(config).__name__}; pass one"
+        )
+    settings: dict[str, Any] = {"rank": config.r, "alpha": config.lora_alpha}
+    _refuse_other_fields(config)
+    if isinstance(config.target_modules, str):
+        raise ConfigError(
+            f"peft_config.target_modules = '{config.target_modules}' is not supported; "
+            "pass a list of layer names, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj', "
+            "'gate_proj', 'up_proj', 'down_proj']"
+        )
+    if config.target_modules is not None:
+        settings["targets"] = sorted(config.target_modules)
+    if config.lora_dropout:
+        raise ConfigError(
+            f"peft_config.lora_dropout = {config.lora_dropout} is not supported and must be 0, "
+            "because dropout would make sampler and learner different policies"
+        )
+    return settings
+
+
+def _refuse_other_fields(config: Any) -> None:
+    """Refuse all settings of a peft.LoraConfig except rank, scale and layers."""
+    defaults = type(config)()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _LORA_FIELDS and value != getattr(defaults, field.name):
+            raise ConfigError(
+                f"peft_config.{field.name} = {value!r:.60} is not supported, expected "
+                f"{getattr(defaults, field.name)!r}; remove it"
+            )
+
+
+def _prompt_length(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
+    if not isinstance(prompt, str):
+        return len(chat.first_prompt(prompt))
+    # A rollout function may send the text unchanged, or as a user message.
+    return max(
+        len(chat.text_ids(prompt)),
+        len(chat.first_prompt([{"role": "user", "content": prompt}])),
+    )
+
+
+def reward_terms(
+    reward_funcs: Any,
+    weights: Sequence[float] | None,
+    columns: Mapping[str, Set[str]],
+    environment_term: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return the terms in their order; repeated names get a number.
+
+    Args:
+        columns: the columns of each data set; empty if a rollout function may add others.
+        environment_term: name of an additional term of weight 1 for environments that score
+            episodes themselves.
+    """
+    if not isinstance(reward_funcs, (list, tuple)):
+        reward_funcs = [reward_funcs]
+    functions = [function for function in reward_funcs if function is not None]
+    if not functions and environment_term is None:
+        raise ConfigError("reward_funcs needs at least one function; pass one")
+    if weights is not None and len(weights) != len(functions):
+        raise ConfigError(
+            f"GRPOConfig.reward_weights has {len(weights)} numbers, but there are {len(functions)} "
+            "reward functions; pass one number for each"
+        )
+    terms: list[dict[str, Any]] = []
+    for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
+        term = _term(function, columns)
+        name = _free_name(term.pop("name", None), [other_term.get("name") for other_term in terms])
+        terms.append({**term, "name": name, "weight": float(weight)})
+    if environment_term is not None:
+        terms.append({"function": function_path(environment_reward), "name": environment_term})
+    return terms
+
+
+def _free_name(name: str | None, used: Sequence[str | None]) -> str | None:
+    """Return the name, with a number if it is already used."""
+    if name is None or name not in used:
+        return name
+    candidates = (f"{name}_{number}" for number in itertools.count(2))
+    return next(candidate for candidate in candidates if candidate not in used)
+
+
+def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
+    if isinstance(function, str):
+        return {"kind": "model", "path": function}
+    if not callable(function) or isinstance(function, nn.Module):
+        raise ConfigError(
+            f"reward_funcs must be functions, or ids and folders of reward models, but one is "
+            f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
+        )
+    name = getattr(function, "__name__", None)
+    names = _required_arguments(function, name or repr(function))
+    for dataset, dataset_columns in columns.items():
+        absent_names = sorted(names - dataset_columns - STANDARD_ARGUMENTS)
+        if absent_names:
+            raise ConfigError(
+                f"reward function '{name or function}' requires '{absent_names[0]}', which "
+                f"{dataset} "
+                "does not have; its arguments must be in "
+                f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
+            )
+    return {"function": function_path(function), "name": name}
+
+
+def _required_arguments(function: Any, name: str) -> Set[str]:
+    """Return the arguments without a default."""
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise ConfigError(
+            f"reward function '{name}' must have named parameters, but it is a builtin without a "
+            "signature; call it in a Python function"
+        ) from None
+    names = {p.name for p in parameters if p.kind in keyword_kinds and p.default is p.empty}
+    unavailable = sorted(names & _UNAVAILABLE)
+    if unavailable:
+        raise ConfigError(
+            f"reward function '{name}' requires '{unavailable[0]}', which is not available, "
+            "because the model is trained in another process; for a metric, use a function of "
+            "weight 0 in reward_weights"
+        )
+    return names
