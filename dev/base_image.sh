@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the image on which all others stand out of Debian's packages, for a machine that reaches
-# Debian and no image registry. Root, debootstrap and buildah:
+# Builds the base of all images from Debian packages, for a machine that can reach a Debian mirror but
+# no image registry. Needs root, debootstrap and buildah:
 #
 #   dev/base_image.sh docker.io/library/python:3.11-slim-bookworm
 #
-# DEBIAN_MIRROR names another mirror.
+# DEBIAN_MIRROR selects another mirror.
 set -euo pipefail
 name=${1:?"expected the image's name, for example docker.io/library/python:3.11-slim-bookworm"}
 root=$(mktemp -d)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Removes what the build and the runs made; asks nothing, since git has all the rest.
+# Removes .venv, caches and runs, without a question.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .venv .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The tests that need a Kubernetes with KubeRay: KUBECONFIG says which, LUDUS_IMAGE_LOADER how an
-# archive of an image comes to its nodes (without it, the images are taken for being there).
-# LUDUS_NODE_KILL and LUDUS_NODE_START let a node's power fail and come back (test_faults.py),
-# LUDUS_EDGE and LUDUS_PROMETHEUS say what the cluster has (test_routes.py, prometheus.py).
-# With --all the long forms, too.
+# Runs the tests that need a Kubernetes cluster with KubeRay. With --all, also the long tests.
+#
+#   KUBECONFIG                           the cluster
+#   LUDUS_IMAGE_LOADER                   command that loads an image archive onto the nodes; without it,
+#                                        the nodes must have the images
+#   LUDUS_NODE_KILL, LUDUS_NODE_START    commands that cut and restore a node's power (test_faults.py)
+#   LUDUS_EDGE, LUDUS_PROMETHEUS         what the cluster offers (test_routes.py, prometheus.py)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${KUBECONFIG:-}" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds dist/: a wheel per member of the workspace, and the lock files beside them.
+# Builds dist/: one wheel per member of the workspace, and the lock files.
 #
 #   pip install --find-links dist --constraint dist/constraints.txt 'ludus[train]'
 set -euo pipefail

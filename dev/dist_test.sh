@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the wheels of dist/ in a new virtual environment and trains from an empty folder, with
-# the checkout out of reach.
+# Installs the wheels of dist/ in a new virtual environment and trains from an empty folder, without
+# access to the checkout.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dist=$PWD/dist

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, import contracts, types and commit subjects; all of them run even if one fails.
+# Checks style, import contracts, types and commit subjects. All checks run even if one fails.
 cd "$(dirname "$0")/.." || exit 1
 failed=0
 .venv/bin/ruff check . || failed=1

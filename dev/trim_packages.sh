@@ -1,6 +1,7 @@
 #!/bin/sh
-# Takes from a folder of installed packages what no server loads, for the Dockerfiles: tests, stubs,
-# sources and headers of compiled parts, debugging symbols. Needs binutils.
+# Removes from a folder of installed packages the files that no server loads: tests, type stubs,
+# sources and headers of compiled modules, and debugging symbols. The Dockerfiles use it. Needs
+# binutils.
 #
 #   dev/trim_packages.sh FOLDER
 set -eu
@@ -9,7 +10,7 @@ find . \( -name tests -o -name '*_test.py' -o -name '*_test.*.pyc' -o -name '*.p
   -o -name '*.pxd' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name '*.cc' -o -name '*.cpp' \
   -o -path ./numpy/f2py -o -path ./numpy/distutils \
   -o -path './numpy/_core/_simd.*' -o -path './numpy/_core/_*_tests.*' \) -prune -exec rm -rf {} +
-# Libraries that a wheel's maker patched, as numpy's, may break when stripped; these are not.
+# Stripping may break libraries that were patched for their wheel, such as numpy's. These are safe.
 for package in aiohttp httptools uvloop; do
   if [ -d "$package" ]; then find "$package" -name '*.so' -exec strip --strip-unneeded {} +; fi
 done
