@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
 from ludus.trainer.core.stopping import StopRequest
-from ludus.trainer.run.control import follow_control
+from ludus.trainer.run.lifecycle import follow_control
 from tests.env.polling import eventually
 
 

@@ -48,8 +48,7 @@ from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.policy_chart import make_policy_chart
 from ludus.trainer.run.checkpoint import RunState
-from ludus.trainer.run.control import follow_control
-from ludus.trainer.run.lifecycle import open_run
+from ludus.trainer.run.lifecycle import follow_control, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.run.summary import write_summary

@@ -2,15 +2,22 @@
 
     find_start --> RunFolder, locked --> trainer.log --> OpenRun: the state, and the checkpoints
 
-`core/stopping.py` has the rules for stopping.
+`core/stopping.py` has the rules for stopping. The user changes a running run by its control files:
+
+    ludus scale --> control.json in the run's folder -------+--(once a second)--> `follow_control`
+    in a cluster --> a ConfigMap, mounted as a file --------+    --> resize the workers, or stop
+
+A control file states the desired state, not a command. It may be rewritten, and it still applies
+when a stopped run resumes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +29,18 @@ from ludus.proto.config import AnyRunConfig, validate_any_run_json
 from ludus.proto.config.changes import Change, changes_between, describe_changes
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
-from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE, RUN_ID_FILE, Resume
+from ludus.proto.runs import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    CONTROL_FILE,
+    CONTROL_VARIABLE,
+    LOG_FILE,
+    RUN_ID_FILE,
+    Resume,
+    RunControl,
+)
 from ludus.trainer.core.output import partial_path, warn_user, write_atomically
+from ludus.trainer.core.stopping import StopRequest
 from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     StateT,
@@ -32,6 +49,8 @@ from ludus.trainer.run.checkpoint import (
     list_checkpoints,
     read_state,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -191,6 +210,29 @@ def log_to_folder(path: Path, level: str) -> Iterator[None]:
         handler.close()
 
 
+async def follow_control(
+    run_folder: Path,
+    resize: Callable[[int], None],
+    stop_request: StopRequest,
+    *,
+    interval_s: float = 1.0,
+) -> None:
+    """Apply the control files of a run whenever they change, until cancelled.
+
+    A file that cannot be parsed is logged and changes nothing.
+    """
+    mounted_path = os.environ.get(CONTROL_VARIABLE)
+    paths = [run_folder / CONTROL_FILE, *([Path(mounted_path)] if mounted_path else [])]
+    texts: dict[Path, str] = {}
+    while True:
+        for path in paths:
+            text = await asyncio.to_thread(_read_text, path)
+            if text is not None and text != texts.get(path):
+                texts[path] = text
+                _apply(text, path, resize, stop_request)
+        await asyncio.sleep(interval_s)
+
+
 @contextmanager
 def _lock_folder(path: Path) -> Iterator[RunLock]:
     """Create and lock a folder. If the block fails, release the lock and remove an empty folder."""
@@ -242,3 +284,24 @@ def _empty_folder(path: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None  # usually there is no such file
+
+
+def _apply(text: str, path: Path, resize: Callable[[int], None], stop_request: StopRequest) -> None:
+    try:
+        control = RunControl.model_validate_json(text)
+    except ValidationError as error:
+        _log.warning("'%s' is ignored: %s", path, error)
+        return
+    if control.num_workers is not None:
+        _log.info("the control file requests %d rollout workers", control.num_workers)
+        resize(control.num_workers)
+    if control.stop:
+        _log.info("the control file requests a stop after this step")
+        stop_request.set(from_control_file=True)
