@@ -10,8 +10,8 @@ import pytest
 
 from ludus.proto.config import run_config_from
 from ludus.trainer.__main__ import main
+from ludus.trainer.driver.checks import resolve_config
 from ludus.trainer.run.checkpoint import find_checkpoint
-from ludus.trainer.setup.resolve import resolve_config
 
 
 def test_full_disk_gives_a_short_message(

@@ -15,13 +15,12 @@ from transformers import AutoModelForSequenceClassification
 from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
-from ludus.trainer.driver.checks import check_critic, check_reward_models
+from ludus.trainer.driver.checks import check_critic, check_reward_models, resolve_config
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.reward_model import RewardModel, load_reward_model
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
-from ludus.trainer.setup.resolve import resolve_config
 from tests.learner.tiny_policy import make_policy_folder
 
 

@@ -1,6 +1,7 @@
-"""Checks before a start, shared by `ludus train`, its `--dry-run` and `Trainer`.
+"""The configuration of a run, adapted to this machine and checked before the run starts.
 
-Nothing is written, and no weights are read.
+`ludus train`, its `--dry-run` and `Trainer` share the checks. Nothing is written, and the weights
+of models are not read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ludus.env.targets.targets import environment_factory
 from ludus.env.transports.address import parse_address
 from ludus.env.types import TaskSet
 from ludus.proto.config import (
+    AgentConfig,
+    CommandAgent,
     EnvironmentConfig,
     FunctionLoss,
     GrpoConfig,
@@ -32,7 +35,10 @@ from ludus.proto.config import (
     RemoteEnvironment,
     RewardModelTerm,
     RewardTerm,
+    TransformersGenerator,
+    VllmGenerator,
 )
+from ludus.proto.config.environment import reward_term_name
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
@@ -41,6 +47,7 @@ from ludus.trainer.actors.placement import place_on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
 from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models.chat import ChatTokenizer
@@ -51,6 +58,7 @@ from ludus.trainer.models.load import (
     load_config,
 )
 from ludus.trainer.rollout.agents.launchers import check_agent
+from ludus.trainer.rollout.engines.vllm_process import has_vllm
 from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
@@ -64,6 +72,34 @@ from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episod
 RESPONSE_TIMEOUT_S = 3.0
 """Time limit in seconds for a server to accept a connection."""
 _RETRY_INTERVAL_S = 0.2
+
+
+def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
+    """Return the configuration as this machine can run it.
+
+    If vLLM is not installed, transformers generates. Paths become absolute, because other
+    processes of the run have other working folders.
+    """
+    changes: dict[str, object] = {}
+    if isinstance(run.generator, VllmGenerator) and not has_vllm():
+        warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
+        changes["generator"] = TransformersGenerator()
+    if isinstance(run.model, PretrainedModel) and is_folder_path(run.model.path):
+        changes["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
+    if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
+        critic = run.algorithm.critic
+        resolved_critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
+        changes["algorithm"] = run.algorithm.model_copy(update={"critic": resolved_critic})
+    changes["environments"] = {
+        name: environment.model_copy(
+            update={
+                "agent": _resolve_agent(environment.agent),
+                "rewards": tuple(map(_resolve_reward, environment.rewards)),
+            }
+        )
+        for name, environment in run.environments.items()
+    }
+    return run.model_copy(update=changes)
 
 
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
@@ -291,3 +327,28 @@ def _find_model(path: str, field: str, remedy: str) -> str:
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(f"{field} = '{path}': there is no model; {remedy}")
     return str(folder)
+
+
+def _resolve_agent(agent: AgentConfig | None) -> AgentConfig | None:
+    if not isinstance(agent, CommandAgent):
+        return agent
+    return agent.model_copy(update={"folder": str(Path(agent.folder).absolute())})
+
+
+def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
+    if not isinstance(term, RewardModelTerm):
+        return term
+    # The name keeps following from the original path, because metrics use it.
+    name = reward_term_name(term)
+    return term.model_copy(update={"path": _resolve_path(term.path), "name": name})
+
+
+def _resolve_path(path: str | None) -> str | None:
+    """Return an existing folder as an absolute path, and a Hugging Face id unchanged.
+
+    A missing folder keeps its path, so that the error names it as the user wrote it.
+    """
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    return str(folder) if folder.exists() else path

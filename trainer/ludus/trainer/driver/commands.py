@@ -15,12 +15,11 @@ from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.stopping import stop_on_signals
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.build import make_worker_spec, play_all_baselines, start_infrastructure
-from ludus.trainer.driver.checks import check_start
+from ludus.trainer.driver.checks import check_start, resolve_config
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import RunState, model_folder, read_state
 from ludus.trainer.run.lifecycle import log_to_folder
-from ludus.trainer.setup.resolve import resolve_config
 
 
 def train(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> Path:

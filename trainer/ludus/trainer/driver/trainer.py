@@ -42,7 +42,7 @@ from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.driver.build import start_components, start_infrastructure
-from ludus.trainer.driver.checks import check_models, check_names
+from ludus.trainer.driver.checks import check_models, check_names, resolve_config
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
@@ -52,7 +52,6 @@ from ludus.trainer.run.lifecycle import follow_control, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.run.summary import write_summary
-from ludus.trainer.setup.resolve import resolve_config
 
 _log = logging.getLogger(__name__)
 

@@ -153,7 +153,7 @@ def train_reward_model(
         ) as files,
     ):
         training = _Training(run, files, on_progress, stop_request or StopRequest())
-        metrics = training.run()
+        metrics = training.train()
         files.folder.discard()
         return training.finished_model(), metrics
 
@@ -187,8 +187,10 @@ class _Training:
         self._model = make_reward_model(run.model, run.format, run.max_tokens)
         self._model.to(device)
         self._comparisons = self._read_data()
-        self._train, self._test = split_comparisons(self._comparisons, run.test_size, run.seed)
-        self._num_steps = math.ceil(len(self._train) / run.batch_size) * run.epochs
+        self._train_rows, self._test_rows = split_comparisons(
+            self._comparisons, run.test_size, run.seed
+        )
+        self._num_steps = math.ceil(len(self._train_rows) / run.batch_size) * run.epochs
         self._warmup_steps = self._choose_warmup_steps()
         self._num_texts_cut = self._model.encoder.num_cut
         if run.freeze_backbone:
@@ -202,7 +204,7 @@ class _Training:
         self._last_checkpoint_s = time.monotonic()
         self._restore()
 
-    def run(self) -> RewardModelMetrics:
+    def train(self) -> RewardModelMetrics:
         """Train the remaining epochs, write the model, and return the metrics."""
         while self._state.epoch < self._run.epochs:
             self._run_epoch()
@@ -226,7 +228,7 @@ class _Training:
     def _run_epoch(self) -> None:
         run, state = self._run, self._state
         batches = make_epoch_batches(
-            self._train,
+            self._train_rows,
             self._comparisons.max_lengths,
             run.batch_size,
             run.seed,
@@ -250,7 +252,7 @@ class _Training:
         state = self._state
         self._report("judge")
         test = self._evaluate()
-        num_rows = len(self._train)
+        num_rows = len(self._train_rows)
         epoch = RewardModelEpoch(
             epoch=state.epoch + 1,
             train_loss=state.loss_sum / num_rows,
@@ -344,7 +346,7 @@ class _Training:
     def _evaluate(self) -> PreferenceScores | None:
         with self._autocast():
             max_tokens = self._run.max_tokens_per_micro_batch
-            return evaluate_comparisons(self._model, self._comparisons, self._test, max_tokens)
+            return evaluate_comparisons(self._model, self._comparisons, self._test_rows, max_tokens)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._run.dtype == "float32":
@@ -434,8 +436,8 @@ class _Training:
         return RewardModelMetrics(
             model=self._run.model,
             data=str(self._run.data),
-            num_train=len(self._train),
-            num_test=len(self._test),
+            num_train=len(self._train_rows),
+            num_test=len(self._test_rows),
             num_answers=comparisons.num_answers,
             num_left_out=comparisons.num_left_out,
             num_texts_cut=self._num_texts_cut,
