@@ -24,8 +24,11 @@ from ludus.trainer.compat.trl.rollout.arguments import (
     RolloutTrainerState,
     override_sampling,
 )
-from ludus.trainer.compat.trl.rollout.completion_service import CompletionService, RolloutCall
-from ludus.trainer.compat.trl.rollout.generate_port import GeneratePort
+from ludus.trainer.compat.trl.rollout.completion_service import (
+    CompletionService,
+    GeneratePort,
+    RolloutCall,
+)
 from ludus.trainer.core.types import (
     GroupSpec,
     RolloutGroup,

@@ -19,12 +19,12 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError, RolloutFunctionError, UserError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.rollout.completion_service import (
+    HOST,
     CompletionService,
     Prompt,
     RolloutCall,
 )
-from ludus.trainer.compat.trl.rollout.contract import REQUIRED_KEYS
-from ludus.trainer.compat.trl.rollout.generate_port import HOST
+from ludus.trainer.compat.trl.rollout.contract import REQUIRED_KEYS, SAMPLING_FIELDS
 from ludus.trainer.core.types import Sampling
 
 _NO_TRAINER = (
@@ -32,12 +32,7 @@ _NO_TRAINER = (
     "prompts) or POST /generate/"
 )
 _OVERRIDES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_tokens",
+    **{name: name for name in (*SAMPLING_FIELDS, "max_tokens")},
     "max_completion_length": "max_tokens",
     "max_new_tokens": "max_tokens",
 }

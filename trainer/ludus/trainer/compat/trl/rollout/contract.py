@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import groupby
 from numbers import Integral, Real
 from typing import Any
@@ -29,8 +30,12 @@ from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
 
+MakeError = Callable[[str], RolloutFunctionError]
+"""A function that returns the error for a problem of one row."""
 REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK_KEY = "env_mask"
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings that select the distribution of the samples."""
 _MAX_LOGPROB = 1e-6
 """Largest log-prob: 0, plus a rounding error."""
 MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
@@ -150,16 +155,8 @@ def read_rows(returned: Any, rules: RowRules) -> list[RolloutRow]:
             "functions; rename them"
         )
     columns = {str(key): _column(key, value, rules) for key, value in returned.items()}
-    masks = columns.pop(MASK_KEY, None)
-    token_values = {key: columns.pop(key) for key in REQUIRED_KEYS}
     return [
-        _row(
-            number,
-            {key: values[number] for key, values in token_values.items()},
-            None if masks is None else masks[number],
-            {key: values[number] for key, values in columns.items()},
-            rules,
-        )
+        _row({key: values[number] for key, values in columns.items()}, number, rules)
         for number in range(rules.num_rows)
     ]
 
@@ -182,84 +179,72 @@ def _column(key: Any, value: Any, rules: RowRules) -> Sequence[Any]:
     return listed
 
 
-def _row(
-    number: int,
-    token_values: Mapping[str, Any],
-    mask: Any,
-    fields: Mapping[str, Any],
-    rules: RowRules,
-) -> RolloutRow:
-    """Check and return row `number`; `token_values` are its values of the required keys."""
-    prompt_ids = _token_ids("prompt_ids", token_values, number, rules)
-    completion_ids = _token_ids("completion_ids", token_values, number, rules)
-    logprobs = _logprobs(token_values["logprobs"], number, rules)
+def _row(fields: dict[str, Any], number: int, rules: RowRules) -> RolloutRow:
+    """Check and return row `number`, whose values are `fields`."""
+    make_error = partial(rules.row_error, number)
+    prompt_ids, completion_ids = (
+        _token_ids(key, fields.pop(key), rules.vocab_size, make_error)
+        for key in ("prompt_ids", "completion_ids")
+    )
+    logprobs = _logprobs(fields.pop("logprobs"), make_error)
     num_tokens = len(completion_ids)
     if len(logprobs) != num_tokens:
-        raise rules.row_error(
-            number,
-            f"expected {num_tokens} logprobs, one per completion id, got {len(logprobs)}",
+        raise make_error(
+            f"expected {num_tokens} logprobs, one per completion id, got {len(logprobs)}"
         )
     if len(prompt_ids) + num_tokens > rules.max_tokens:
-        raise rules.row_error(
-            number,
+        raise make_error(
             f"expected at most rollout.max_tokens = {rules.max_tokens} tokens of prompt and "
             f"completion, got {len(prompt_ids)} and {num_tokens}; lower max_tokens in the "
-            "function's requests, or raise rollout.max_tokens",
+            "function's requests, or raise rollout.max_tokens"
         )
-    is_sampled = _mask(mask, num_tokens, number, rules)
+    is_sampled = _mask(fields.pop(MASK_KEY, None), num_tokens, make_error)
     return RolloutRow(prompt_ids, completion_ids, logprobs, is_sampled, fields)
 
 
-def _token_ids(
-    key: str, token_values: Mapping[str, Any], number: int, rules: RowRules
-) -> list[int]:
-    listed = _to_list(token_values[key])
+def _token_ids(key: str, value: Any, vocab_size: int, make_error: MakeError) -> list[int]:
+    listed = _to_list(value)
     if not listed:
-        raise rules.row_error(number, f"expected a list of '{key}', got {token_values[key]!r:.60}")
+        raise make_error(f"expected a list of '{key}', got {value!r:.60}")
     for position, token_id in enumerate(listed):
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-        if not is_integer or not 0 <= token_id < rules.vocab_size:
-            raise rules.row_error(
-                number,
-                f"expected '{key}' below {rules.vocab_size}, the size of the vocabulary, got "
-                f"{token_id!r:.40} at position {position}",
+        if not is_integer or not 0 <= token_id < vocab_size:
+            raise make_error(
+                f"expected '{key}' below {vocab_size}, the size of the vocabulary, got "
+                f"{token_id!r:.40} at position {position}"
             )
     return [int(token_id) for token_id in listed]
 
 
-def _logprobs(value: Any, number: int, rules: RowRules) -> list[float]:
+def _logprobs(value: Any, make_error: MakeError) -> list[float]:
     """Return [T] log-probs of the sampled tokens; newer servers nest each one in a list."""
     listed = _to_list(value)
     if listed is None:
-        raise rules.row_error(number, f"expected a list of 'logprobs', got {value!r:.60}")
+        raise make_error(f"expected a list of 'logprobs', got {value!r:.60}")
     logprobs = []
     for position, entry in enumerate(listed):
         nested = _to_list(entry)
         logprob = nested[0] if nested is not None and len(nested) == 1 else entry
         if not isinstance(logprob, Real) or not -math.inf < float(logprob) <= _MAX_LOGPROB:
-            raise rules.row_error(
-                number,
+            raise make_error(
                 f"expected one finite log-prob of 0 or below for each token, got {entry!r:.40} at "
-                f"position {position}",
+                f"position {position}"
             )
         logprobs.append(float(logprob))
     return logprobs
 
 
-def _mask(value: Any, num_tokens: int, number: int, rules: RowRules) -> list[bool]:
+def _mask(value: Any, num_tokens: int, make_error: MakeError) -> list[bool]:
     if value is None:
         return [True] * num_tokens
     listed = _to_list(value)
     if listed is None or len(listed) != num_tokens or any(flag not in (0, 1) for flag in listed):
-        raise rules.row_error(
-            number,
+        raise make_error(
             f"expected {num_tokens} values of '{MASK_KEY}', 1 for a sampled token and 0 for a "
-            f"token of the environment, got {value!r:.60}",
+            f"token of the environment, got {value!r:.60}"
         )
     if not any(listed):
-        raise rules.row_error(
-            number, f"expected at least one sampled token, got an '{MASK_KEY}' of only zeros"
-        )
+        raise make_error(f"expected at least one sampled token, got an '{MASK_KEY}' of only zeros")
     return [bool(flag) for flag in listed]
 
 
@@ -284,7 +269,7 @@ class RowCheck:
 
     async def run(self, index: int, row: RolloutRow) -> RolloutRow:
         """Return the row with its policy version if its log-probs are those of the engine."""
-        version = self.engine.version
+        version, make_error = self.engine.version, partial(self.rules.row_error, index)
         for start, end in row.sampled_spans:
             prompt_ids = [*row.prompt_ids, *row.completion_ids[:start]]
             token_ids, logprobs = row.completion_ids[start:end], row.logprobs[start:end]
@@ -292,49 +277,54 @@ class RowCheck:
             if entry is not None:
                 version = min(version, entry.completion.policy_version)
                 expected = entry.completion.logprobs[: len(token_ids)]
-                self._compare_sampling(entry.sampling, index)
+                self._compare_sampling(entry.sampling, make_error)
             elif self.sampling is None:
                 continue
             else:
-                expected = await self._score(prompt_ids, token_ids, self.sampling, index)
-            self._compare_logprobs(logprobs, expected, start, index)
+                expected = await self._score(prompt_ids, token_ids, self.sampling, make_error)
+            self._compare_logprobs(logprobs, expected, start, make_error)
         return replace(row, policy_version=version)
 
     async def _score(
-        self, prompt_ids: list[int], token_ids: list[int], sampling: Sampling, index: int
+        self,
+        prompt_ids: list[int],
+        token_ids: list[int],
+        sampling: Sampling,
+        make_error: MakeError,
     ) -> list[float]:
         """Return the engine's log-probs of tokens that it did not sample in this call."""
         if sampling.temperature != 1 or not sampling.is_plain:
-            raise self.rules.row_error(
-                index,
+            raise make_error(
                 f"the {len(token_ids)} tokens after the first {len(prompt_ids)} were not sampled "
                 "in this call. Their log-probs can only be checked at temperature 1 without cuts "
-                "or penalties; return the engine's completions after the tokens that were sent",
+                "or penalties; return the engine's completions after the tokens that were sent"
             )
         return (await self.engine.score([ScoringRequest(prompt_ids, token_ids)]))[0]
 
     def _compare_logprobs(
-        self, logprobs: Sequence[float], expected: Sequence[float], start: int, index: int
+        self,
+        logprobs: Sequence[float],
+        expected: Sequence[float],
+        start: int,
+        make_error: MakeError,
     ) -> None:
-        for number, (logprob, engine_logprob) in enumerate(zip(logprobs, expected, strict=True)):
+        for number, (logprob, engine_logprob) in enumerate(
+            zip(logprobs, expected, strict=True), start
+        ):
             if abs(logprob - engine_logprob) > self.max_logprob_error:
-                raise self.rules.row_error(
-                    index,
-                    f"the log-prob of completion token {start + number} is {logprob:.4f}, but the "
+                raise make_error(
+                    f"the log-prob of completion token {number} is {logprob:.4f}, but the "
                     f"engine's log-prob after the same tokens is {engine_logprob:.4f}; return the "
                     "engine's log-probs and, in prompt_ids and completion_ids, the tokens that it "
-                    "saw, with env_mask 0 for tokens that it did not sample",
+                    "saw, with env_mask 0 for tokens that it did not sample"
                 )
 
-    def _compare_sampling(self, sampling: Sampling, index: int) -> None:
+    def _compare_sampling(self, sampling: Sampling, make_error: MakeError) -> None:
         """Refuse tokens from another distribution than the one that the learner compares with."""
-        if self.sampling is None:
-            return
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-            value, run_value = getattr(sampling, name), getattr(self.sampling, name)
+        for name in SAMPLING_FIELDS:
+            value, run_value = getattr(sampling, name), getattr(self.sampling or sampling, name)
             if value != run_value:
-                raise self.rules.row_error(
-                    index,
+                raise make_error(
                     f"was sampled with {name} = {value:g}, but the run trains with {name} = "
-                    f"{run_value:g}; use args.{name}, or change the configuration",
+                    f"{run_value:g}; use args.{name}, or change the configuration"
                 )

@@ -28,7 +28,11 @@ from ludus.trainer.compat.trl.rollout.arguments import (
     RolloutTrainerState,
     make_arguments,
 )
-from ludus.trainer.compat.trl.rollout.completion_service import CompletionService, RolloutCall
+from ludus.trainer.compat.trl.rollout.completion_service import (
+    CompletionService,
+    GeneratePort,
+    RolloutCall,
+)
 from ludus.trainer.compat.trl.rollout.contract import (
     MAX_LOGPROB_ERROR,
     RolloutRow,
@@ -38,7 +42,6 @@ from ludus.trainer.compat.trl.rollout.contract import (
     find_signature,
     read_rows,
 )
-from ludus.trainer.compat.trl.rollout.generate_port import GeneratePort
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import (
     Rollout,
