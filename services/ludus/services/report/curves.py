@@ -161,7 +161,7 @@ class SmallChart:
 
 
 def learning_curve(
-    run: RunFiles, environment: str, measure: Measure, frame: Frame = CURVE_FRAME
+    run: RunFiles, environment: str, measure: Measure, frame: Frame
 ) -> LineChart | None:
     """Return the curve of an evaluation measure with its baselines; None without data."""
     points = _eval_points(run, environment, measure)
