@@ -61,7 +61,7 @@ async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answe
             rollout = await player.play_episode(3)
             assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, paid)
             assert len(rollout.turns) == len(answers)
-            first = chat.decode_prompt(policy.prompts[0])
+            first = chat.tokenizer.decode(policy.prompts[0])
             assert "You play" in first and "action_id" in first and "info_state: [" in first
             assert "You play" not in shown[1]
             player, _ = make_player(client, chat, iter(["left"]), limits)

@@ -11,7 +11,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
@@ -19,7 +18,7 @@ from ludus.trainer.learner.micro_batches import (
     pack_one_micro_batch,
     split_samples,
 )
-from ludus.trainer.learner.model import PolicyModel
+from ludus.trainer.learner.model import PolicyModel, can_pack_trees
 from ludus.trainer.learner.packing import RowCosts, lay_out
 from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch

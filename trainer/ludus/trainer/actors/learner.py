@@ -148,12 +148,8 @@ class LearnerGroup:
         self._call_timeout_s = run.training.learner_timeout_s
         self._placement = placement
         self._token = token
-        self._ranks: list[ActorHandle] = []
-
-    @property
-    def ranks(self) -> Sequence[ActorHandle]:
+        self.ranks: list[ActorHandle] = []
         """Actors of the ranks; empty if the learner is lost."""
-        return self._ranks
 
     async def start(self, model_path: str, weights: WeightStoreConfig) -> None:
         """Start the ranks, which connect to each other and load the model.
@@ -164,7 +160,7 @@ class LearnerGroup:
         """
         self._model_path, self._weights = model_path, weights
         num_ranks = self._run.learner.num_ranks
-        self._ranks = [
+        self.ranks = [
             ray.remote(**self._placement.rank_options(rank))(LearnerActor).remote(
                 rank, self._run, registered_functions()
             )
@@ -175,7 +171,7 @@ class LearnerGroup:
         await wait_for_room(self._placement, replies, refuse=False)
         if self._token is not None:
             await asyncio.to_thread(self._token.check_replies, num_ranks)
-        [address] = await self._call("rendezvous", self._ranks[:1])
+        [address] = await self._call("rendezvous", self.ranks[:1])
         await self._call_all("start", address, model_path, weights)
 
     async def restart(self, learner_folder: Path | None) -> None:
@@ -204,7 +200,7 @@ class LearnerGroup:
     async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         """Write the learner's state and the Hugging Face model; return the files of all ranks."""
         folders = state_folder.absolute(), model_folder.absolute()
-        files_by_rank = await self._call("save", self._ranks, *folders)
+        files_by_rank = await self._call("save", self.ranks, *folders)
         return [file for files in files_by_rank for file in files]
 
     async def load(self, folder: Path) -> None:
@@ -217,7 +213,7 @@ class LearnerGroup:
 
     async def _call_all(self, method: str, *args: object) -> Any:
         """Call all ranks, and return rank 0's result."""
-        return (await self._call(method, self._ranks, *args))[0]
+        return (await self._call(method, self.ranks, *args))[0]
 
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
@@ -256,7 +252,7 @@ class LearnerGroup:
         )
 
     def _kill_ranks(self) -> None:
-        ranks, self._ranks = self._ranks, []
+        ranks, self.ranks = self.ranks, []
         for rank in ranks:
             ray.kill(rank)
 

@@ -180,8 +180,7 @@ class RolloutWorkerActor:
     async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
         """Fetch and load weights, and return the result of the canary check.
 
-        Args:
-            from_scratch: ignore all weights that were fetched earlier.
+        With `from_scratch`, all weights that were fetched earlier are ignored.
 
         Raises:
             WeightSyncError: the weights are incomplete, or a later version was requested.

@@ -69,32 +69,29 @@ class Supervisor:
             WeightSyncError: no worker loads the newest weights.
         """
         try:
-            await self._replace_until_closed()
+            num_failed = 0
+            while True:
+                worker = RolloutWorkerHandle.start(self.spec, self.placement, self.number)
+                try:
+                    reason = await self._run_process(worker)
+                finally:
+                    self.roster.end(worker)
+                if reason is None:
+                    return
+                num_failed = 0 if worker.num_played else num_failed + 1
+                too_few = len(self.roster.ready) < self.spec.run.rollout.min_workers
+                if num_failed >= _MAX_FAILED_STARTS and too_few:
+                    raise WorkerStartError(
+                        f"rollout worker {self.number} ended {num_failed} times in a row before "
+                        f"it played anything: {reason}; see trainer.log, and check that the "
+                        "machine has enough memory for the model"
+                    )
+                self.roster.num_restarts += 1
+                self.roster.activities[self.number] = f"is about to restart: {reason}"
+                _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
+                await asyncio.sleep(FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
         finally:
             self.roster.activities.pop(self.number, None)
-
-    async def _replace_until_closed(self) -> None:
-        num_failed = 0
-        while True:
-            worker = RolloutWorkerHandle.start(self.spec, self.placement, self.number)
-            try:
-                reason = await self._run_process(worker)
-            finally:
-                self.roster.end(worker)
-            if reason is None:
-                return
-            num_failed = 0 if worker.num_played else num_failed + 1
-            too_few = len(self.roster.ready) < self.spec.run.rollout.min_workers
-            if num_failed >= _MAX_FAILED_STARTS and too_few:
-                raise WorkerStartError(
-                    f"rollout worker {self.number} ended {num_failed} times in a row before it "
-                    f"played anything: {reason}; see trainer.log, and check that the machine has "
-                    "enough memory for the model"
-                )
-            self.roster.num_restarts += 1
-            self.roster.activities[self.number] = f"is about to restart: {reason}"
-            _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
-            await asyncio.sleep(FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
 
     async def _run_process(self, worker: RolloutWorkerHandle) -> str | None:
         """Return the reason why the process must be replaced; None if it was closed."""

@@ -179,7 +179,8 @@ class GroupBuffer:
         self._refused: dict[int, Refusal] = {}
         """Refusals by index, since the last call of `state`."""
         self._num_started = 0
-        self._counts: dict[str, RolloutCounts] = {}
+        self.counts: dict[str, RolloutCounts] = {}
+        """Counts since the last call of `take_counts`, by environment."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -188,11 +189,6 @@ class GroupBuffer:
     def groups(self) -> list[RolloutGroup]:
         """The waiting groups, in their starting order."""
         return [a.group for a in self._active.values() if a.group is not None]
-
-    @property
-    def counts(self) -> dict[str, RolloutCounts]:
-        """Counts since the last call of `take_counts`, by environment."""
-        return self._counts
 
     def begin(self, indices: Iterable[int], version: int) -> None:
         """Record that these groups start now, with weights of `version` or newer."""
@@ -229,7 +225,7 @@ class GroupBuffer:
 
     def take_counts(self) -> dict[str, RolloutCounts]:
         """Return the counts since the last call, by environment, and start again."""
-        counts, self._counts = self._counts, {}
+        counts, self.counts = self.counts, {}
         return counts
 
     def state(self) -> BufferState:
@@ -237,7 +233,7 @@ class GroupBuffer:
         indices = [index for index, entry in self._active.items() if entry.group is None]
         groups = [self._refused[index] for index in sorted(self._refused)]
         self._refused.clear()
-        return BufferState(self.groups, indices, groups, dict(self._counts))
+        return BufferState(self.groups, indices, groups, dict(self.counts))
 
     def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
@@ -303,7 +299,7 @@ class GroupBuffer:
         )
 
     def _count(self, environment: str, counts: RolloutCounts) -> None:
-        self._counts[environment] = self._counts.get(environment, RolloutCounts()) + counts
+        self.counts[environment] = self.counts.get(environment, RolloutCounts()) + counts
 
 
 def _is_lost(counts: RolloutCounts) -> bool:

@@ -82,7 +82,7 @@ class Mixture:
     ) -> None:
         """`num_tasks` has each environment whose tasks are counted, by name."""
         self._run = run
-        self._state = state
+        self.state = state
         self._num_tasks = num_tasks or {}
         names = list(run.environments)
         if state.names != names:
@@ -94,14 +94,9 @@ class Mixture:
         state.num_open = min(state.num_open, len(names))
 
     @property
-    def state(self) -> MixtureState:
-        """The current state."""
-        return self._state
-
-    @property
     def num_open(self) -> int | None:
         """Number of environments that the curriculum has opened; None without a curriculum."""
-        return None if self._run.curriculum is None else self._state.num_open
+        return None if self._run.curriculum is None else self.state.num_open
 
     @property
     def weights(self) -> dict[str, float]:
@@ -110,13 +105,13 @@ class Mixture:
         curriculum = self._run.curriculum
         if curriculum is None:
             return configured
-        names = list(configured)[: self._state.num_open]
+        names = list(configured)[: self.state.num_open]
         lowered = {name: configured[name] * curriculum.mastered_weight for name in names[:-1]}
         return {**lowered, names[-1]: configured[names[-1]]}
 
     def next_group(self) -> GroupSpec:
         """Return the group of the next slot."""
-        weights, credits = self.weights, self._state.credits
+        weights, credits = self.weights, self.state.credits
         weight_sum = sum(weights.values())
         for name, weight in weights.items():
             credits[name] += weight / weight_sum
@@ -145,7 +140,7 @@ class Mixture:
         Raises:
             ConfigError: the hardest open environment does not report success.
         """
-        curriculum, state = self._run.curriculum, self._state
+        curriculum, state = self._run.curriculum, self.state
         if curriculum is None or state.num_open == len(state.names):
             return None
         hardest = state.names[state.num_open - 1]
@@ -174,7 +169,7 @@ class Mixture:
 
         An untrained policy may not reach the end of an episode, so this is not an error.
         """
-        needed = self._state.names[:-1] if self._run.curriculum is not None else []
+        needed = self.state.names[:-1] if self._run.curriculum is not None else []
         for name in needed:
             result = results.get(name)
             if result is not None and result.win_rate is None:
@@ -187,15 +182,15 @@ class Mixture:
 
     def roll_back(self, earlier: MixtureState) -> None:
         """Restore an earlier state, except for the indices, which are never used twice."""
-        names = self._state.names
-        self._state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
-        self._state.num_dealt = {name: earlier.num_dealt.get(name, 0) for name in names}
-        self._state.num_open = earlier.num_open
-        self._state.wins = list(earlier.wins)
+        names = self.state.names
+        self.state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
+        self.state.num_dealt = {name: earlier.num_dealt.get(name, 0) for name in names}
+        self.state.num_open = earlier.num_open
+        self.state.wins = list(earlier.wins)
 
     def _make_group(self, name: str) -> GroupSpec:
-        index, task_number = self._next_index(name), self._state.num_dealt.get(name, 0)
-        self._state.num_dealt[name] = task_number + 1
+        index, task_number = self._next_index(name), self.state.num_dealt.get(name, 0)
+        self.state.num_dealt[name] = task_number + 1
         return GroupSpec(index, name, self._select_seeds(name, index, task_number))
 
     def _select_seeds(self, name: str, index: int, task_number: int) -> tuple[int, ...]:
@@ -215,7 +210,7 @@ class Mixture:
         return replace(spec, index=self._next_index(spec.environment))
 
     def _next_index(self, name: str) -> int:
-        state = self._state
+        state = self.state
         index = state.num_begun[name] * len(state.names) + state.names.index(name)
         state.num_begun[name] += 1
         return index

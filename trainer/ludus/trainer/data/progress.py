@@ -77,12 +77,9 @@ class ProgressMonitor:
         """Pairs of environment and kind of failure."""
 
     def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, is_taken: bool) -> None:
-        """Check the counts since the last batch.
+        """Check the counts since the last batch, by environment.
 
-        Args:
-            counts: counts by environment.
-            now_s: current time.
-            is_taken: whether the next batch was taken, so that the counts start again.
+        `is_taken` says whether the next batch was taken, so that the counts start again.
 
         Raises:
             TrainingStalledError: nothing can be learned from the groups, or none finishes.

@@ -49,7 +49,6 @@ from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequ
 from ludus.trainer.learner import lora
 from ludus.trainer.learner.actor_critic import ActorCritic, Critic, load_critic
 from ludus.trainer.learner.algorithm import Algorithm, LossTargets
-from ludus.trainer.learner.attention_check import can_pack_trees, has_same_attention
 from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
@@ -63,7 +62,9 @@ from ludus.trainer.learner.model import (
     LogitsLoss,
     PolicyModel,
     PolicyOutput,
+    can_pack_trees,
     gather_state,
+    has_same_attention,
     prepare_model,
     row_costs,
 )

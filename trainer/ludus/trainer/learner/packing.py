@@ -100,15 +100,11 @@ def lay_out(
     max_tokens: int,
     num_ranks: int,
 ) -> Layout:
-    """Return the rows of `sequences[sequence_ids]`.
+    """Return the rows of `sequences[sequence_ids]`, which `num_ranks` ranks share.
 
-    Args:
-        sequences: token sequences.
-        sequence_ids: indices of the sequences to lay out.
-        costs: costs of a row; None gives each sequence a separate row.
-        max_tokens: tokens that the model computes at once. No row is longer than this, or than a
-            rank's share of all nodes, unless a single sequence is.
-        num_ranks: number of ranks that share the rows.
+    Without `costs`, each sequence gets a separate row. No row is longer than `max_tokens`, the
+    tokens that the model computes at once, or than a rank's share of all nodes, unless a single
+    sequence is.
     """
     order = np.array(sorted(sequence_ids, key=lambda i: sequences[i].tobytes()), dtype=np.int64)
     lengths = sequences.lengths[order]

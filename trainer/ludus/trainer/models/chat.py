@@ -51,7 +51,7 @@ class ChatTokenizer:
         enable_thinking: bool = False,
         keep_thinking: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
         """True if a conversation only grows; otherwise every turn is rendered again."""
@@ -74,17 +74,12 @@ class ChatTokenizer:
             keep_thinking=config.keep_thinking,
         )
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The underlying tokenizer."""
-        return self._tokenizer
-
     def text_ids(self, text: str) -> list[int]:
         """Return the tokens of a text outside any chat template, including the BOS token."""
-        bos = self._tokenizer.bos_token
+        bos = self.tokenizer.bos_token
         # A rendered template already includes the BOS token, and models are not trained on two.
         has_bos = bos is not None and text.startswith(str(bos))
-        return list(self._tokenizer.encode(text, add_special_tokens=not has_bos))
+        return list(self.tokenizer.encode(text, add_special_tokens=not has_bos))
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the text of a new conversation, up to the start of the completion."""
@@ -97,11 +92,9 @@ class ChatTokenizer:
         return list(self._first((_key(messages), json.dumps(tools))))
 
     def next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        """Return the tokens between a completion and the next one.
+        """Return the tokens of the environment's `messages` between two completions.
 
-        Args:
-            messages: messages of the environment between the two.
-            ended: whether the completion has its end token; if not, the token is added here.
+        `ended` says whether the completion has its end token; if not, the token is added here.
         """
         token_ids = list(self._next(_key(messages)))
         return token_ids if ended else [self.end_token_id, *token_ids]
@@ -116,23 +109,15 @@ class ChatTokenizer:
         """Return the tokens of a text that the chat template has already rendered."""
         return list(self._encode(text))
 
-    def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt, including special tokens."""
-        return self._tokenizer.decode(list(token_ids))
+    def encode_completion(self, text: str, *, rendered: bool = False) -> list[int]:
+        """Return the tokens of a completion as the policy would sample it, with the end token.
 
-    def encode_completion(self, text: str) -> list[int]:
-        """Return the tokens of a completion as the policy would sample it, with the end token."""
-        completion = self._template.space_before_completion + text
-        return [*self._tokenizer.encode(completion, add_special_tokens=False), self.end_token_id]
-
-    def encode_rendered_completion(self, text: str) -> list[int]:
-        """Return the tokens of a completion as the template renders it, with the end token.
-
-        The template may add a prefix, such as an empty thought. A thinking model is more likely to
-        sample that prefix than the bare text.
+        With `rendered`, include a prefix that the template adds, such as an empty thought. A
+        thinking model is more likely to sample that prefix than the bare text.
         """
-        completion = self._template.text_before_completion + text
-        return [*self._tokenizer.encode(completion, add_special_tokens=False), self.end_token_id]
+        template = self._template
+        prefix = template.text_before_completion if rendered else template.space_before_completion
+        return [*self._encode(prefix + text), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
@@ -141,7 +126,7 @@ class ChatTokenizer:
         return self._decode(tuple(token_ids))
 
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _encode_first(self, key: tuple[MessageKey, str]) -> tuple[int, ...]:
         messages, tools = key
@@ -157,7 +142,7 @@ class ChatTokenizer:
         return token_ids[token_ids.index(self.end_token_id) + 1 :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 class SizedCache(Generic[KeyT, ValueT]):
@@ -176,13 +161,9 @@ class SizedCache(Generic[KeyT, ValueT]):
         self._function = function
         self._entry_size = entry_size
         self._max_size = max_size
-        self._size = 0
+        self.size = 0
+        """Sum of the sizes of all entries."""
         self._values: OrderedDict[KeyT, ValueT] = OrderedDict()
-
-    @property
-    def size(self) -> int:
-        """The sum of the sizes of all entries."""
-        return self._size
 
     def __call__(self, key: KeyT) -> ValueT:
         """Return the function's result, from the cache if possible."""
@@ -193,9 +174,9 @@ class SizedCache(Generic[KeyT, ValueT]):
         size = self._entry_size(key, value)
         if size <= self._max_size:
             self._values[key] = value
-            self._size += size
-            while self._size > self._max_size:
-                self._size -= self._entry_size(*self._values.popitem(last=False))
+            self.size += size
+            while self.size > self._max_size:
+                self.size -= self._entry_size(*self._values.popitem(last=False))
         return value
 
 

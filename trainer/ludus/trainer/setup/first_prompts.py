@@ -37,7 +37,9 @@ async def make_canary(
         split = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
         return (ScoringRequest(prompt_ids[:split], prompt_ids[split:]),)
     return tuple(
-        ScoringRequest(prompt_ids, chat.encode_rendered_completion(answer)[:_MAX_CANARY_TOKENS])
+        ScoringRequest(
+            prompt_ids, chat.encode_completion(answer, rendered=True)[:_MAX_CANARY_TOKENS]
+        )
         for answer in answers
     )
 

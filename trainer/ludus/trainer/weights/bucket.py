@@ -40,6 +40,8 @@ class BucketObjects:
 
     def __init__(self, config: S3WeightStore) -> None:
         self._config = config
+        endpoint = f" at {config.endpoint}" if config.endpoint else ""
+        self.description = f"the bucket '{config.bucket}'{endpoint}, prefix '{config.prefix}'"
         # Only a part of the total time, so that a server that hangs briefly is tried again.
         max_stall_s = min(_MAX_STALL_S, config.timeout_s / 4)
         self._store = S3Store(
@@ -55,12 +57,6 @@ class BucketObjects:
             },
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=config.timeout_s)},
         )
-
-    @property
-    def description(self) -> str:
-        """The name of the storage in messages."""
-        endpoint = f" at {self._config.endpoint}" if self._config.endpoint else ""
-        return f"the bucket '{self._config.bucket}'{endpoint}, prefix '{self._config.prefix}'"
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
         """Store the buffers as one object, and return its key below the prefix."""

@@ -21,12 +21,8 @@ class FolderFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.description = f"the folder '{folder}'"
         self._is_created = False
-
-    @property
-    def description(self) -> str:
-        """The name of the storage in messages."""
-        return f"the folder '{self._folder}'"
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
         """Write the buffers as one file, and return its name."""

@@ -68,9 +68,8 @@ class StorageBackend(Protocol):
     failures, and another WeightSyncError for permanent ones.
     """
 
-    @property
-    def description(self) -> str:
-        """The name of the storage in messages."""
+    description: str
+    """The name of the storage in messages."""
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> StorageLocation:
         """Store the concatenated buffers under one name, and return their location."""

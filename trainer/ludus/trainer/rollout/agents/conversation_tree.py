@@ -148,7 +148,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         for message, following in parts:
             completion = self._find_completion(message, token_ids)
             if completion is None:
-                token_ids += chat.encode_rendered_completion(message.text)
+                token_ids += chat.encode_completion(message.text, rendered=True)
             else:
                 token_ids += completion.token_ids
             has_ended = completion is None or completion.has_end_token
