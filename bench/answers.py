@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config import TinyModel
 from ludus.proto.runs import CHECKPOINTS_FOLDER
-from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import EngineRequest
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling

@@ -26,7 +26,7 @@ from openai import AsyncOpenAI
 from transformers import PreTrainedModel
 
 from ludus.proto.config import RolloutConfig, TinyModel
-from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence
 from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start

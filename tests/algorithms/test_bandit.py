@@ -30,11 +30,12 @@ from ludus.trainer.algorithms.advantages import (
     returns,
     whiten,
 )
-from ludus.trainer.algorithms.logits import entropy, token_logprobs
 from ludus.trainer.algorithms.losses import (
     LossInputs,
+    entropy,
     loss_denominator,
     policy_gradient_loss,
+    token_logprobs,
     value_loss,
 )
 from ludus.trainer.core.types import (

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.trainer.algorithms.logits import entropy, token_logprobs
+from ludus.trainer.algorithms.losses import entropy, token_logprobs
 
 
 @given(st.integers(0, 2**31), st.floats(0.1, 3))

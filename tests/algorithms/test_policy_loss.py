@@ -24,13 +24,14 @@ from ludus.proto.config import (
     TokenTis,
 )
 from ludus.trainer.algorithms.advantages import group_advantages
-from ludus.trainer.algorithms.logits import entropy, token_logprobs
 from ludus.trainer.algorithms.losses import (
     LossInputs,
     LossTerms,
     aggregate,
+    entropy,
     loss_denominator,
     policy_gradient_loss,
+    token_logprobs,
 )
 
 if TYPE_CHECKING:

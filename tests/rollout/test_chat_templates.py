@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.chat import ChatTokenizer, strip_reasoning
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, strip_reasoning
 from tests.rollout.chat_templates import (
     CHATML,
     FAMILIES,

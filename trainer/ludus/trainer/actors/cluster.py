@@ -195,13 +195,9 @@ async def wait_for_room(
     may_be_in_use: bool = False,
     refuse: bool = True,
 ) -> ResultT:
-    """Return the result of `awaitable`; meanwhile report which room it waits for.
+    """Return the result of `awaitable`, a start of actors; meanwhile report missing room.
 
-    Args:
-        placement: placement of the run.
-        awaitable: start of actors, which needs room.
-        may_be_in_use: whether other programs may be using the room.
-        refuse: whether to fail if the room is missing and will not appear.
+    `may_be_in_use` says that other programs may be using the room.
 
     Raises:
         ConfigError: the room is missing and will not appear, and `refuse` is set.

@@ -1,7 +1,7 @@
 """The mathematics of training: pure functions of tensors that can be checked against papers.
 
     rewards --advantages--> advantage of each token --+
-    logits --logits--> log-probs ---------------------+--losses--> scalar
+    logits --token_logprobs--> log-probs -------------+--losses--> scalar
 
 Names from papers and projects, with the settings of the section `algorithm` that select them
 (`kind` is "grpo" unless stated otherwise; losses, corrections and divergences combine freely

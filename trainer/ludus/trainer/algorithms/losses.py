@@ -1,5 +1,6 @@
 """The losses that one micro-batch adds to an optimizer step of the policy and of a critic.
 
+    logits -- token_logprobs, entropy --> LossInputs
     LossInputs -- token_losses (clip, gspo, cispo, function) --+
                -- correction_weight, geometric_mask -----------+--> policy_gradient_loss
                -- kl, entropy ---------------------------------+         --> LossTerms
@@ -24,7 +25,8 @@ to `token_losses` here.
 
 Shapes: N = sequences, T = token positions. Masks are bool [N, T], True = sampled by the policy.
 Values outside the mask are not used: they may be NaN, and their gradient is exactly zero. A row
-without sampled tokens is padding and does not count.
+without sampled tokens is padding and does not count. In functions of logits, ... = any leading
+axes, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -251,6 +253,28 @@ def kl(
         return d.square() / 2
     d = d.clamp(max=input_clamp)
     return d.expm1() - d
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return log softmax(logits / temperature) [...] at `targets` [...], for `logits` [..., V].
+
+    The result is the target's logit minus logsumexp, in float32 or better. No [..., V] tensor of
+    log-probs is kept.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return target_logits - logits.logsumexp(-1)
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """Return -sum(p * log p) [...] in nats, for the log p [..., V] of a whole distribution.
+
+    A token that cannot be sampled has log p = -inf and adds nothing.
+    """
+    finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+    return -(logprobs.exp() * finite).sum(-1)
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.algorithms.logits import entropy
+from ludus.trainer.algorithms.losses import entropy
 
 Output = Tensor | tuple[Tensor, Tensor]
 """Output of an actor."""

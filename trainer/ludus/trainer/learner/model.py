@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
-from ludus.trainer.algorithms.logits import entropy
+from ludus.trainer.algorithms.losses import entropy
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,

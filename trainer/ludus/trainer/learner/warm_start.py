@@ -20,8 +20,7 @@ from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import TrainingSample
 from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import PolicyModel
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.template import ToolSpec, tool_list_message
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, tool_list_message
 
 _SAMPLES_PER_UPDATE = 16
 

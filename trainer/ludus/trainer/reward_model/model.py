@@ -26,8 +26,8 @@ from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.output import describe_write_error, replace_folder
+from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
-from ludus.trainer.models.template import ChatTemplate
 
 Format = Literal["chat", "text"]
 Content: TypeAlias = str | Sequence[Message] | Sequence[int]

@@ -25,8 +25,7 @@ from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
 TurnT = TypeVar("TurnT", bound=Turn)

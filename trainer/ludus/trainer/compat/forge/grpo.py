@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.advantages import group_advantages
-from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.algorithms.losses import kl
+from ludus.trainer.algorithms.losses import kl, token_logprobs
 from ludus.trainer.compat.forge.controller.actor import ForgeActor, endpoint
 
 

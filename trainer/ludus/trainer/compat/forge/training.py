@@ -100,7 +100,7 @@ class Generation:
     ) -> list[Completion]:
         options = translate_sampling_params(sampling_params or {})
         completions = await self._policy.complete(prompt_ids, **options)
-        prompt = self._policy.chat.decode_prompt(prompt_ids)
+        prompt = self._policy.chat.tokenizer.decode(prompt_ids)
         return [
             Completion.convert(prompt, completion.text, prompt_ids, completion.completion)
             for completion in completions

@@ -30,8 +30,7 @@ from ludus.trainer.compat.trl.rollout.arguments import (
 )
 from ludus.trainer.compat.trl.rollout.contract import find_signature
 from ludus.trainer.core.functions import function_path
-from ludus.trainer.models.chat import ChatTokenizer, strip_reasoning
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, strip_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import ToolCall, read_calls
 
 ToolFunction = Callable[..., Any]

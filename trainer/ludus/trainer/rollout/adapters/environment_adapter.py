@@ -21,8 +21,7 @@ from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.data.failures import describe
-from ludus.trainer.models.chat import strip_reasoning
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ToolSpec, strip_reasoning
 
 NO_PICTURES = (
     "and policies read text only, not the arrays of its observations; give it a text_renderer (for"

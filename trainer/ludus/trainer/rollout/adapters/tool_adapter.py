@@ -38,8 +38,7 @@ from ludus.proto.errors import (
     ToolError,
 )
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.models.chat import strip_reasoning
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ToolSpec, strip_reasoning
 from ludus.trainer.rollout.adapters.environment_adapter import (
     EnvironmentAdapter,
     Opening,

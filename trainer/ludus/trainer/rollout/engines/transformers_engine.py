@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.streams import draw_uniforms
 from ludus.trainer.core.types import Sampling, ScoringRequest

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config.section import NonNegativeFloat
 from ludus.proto.errors import ConfigError
-from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.compat.checks import check_value, rename_setting_in_errors, require_device
 from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
 from ludus.trainer.models.load import load_language_model

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from ludus.env import Message
 from ludus.proto.errors import LudusError
-from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.models.chat import ToolSpec
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
