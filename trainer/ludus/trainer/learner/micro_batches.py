@@ -78,7 +78,7 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy of the micro-batch on `device`."""
-        rows = PackedRows(*(None if part is None else part.to(device) for part in self.rows))
+        rows = PackedRows._make(part if part is None else part.to(device) for part in self.rows)
         return MicroBatch(rows, *(tensor.to(device) for tensor in self[1:]))
 
 

@@ -279,6 +279,7 @@ class Controller:
         return result
 
     async def _train_on(self, step: _RunningStep) -> None:
+        assert step.batch.batch is not None
         start_s = time.monotonic()
         coefficients = compute_coefficients(self.components.run, self.state.step)
         batch = step.batch.batch
