@@ -83,7 +83,10 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ({"tools": [print]}, "tool 'print' needs typed arguments"),
         ({"reward_funcs": None}, "reward_funcs needs at least one function"),
         ({"reward_funcs": [3]}, "reward_funcs must be functions, .* but one is 3"),
-        ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 needs a 'prompt'"),
+        (
+            {"train_dataset": [{"text": "a"}]},
+            "train_dataset: row 0 needs a 'prompt'",
+        ),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": "rows.jsonl"}, "load a file with datasets.load_dataset"),
         (

@@ -11,7 +11,6 @@ import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -124,8 +123,8 @@ def _columns_to_rows(dataset: Mapping[Any, Any], name: str) -> list[Any]:
     lengths = {key: len(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"{name} must have columns of one length, but has {lengths}")
-    pairs = (zip(repeat(key), column, strict=False) for key, column in columns.items())
-    return [dict(row) for row in zip(*pairs, strict=True)]
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _is_prompt(value: Any) -> bool:

@@ -135,23 +135,18 @@ def _server_port(args: GRPOConfig) -> int | None:
     if not args.use_vllm or args.vllm_mode == "colocate":
         return None
     host, port = args.vllm_server_host, args.vllm_server_port
-    if args.vllm_server_base_url is not None:
-        host, port = _parse_url(args.vllm_server_base_url, port)
+    url = args.vllm_server_base_url
+    if url is not None:
+        try:
+            host, port = urlsplit(url).hostname, urlsplit(url).port or port
+        except ValueError as error:
+            raise ConfigError(f"GRPOConfig.vllm_server_base_url = '{url}': {error}") from None
     if host not in _LOCAL_HOSTS:
         raise ConfigError(
             f"GRPOConfig.vllm_server_host = {host!r} is not supported, expected one of "
             f"{list(_LOCAL_HOSTS)}, because each rollout worker serves its own machine; remove it"
         )
     return int(port)
-
-
-def _parse_url(url: str, port: int) -> tuple[str | None, int]:
-    """Return the host and the port of a URL; `port` is the default."""
-    parts = urlsplit(url)
-    try:
-        return parts.hostname, parts.port or port
-    except ValueError as error:
-        raise ConfigError(f"GRPOConfig.vllm_server_base_url = '{url}': {error}") from None
 
 
 def _generation_rows(args: GRPOConfig) -> int:

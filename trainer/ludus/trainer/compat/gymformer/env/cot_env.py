@@ -101,9 +101,7 @@ class CoTEnv(TokenEnv):
         self._split = ProblemSplit.make(problems, test_split, int(seed))
         self._problem = problems[0]
 
-    def _start_episode(
-        self, seed: int | None, options: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
+    def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         unknown = sorted(options.keys() - {"split"})
         if unknown:
             raise ConfigError(f"options must contain only split, got {unknown}; remove them")

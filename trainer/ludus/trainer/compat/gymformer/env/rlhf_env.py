@@ -99,9 +99,7 @@ class RLHFEnv(TokenEnv):
         """
         return self.kl_coef * (self.ref_logprobs() - logprobs)
 
-    def _start_episode(
-        self, seed: int | None, options: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
+    def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         self._prompt = self._prompts[int(self.np_random.integers(len(self._prompts)))]
         return self._prompt, {}
 

@@ -61,9 +61,7 @@ class SummarizationEnv(TokenEnv):
         self._articles = tuple(articles)
         self._article = self._articles[0]
 
-    def _start_episode(
-        self, seed: int | None, options: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
+    def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         self._article = self._articles[int(self.np_random.integers(len(self._articles)))]
         return make_article_prompt(self._article), {"article": self._article.text}
 

@@ -68,7 +68,7 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         super().reset(seed=seed)
         if not isinstance(options or {}, dict):
             raise ConfigError(f"options must be a dictionary or None, got {options!r:.80}")
-        prompt, info = self._start_episode(seed, options or {})
+        prompt, info = self._start_episode(options or {})
         self._state = self._encode_prompt(prompt)
         self._num_prompt_tokens = len(self._state)
         return tuple(self._state), {"prompt": prompt, **info}
@@ -106,9 +106,7 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     @abstractmethod
-    def _start_episode(
-        self, seed: int | None, options: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
+    def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the prompt of a new episode and its info."""
 
     @abstractmethod

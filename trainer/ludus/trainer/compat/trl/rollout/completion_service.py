@@ -26,7 +26,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -254,7 +254,9 @@ class GeneratePort:
         try:
             generate = GenerateRequest.model_validate_json(body)
         except ValidationError as error:
-            return JSONResponse({"detail": _describe_errors(error)}, 422)
+            faults = error.errors(include_url=False, include_context=False, include_input=False)
+            details = [{**fault, "loc": ["body", *fault["loc"]]} for fault in faults]
+            return JSONResponse({"detail": details}, 422)
         if len(generate.prompts) * generate.n > MAX_COMPLETIONS:
             detail = (
                 f"expected at most {MAX_COMPLETIONS} completions of one request, got "
@@ -287,13 +289,6 @@ async def _read_body(request: Request) -> bytes | None:
 
 async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
-
-
-def _describe_errors(error: ValidationError) -> list[dict[str, Any]]:
-    return [
-        {"loc": ["body", *entry["loc"]], "msg": entry["msg"], "type": entry["type"]}
-        for entry in error.errors()
-    ]
 
 
 def _bind(port: int) -> socket.socket:
