@@ -49,10 +49,10 @@ from ludus.proto.config.network import (
 )
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import (
+    ANY_RUN,
     AnyRunConfig,
     RunConfig,
     require_language_model,
-    validate_any_run_json,
     validate_run_json,
 )
 from ludus.proto.config.sections import (
@@ -75,6 +75,7 @@ from ludus.proto.config.sections import (
 from ludus.proto.config.training_run import MetricsConfig, PrometheusSink, WandbSink
 
 __all__ = [
+    "ANY_RUN",
     "AgentConfig",
     "AlgorithmConfig",
     "AnyRunConfig",
@@ -141,6 +142,5 @@ __all__ = [
     "parse_override",
     "require_language_model",
     "run_config_from",
-    "validate_any_run_json",
     "validate_run_json",
 ]

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from ludus.proto.config.language_model import LanguageModelRun
 from ludus.proto.config.presets import apply_preset
 from ludus.proto.config.reward_model import RewardModelRun
-from ludus.proto.config.run import AnyRunConfig, RunConfig, require_policy, validate_any_run
+from ludus.proto.config.run import ANY_RUN, AnyRunConfig, RunConfig, require_policy
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.values import parse_value
 
@@ -80,7 +80,7 @@ def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRun
     apply_overrides(tree, overrides)
     tree = apply_preset(tree)
     try:
-        return validate_any_run(tree)
+        return ANY_RUN.validate_python(tree)
     except ValidationError as error:
         lines = [_explain(detail) for detail in error.errors()]
         if "environment" in tree:

@@ -24,25 +24,8 @@ AnyRunConfig = Annotated[
 ]
 """Configuration of a run of `ludus train` or `ludus train-reward`."""
 
-_ADAPTER: TypeAdapter[LanguageModelRun | NetworkRun | RewardModelRun] = TypeAdapter(AnyRunConfig)
-
-
-def validate_any_run(tree: object) -> AnyRunConfig:
-    """Return the run that a tree of sections describes.
-
-    Raises:
-        pydantic.ValidationError: the tree is not a valid run.
-    """
-    return _ADAPTER.validate_python(tree)
-
-
-def validate_any_run_json(text: str | bytes) -> AnyRunConfig:
-    """Return the run that a JSON document describes.
-
-    Raises:
-        pydantic.ValidationError: the document is not a valid run.
-    """
-    return _ADAPTER.validate_json(text)
+ANY_RUN: TypeAdapter[LanguageModelRun | NetworkRun | RewardModelRun] = TypeAdapter(AnyRunConfig)
+"""Validator of AnyRunConfig."""
 
 
 def validate_run_json(text: str | bytes) -> RunConfig:
@@ -52,7 +35,7 @@ def validate_run_json(text: str | bytes) -> RunConfig:
         pydantic.ValidationError: the document is not a valid run.
         ConfigError: the run trains a reward model.
     """
-    return require_policy(validate_any_run_json(text))
+    return require_policy(ANY_RUN.validate_json(text))
 
 
 def require_policy(run: AnyRunConfig) -> RunConfig:

@@ -25,7 +25,7 @@ from typing import Generic
 
 from pydantic import BaseModel, ValidationError
 
-from ludus.proto.config import AnyRunConfig, validate_any_run_json
+from ludus.proto.config import ANY_RUN, AnyRunConfig
 from ludus.proto.config.changes import Change, changes_between, describe_changes
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
@@ -121,7 +121,7 @@ def find_start(
 def find_config_changes(path: Path, run: AnyRunConfig) -> list[Change]:
     """Return the changes since the configuration in the run's folder `path`."""
     try:
-        previous_run = validate_any_run_json((path / CONFIG_FILE).read_bytes())
+        previous_run = ANY_RUN.validate_json((path / CONFIG_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"'{path / CONFIG_FILE}' must contain the configuration that the run started with, but "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -148,7 +148,16 @@ class MetricsWriter:
             )
             for worker, held_weights in sorted(weights.items())
         )
-        self._append("weights", step, _delivery_values(weights.values()), weights=rows)
+        values: dict[str, float] = {}
+        if weights:
+            values = {
+                TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights.values()),
+                TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights.values()),
+                TrainMetric.WEIGHT_FETCH_BYTES: sum(
+                    worker.bytes_fetched for worker in weights.values()
+                ),
+            }
+        self._append("weights", step, values, weights=rows)
 
     def log_event(
         self,
@@ -239,14 +248,3 @@ def _eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mappi
     if gap_closed is not None:
         values[EvalMetric.GAP_CLOSED] = gap_closed
     return values
-
-
-def _delivery_values(weights: Collection[WorkerWeights]) -> Mapping[str, float]:
-    """Return the time and bytes that a delivery cost the workers, by TrainMetric."""
-    if not weights:
-        return {}
-    return {
-        TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights),
-        TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights),
-        TrainMetric.WEIGHT_FETCH_BYTES: sum(worker.bytes_fetched for worker in weights),
-    }

@@ -47,11 +47,6 @@ class StepTimes:
     """Size of the published weights."""
 
     @property
-    def sync_s(self) -> float:
-        """Time from the last update until every worker samples from its weights."""
-        return self.publish_s + self.deliver_s
-
-    @property
     def total_s(self) -> float:
         """Duration of the step."""
         return self.wait_s + self.train_s + self.publish_s
@@ -160,7 +155,7 @@ def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
         TrainMetric.PUBLISH_S: times.publish_s,
         TrainMetric.DELIVER_S: times.deliver_s,
         TrainMetric.ROLLOUT_IDLE_S: times.rollout_idle_s,
-        TrainMetric.WEIGHT_SYNC_S: times.sync_s,
+        TrainMetric.WEIGHT_SYNC_S: times.publish_s + times.deliver_s,
         TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
     }
     for metric in _LEARNER_METRICS:
