@@ -20,12 +20,11 @@ from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.cot_env import (
     CoTEnv,
-    ProblemSplit,
     read_problems,
+    split_problems,
     sums_below,
 )
 from ludus.trainer.compat.gymformer.env.rewards import (
-    best_summary_reward,
     distance_to_answer,
     distances_to_answers,
     summary_reward,
@@ -85,11 +84,7 @@ def test_reward_is_the_negative_distance_from_the_solution(text: str, reward: fl
 
 
 def test_the_best_summary_has_ten_words_and_all_terms() -> None:
-    assert [best_summary_reward(article.key_terms) for article in ARTICLES] == pytest.approx(
-        [1.6, 1.4]
-    )
-    # No number of words and no choice of terms has a higher reward.
-    for article in ARTICLES:
+    for article, best_reward in zip(ARTICLES, (1.6, 1.4), strict=True):
         terms = article.key_terms
         rewards = {
             summary_reward(" ".join([*words, *["so"] * (length - len(words))]), terms)
@@ -97,7 +92,7 @@ def test_the_best_summary_has_ten_words_and_all_terms() -> None:
             for words in itertools.combinations(terms, size)
             for length in range(size, 61)
         }
-        assert max(rewards) == pytest.approx(best_summary_reward(terms))
+        assert max(rewards) == pytest.approx(best_reward)
 
 
 def test_reward_functions_score_only_the_responses_of_the_policy() -> None:
@@ -204,11 +199,11 @@ def test_an_answer_with_an_explanation_is_read(tmp_path: Path) -> None:
 
 def test_equal_questions_stay_in_the_same_part_of_the_split() -> None:
     problems = sums_below(4) * 3
-    split = ProblemSplit.make(problems, 0.3, seed=1)
-    train, test = ({problem.question for problem in part} for part in (split.train, split.test))
-    assert not train & test and len(split.train) + len(split.test) == len(problems)
+    split = split_problems(problems, 0.3, seed=1)
+    train, test = ({problem.question for problem in part} for part in split.values())
+    assert not train & test and sum(map(len, split.values())) == len(problems)
     with pytest.raises(ConfigError, match="leaves no training problems"):
-        ProblemSplit.make(problems[:1], 0.9, seed=1)
+        split_problems(problems[:1], 0.9, seed=1)
 
 
 def test_a_reward_model_scores_the_whole_completion_on_its_last_token(model: str) -> None:

@@ -176,10 +176,6 @@ class GRPOTrainer:
         """Evaluate the current policy and the baselines on the same seeds, by environment."""
         return await self._trainer.evaluate(num_games)
 
-    async def save(self) -> Path:
-        """Write a checkpoint and return its folder."""
-        return await self._trainer.save()
-
     async def __aenter__(self) -> Self:
         return self
 

@@ -33,7 +33,7 @@ class Generator(ForgeActor):
     """An inference engine, chosen by `engine` or by the presence of a GPU."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM: model and others (`known_keys`)."""
+    """Arguments of vLLM: model and others (`keys`)."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of vLLM: n, max_tokens, temperature, top_p."""
     seed: int = 0

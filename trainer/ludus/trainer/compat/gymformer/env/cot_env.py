@@ -46,29 +46,6 @@ class NumberProblem:
     solution: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProblemSplit:
-    """Training problems and test problems."""
-
-    train: tuple[NumberProblem, ...]
-    test: tuple[NumberProblem, ...]
-
-    @classmethod
-    def make(cls, problems: Sequence[NumberProblem], test_share: float, seed: int) -> ProblemSplit:
-        """Split the problems; problems with the same question stay together."""
-        questions = list(dict.fromkeys(problem.question for problem in problems))
-        make_random(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
-        test_questions = set(questions[: round(test_share * len(questions))])
-        train = tuple(problem for problem in problems if problem.question not in test_questions)
-        if not train:
-            raise ConfigError(
-                f"test_split = {test_share} of {len(questions)} questions leaves no training "
-                "problems; lower test_split, or add questions"
-            )
-        test = tuple(problem for problem in problems if problem.question in test_questions)
-        return cls(train, test)
-
-
 class CoTEnv(TokenEnv):
     """An environment of problems whose solution is a number; each step takes one token.
 
@@ -98,7 +75,7 @@ class CoTEnv(TokenEnv):
             with rename_setting_in_errors({"data": "dataset_path"}):
                 problems = read_problems(Path(check_value("dataset_path", PathText, dataset_path)))
         check_value("test_split", ShareBelow1, test_split)
-        self._split = ProblemSplit.make(problems, test_split, int(seed))
+        self._split = split_problems(problems, test_split, int(seed))
         self._problem = problems[0]
 
     def _start_episode(self, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -106,9 +83,9 @@ class CoTEnv(TokenEnv):
         if unknown:
             raise ConfigError(f"options must contain only split, got {unknown}; remove them")
         split = options.get("split", "train")
-        if split not in ("train", "test"):
+        if split not in self._split:
             raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
-        problems = self._split.train if split == "train" else self._split.test
+        problems = self._split[split]
         if not problems:
             raise ConfigError("there are no test problems; set test_split above 0")
         self._problem = problems[int(self.np_random.integers(len(problems)))]
@@ -125,6 +102,24 @@ class CoTEnv(TokenEnv):
 def make_problem_prompt(question: str) -> str:
     """Return the prompt for a problem."""
     return _INSTRUCTION.format(question=question)
+
+
+def split_problems(
+    problems: Sequence[NumberProblem], test_share: float, seed: int
+) -> dict[str, list[NumberProblem]]:
+    """Return "train" and "test" problems; problems with the same question stay together."""
+    questions = list(dict.fromkeys(problem.question for problem in problems))
+    make_random(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
+    test_questions = set(questions[: round(test_share * len(questions))])
+    split: dict[str, list[NumberProblem]] = {"train": [], "test": []}
+    for problem in problems:
+        split["test" if problem.question in test_questions else "train"].append(problem)
+    if not split["train"]:
+        raise ConfigError(
+            f"test_split = {test_share} of {len(questions)} questions leaves no training "
+            "problems; lower test_split, or add questions"
+        )
+    return split
 
 
 def sums_below(limit: int) -> list[NumberProblem]:
