@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
-from ludus.env.security.session_ids import SessionKey, pod_server_id
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.config import KubernetesEnvironment
-from ludus.services.gateway.fleet.sources import Sequence, ServerEndpoint
+from ludus.services.gateway.fleet.sources import ServerEndpoint
 from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
-    merge_slices,
-    parse_slice,
 )
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
@@ -116,109 +112,6 @@ async def test_nothing_is_published_before_the_first_list_succeeded(
         assert seen.lists == []
         cluster.heal()
         await seen.until("a")
-
-
-@pytest.mark.parametrize(
-    ("conditions", "is_ready", "is_terminating"),
-    [
-        ({"ready": True}, True, False),
-        ({"ready": None, "serving": None, "terminating": None}, True, False),
-        ({"ready": False, "serving": False}, False, False),
-        ({"ready": True, "serving": False}, False, False),
-        ({"ready": False, "serving": True, "terminating": True}, False, True),
-        ({"ready": True, "serving": True, "terminating": True}, False, True),
-        ({"ready": False, "serving": False, "terminating": True}, False, True),
-    ],
-)
-def test_conditions_decide_on_new_and_existing_sessions(
-    conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
-) -> None:
-    endpoints = endpoint_slice("s1", member("a", **conditions))
-    (endpoint,) = parse_slice(endpoints).endpoints
-    assert (endpoint.is_ready, endpoint.is_terminating) == (is_ready, is_terminating)
-
-
-def both(*objects: dict[str, object]) -> dict[str, ServerEndpoint]:
-    return merge_slices(parse_slice(item) for item in objects)
-
-
-def make_versioned(endpoints: dict[str, object], version: int) -> dict[str, object]:
-    return {**endpoints, "metadata": {**endpoints["metadata"], "resourceVersion": str(version)}}
-
-
-def test_pod_in_two_slices_is_one_endpoint_of_the_newer_slice() -> None:
-    older = make_versioned(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
-    newer = make_versioned(endpoint_slice("s1", member("a")), 100)
-    for order in ((older, newer), (newer, older)):
-        assert [e.is_ready for e in both(*order).values()] == [True]
-
-
-def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
-    stale = make_versioned(endpoint_slice("s1", member("a")), 100)
-    terminating = make_versioned(
-        endpoint_slice("s2", member("a", ready=False, terminating=True)), 50
-    )
-    (endpoint,) = both(stale, terminating).values()
-    assert (endpoint.is_ready, endpoint.is_terminating) == (False, True)
-
-
-def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
-    v6 = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
-    v4 = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
-    assert both(v6)[named_server_id("a")].grpc_address == "grpc://[fd00::7]:18000"
-    assert both(v6, v4)[named_server_id("a")].http_address == "http://10.0.0.7:8000"
-
-
-def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
-    by_hand = {"addresses": ["10.9.9.9"]}
-    (endpoint,) = both(endpoint_slice("s1", by_hand)).values()
-    assert (endpoint.key, endpoint.server_id) == ("http://10.9.9.9:8000", "")
-    assert endpoint.is_ready
-
-
-def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
-    name = pod_server_id("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
-    key = SessionKey.random()
-    assert name == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
-    assert key.read(key.sign("blackjack", name)).server_id == name
-    with pytest.raises(ConfigError, match="POD_UID"):
-        pod_server_id("")
-
-
-@pytest.mark.parametrize(
-    ("ports", "http", "grpc"),
-    [
-        ({"http": 80, "grpc": 90}, 80, 90),
-        ({"http": 8000}, 8000, 18000),
-        ({"": 8000}, 8000, 18000),
-        ({"metrics": 9090, "http": 8000, "grpc": 18000}, 8000, 18000),
-        ({"web": 8000}, 8000, 18000),
-        ({"grpc": 90}, None, 90),
-        ({"metrics": 9090, "grpc": 90}, None, 90),
-    ],
-)
-def test_ports_are_found_by_name_or_as_a_server_chooses_them(
-    ports: dict[str, int], http: int | None, grpc: int
-) -> None:
-    endpoints = endpoint_slice("s1", member("a"), ports=ports)
-    (endpoint,) = parse_slice(endpoints).endpoints
-    assert endpoint.http_address == (f"http://10.0.0.1:{http}" if http else "")
-    assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc}"
-
-
-def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
-    endpoints = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
-    endpoints["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
-    (endpoint,) = parse_slice(endpoints).endpoints
-    assert endpoint.grpc_address == "grpc://10.0.0.1:90"
-
-
-@pytest.mark.parametrize("ports", [{}, {"web": 8000, "metrics": 9090}, {"http": 60_000}])
-def test_unusable_ports_are_an_error_that_lists_them(
-    ports: dict[str, int],
-) -> None:
-    with pytest.raises(ConfigError, match="a port named 'grpc' or 'http'"):
-        parse_slice(endpoint_slice("s1", member("a"), ports=ports))
 
 
 async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
@@ -481,26 +374,3 @@ async def test_list_matches_the_cluster_after_any_failures(
                 dice.choice(troubles)()
             await asyncio.sleep(dice.choice([0, 0, 0.002, 0.02]))
         await seen.until(*{pod for pods in expected.values() for pod in pods})
-
-
-def test_one_change_parses_one_slice() -> None:
-    pods = [[f"pod-{part}-{number}" for number in range(100)] for part in range(20)]
-    slices = [
-        make_versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
-        for part, names in enumerate(pods)
-    ]
-    read = [parse_slice(item) for item in slices]
-    num_calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        read[7] = parse_slice(slices[7])
-        endpoints = merge_slices(read)
-    finally:
-        sys.setprofile(None)
-    assert len(endpoints) == 2000
-    assert num_calls < 5_000
