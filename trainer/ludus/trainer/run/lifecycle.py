@@ -249,7 +249,7 @@ def _lock_folder(path: Path) -> Iterator[RunLock]:
     except OSError as error:
         raise ConfigError(
             f"the run's folder '{path}' cannot be written ({error.strerror or error}); set "
-            "output_dir to a writable folder"
+            "output_dir (of a reward model: output) to a writable folder"
         ) from error
 
 
