@@ -77,14 +77,13 @@ class McpCaller:
     """Connection whose session is opened by the first call that needs one."""
 
 
+@dataclass(eq=False)
 class McpError(Exception):
     """A JSON-RPC error."""
 
-    def __init__(self, code: int, message: str, data: Any = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.data = data
+    code: int
+    message: str
+    data: Any = None
 
 
 class McpServer:
@@ -235,8 +234,10 @@ class McpServer:
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
             reply = await self.sessions.open(OpenArgs(with_text=False))
-            return _session_ids(reply.session_id, reply.tools_session_id)
-        return _session_ids(await self._caller_session(caller), caller.tools_session_id)
+            session_id, tools_id = reply.session_id, reply.tools_session_id
+        else:
+            session_id, tools_id = await self._caller_session(caller), caller.tools_session_id
+        return {"session_id": session_id} | ({"tools_session_id": tools_id} if tools_id else {})
 
     async def _close_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         session_id = params.get("session_id")
@@ -294,13 +295,6 @@ def error_response(request_id: Any, error: McpError) -> JsonObject:
     """Return the JSON-RPC response for an error."""
     content = {"code": error.code, "message": error.message, "data": error.data}
     return {"jsonrpc": "2.0", "id": request_id, "error": content}
-
-
-def _session_ids(session_id: str, tools_session_id: str) -> JsonObject:
-    """Return the result of creating a session: OpenEnv's key, and the id for an agent."""
-    return {"session_id": session_id} | (
-        {"tools_session_id": tools_session_id} if tools_session_id else {}
-    )
 
 
 def _request_id(request: JsonObject) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -37,13 +36,12 @@ _DISCOVERY_TIMEOUT_S = 10.0
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveredServer:
+class DiscoveredServer(NamedTuple):
     """A server's own description over HTTP."""
 
     metadata: JsonObject
     schema: JsonObject
-    is_legacy: bool = False
+    is_legacy: bool
     """True for OpenEnv 0.1: one environment, used by plain HTTP calls."""
 
 
@@ -78,8 +76,8 @@ class HttpClient:
         paths = ("/openapi.json", "/schema", "/metadata")
         api, schema, metadata = await asyncio.gather(*map(self._get_or_none, paths))
         has_reset = "/reset" in ((api or {}).get("paths") or {})
-        is_legacy = schema is None and metadata is None and has_reset
-        is_legacy = is_legacy and not self.server.address.is_websocket
+        has_description = schema is not None or metadata is not None
+        is_legacy = has_reset and not has_description and not self.server.address.is_websocket
         return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
 
     async def request(

@@ -29,7 +29,6 @@ from ludus.env.adapters.openenv.source import (
     ForeignAction,
     ForeignObservation,
     ForeignState,
-    ForeignType,
     OpenEnvSource,
     find_source,
     read_fields,
@@ -132,7 +131,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         except BaseException:
             self._stop()
             raise
-        if self.source.action.schema.get("properties"):
+        if self.source.action_schema.get("properties"):
             self.text_renderer = OpenEnvRenderer(self.name, self.action_type)
 
     @property
@@ -270,9 +269,11 @@ def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
         "description": description,
         "version": version if isinstance(version, str) and version else "1.0.0",
         "source": source,
-        "action_type": _subclass(ForeignAction, source.action),
-        "observation_type": _subclass(ForeignObservation, source.observation),
-        "state_type": _subclass(ForeignState, source.state),
+        "action_type": _subclass(
+            ForeignAction, source.action_schema, read_foreign=source.read_action
+        ),
+        "observation_type": _subclass(ForeignObservation, source.observation_schema),
+        "state_type": _subclass(ForeignState, source.state_schema),
         "one_per_process": not is_concurrent,
         "slot": None if is_concurrent else threading.Semaphore(1),
         "shared_thread": EnvironmentThread(target) if needs_single_thread else None,
@@ -281,8 +282,9 @@ def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
     return type("OpenEnvEnvironment", (OpenEnvEnvironment,), attributes)
 
 
-def _subclass(base: type[Any], foreign: ForeignType) -> type[Any]:
-    return type(base.__name__, (base,), {"model": foreign, "__module__": base.__module__})
+def _subclass(base: type[Any], schema: JsonObject, **attributes: Any) -> type[Any]:
+    attributes |= {"foreign_schema": schema, "__module__": base.__module__}
+    return type(base.__name__, (base,), attributes)
 
 
 def _make_reset(source: OpenEnvSource) -> Any:

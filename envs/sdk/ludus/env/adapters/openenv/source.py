@@ -41,31 +41,26 @@ _BASE_TYPES = ("Action", "Observation", "State")
 _MCP_CLASS = "MCPEnvironment"
 _MAX_CLOSURE_DEPTH = 4
 _MAX_REPR = 200
+Parser = Callable[[JsonObject], Any]
+"""Converts JSON to an instance, or raises ValueError, including pydantic's ValidationError."""
 _ANY_OBJECT: JsonObject = {"type": "object", "properties": {"metadata": {"type": "object"}}}
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignType:
-    """A foreign type with its parser and its schema."""
-
-    read: Callable[[JsonObject], Any]
-    """Converts JSON to an instance, or raises ValueError, including pydantic's ValidationError."""
-    schema: JsonObject
-
-
 class _Foreign(BaseModel):
-    model: ClassVar[ForeignType]
+    foreign_schema: ClassVar[JsonObject]
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> JsonObject:
         """Return the foreign type's schema."""
-        return cls.model.schema
+        return cls.foreign_schema
 
 
 class ForeignAction(_Foreign, Action):
     """An action whose fields are validated by the foreign type."""
 
     model_config = ConfigDict(extra="allow")
+
+    read_foreign: ClassVar[Parser]
 
     _foreign: Any = PrivateAttr(default=None)
 
@@ -79,7 +74,7 @@ class ForeignAction(_Foreign, Action):
     def _read(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         action = validate(data)
         if isinstance(data, dict):
-            action._foreign = cls.model.read(data)
+            action._foreign = cls.read_foreign(data)
         return action
 
 
@@ -95,21 +90,17 @@ class ForeignState(_Foreign, State):
     model_config = ConfigDict(extra="allow")
 
 
-def read_foreign_type(kind: Any, read: Callable[[JsonObject], Any] | None = None) -> ForeignType:
-    """Return the parser and schema of a foreign type, or of any object if there is no type.
-
-    Args:
-        read: parser that replaces the type's own parser.
-    """
+def _read_type(kind: Any) -> tuple[Parser, JsonObject]:
+    """Return the parser and schema of a foreign type, or of any object if there is no type."""
     if is_model(kind):
-        return ForeignType(read or kind.model_validate, _read_schema(kind.model_json_schema))
+        return kind.model_validate, _read_schema(kind.model_json_schema)
     if dataclasses.is_dataclass(kind):
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(kind)
         except PydanticSchemaGenerationError:  # pydantic does not support the type of a field
-            return ForeignType(lambda data: _construct(kind, data), _ANY_OBJECT)
-        return ForeignType(adapter.validate_python, _read_schema(adapter.json_schema))
-    return ForeignType(lambda data: data, _ANY_OBJECT)
+            return lambda content: _construct(kind, content), _ANY_OBJECT
+        return adapter.validate_python, _read_schema(adapter.json_schema)
+    return lambda content: content, _ANY_OBJECT
 
 
 def is_model(kind: Any) -> bool:
@@ -117,7 +108,7 @@ def is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def observation_schema(schema: JsonObject) -> JsonObject:
+def _remove_reward(schema: JsonObject) -> JsonObject:
     """Remove reward and done from a schema, because they are sent next to the observation."""
     properties = {"metadata": {"type": "object"}, **schema.get("properties", {})}
     removed = ("reward", "done")
@@ -179,9 +170,10 @@ class OpenEnvSource:
 
     make: Callable[..., Any]
     kind: type[Any]
-    action: ForeignType
-    observation: ForeignType
-    state: ForeignType
+    read_action: Parser
+    action_schema: JsonObject
+    observation_schema: JsonObject
+    state_schema: JsonObject
     list_tools: Callable[..., Any] | None
     """Type of the action that lists tools; None if the environment has no tools."""
     call_tool: Callable[..., Any] | None
@@ -237,7 +229,8 @@ def find_source(target: str, imported: Any) -> OpenEnvSource:
 
 
 def _read_app(target: str, app: Any) -> OpenEnvSource:
-    server = next(_find_servers(app), None)
+    endpoints = [getattr(route, "endpoint", None) for route in app.routes]
+    server = next((server for endpoint in endpoints for server in _search_closure(endpoint)), None)
     if server is None:
         raise ConfigError(
             f"'{target}' must be an application of OpenEnv's create_app, but its routes use no"
@@ -259,23 +252,23 @@ def _make_source(
 ) -> OpenEnvSource:
     mcp = next((base for base in kind.__mro__ if base.__name__ == _MCP_CLASS), None)
     names = vars(sys.modules[mcp.__module__]) if mcp is not None else {}
-    observation_type = read_foreign_type(observation)
+    read_action, action_schema = _read_type(action)
     may_vary = mcp is not None or getattr(observation, "__name__", "") in _BASE_TYPES
-    schema = observation_schema(observation_type.schema)
-    if may_vary:
-        schema = read_foreign_type(None).schema
     return OpenEnvSource(
         make=make,
         kind=kind,
-        action=read_foreign_type(action, _tool_reader(action, names)),
-        observation=ForeignType(observation_type.read, schema),
-        state=read_foreign_type(state),
+        read_action=_tool_reader(action, names) or read_action,
+        action_schema=action_schema,
+        observation_schema=(
+            _ANY_OBJECT if may_vary else _remove_reward(_read_type(observation)[1])
+        ),
+        state_schema=_read_type(state)[1],
         list_tools=names.get("ListToolsAction"),
         call_tool=names.get("CallToolAction"),
     )
 
 
-def _tool_reader(action: Any, names: dict[str, Any]) -> Callable[[Any], Any] | None:
+def _tool_reader(action: Any, names: dict[str, Any]) -> Parser | None:
     """Return a parser that also accepts tool actions, or None if the type does not allow them."""
     kinds = {"list_tools": names.get("ListToolsAction"), "call_tool": names.get("CallToolAction")}
     if action not in (names.get("Action"), *kinds.values()) or not is_model(action):
@@ -348,15 +341,8 @@ def _is_overridden(kind: type[Any], name: str) -> bool:
     )
 
 
-def _find_servers(app: Any) -> Iterator[Any]:
-    """Yield the server objects in the closures of the application's handlers."""
-    for route in app.routes:
-        endpoint = getattr(route, "endpoint", None)
-        if endpoint is not None:
-            yield from _search_closure(endpoint, 0)
-
-
-def _search_closure(function: Any, depth: int) -> Iterator[Any]:
+def _search_closure(function: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the server objects in the closure of a handler."""
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
         try:
             value = cell.cell_contents
