@@ -54,7 +54,7 @@ def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_long_prompts_are_kept_up_to_a_bound(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.models.chat._CACHE_BYTES", MEGABYTE)
+    monkeypatch.setattr(ChatTokenizer, "cache_bytes", MEGABYTE)
     chat = ChatTokenizer(tokenizer)
     ask: Callable[[list[Message]], list[int]] = {
         "first_prompt": chat.first_prompt,

@@ -144,8 +144,6 @@ class LearnerGroup:
         self, run: LanguageModelRun, placement: Placement, token: FolderToken | None = None
     ) -> None:
         self._run = run
-        self._start_timeout_s = run.placement.start_timeout_s
-        self._call_timeout_s = run.training.learner_timeout_s
         self._placement = placement
         self._token = token
         self.ranks: list[ActorHandle] = []
@@ -237,18 +235,14 @@ class LearnerGroup:
 
     async def _wait(self, method: str, results: Awaitable[list[Any]]) -> list[Any]:
         """Wait for results, with the time limit of the method."""
-        if method in _START_CALLS:
-            return await wait_with_limit(
-                results,
-                _START_CALLS[method],
-                timeout_s=self._start_timeout_s,
-                setting="placement.start_timeout_s",
-            )
+        is_start, run = method in _START_CALLS, self._run
         return await wait_with_limit(
             results,
-            f"the learner's '{method}'",
-            timeout_s=self._call_timeout_s,
-            setting="training.learner_timeout_s",
+            _START_CALLS.get(method, f"the learner's '{method}'"),
+            timeout_s=(
+                run.placement.start_timeout_s if is_start else run.training.learner_timeout_s
+            ),
+            setting="placement.start_timeout_s" if is_start else "training.learner_timeout_s",
         )
 
     def _kill_ranks(self) -> None:

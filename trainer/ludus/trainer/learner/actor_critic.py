@@ -119,7 +119,8 @@ class ActorCritic(nn.Module):
         self, learning_rate: float, algorithm: AlgorithmConfig
     ) -> list[OptimizerGroup]:
         """Return the trainable parameters, with a separate group for a separate critic."""
-        scale = _critic_scale(learning_rate, algorithm)
+        critic_rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
+        scale = 1.0 if critic_rate is None else critic_rate / learning_rate
         critic_parameters: dict[str, nn.Parameter] = {}
         if self.critic is not None or scale != 1:
             critic_parameters = {
@@ -177,9 +178,3 @@ def check_same_tokens(path: str, policy_path: str) -> None:
                 f"{token_id}; use a critic of the same model family, or remove path to start from "
                 "a copy of the policy"
             )
-
-
-def _critic_scale(learning_rate: float, algorithm: AlgorithmConfig) -> float:
-    """Return the critic's learning rate, relative to the policy's."""
-    rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
-    return 1.0 if rate is None else rate / learning_rate

@@ -365,17 +365,14 @@ class Learner:
     def _apply_gradients(self) -> float | None:
         """Update the weights; return the policy's gradient norm, or None if skipped."""
         norm, is_finite = self.model.clip_gradients(self._config.max_grad_norm)
-        is_finite = self._is_true_on_all_ranks(is_finite)
+        is_finite_on_all_ranks = torch.tensor(float(is_finite), device=self._device)
+        dist.all_reduce(is_finite_on_all_ranks, dist.ReduceOp.MIN)
+        is_finite = bool(is_finite_on_all_ranks)
         if is_finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
         return norm if is_finite else None
-
-    def _is_true_on_all_ranks(self, value: bool) -> bool:
-        tensor = torch.tensor(float(value), device=self._device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN)
-        return bool(tensor)
 
 
 def _save_pretrained(

@@ -35,8 +35,6 @@ from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.load import load_tokenizer
 
-_CACHE_BYTES = 32 << 20
-"""Approximate maximum size of each of the three caches."""
 _BYTES_PER_TOKEN = 40
 """Size of an int and its entry in a tuple."""
 _BYTES_PER_ENTRY = 512
@@ -66,6 +64,9 @@ Form = Callable[[Sequence[Message]], list[Message]]
 class ChatTokenizer:
     """A converter from messages to prompt tokens."""
 
+    cache_bytes = 32 << 20
+    """Approximate maximum size of each of the three caches."""
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -80,9 +81,9 @@ class ChatTokenizer:
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts occur thousands of times.
-        self._first = SizedCache(self._encode_first, _entry_size, _CACHE_BYTES)
-        self._next = SizedCache(self._encode_next, _entry_size, _CACHE_BYTES)
-        self._decode = SizedCache(self._decode_ids, _entry_size, _CACHE_BYTES)
+        self._first = SizedCache(self._encode_first, _entry_size, self.cache_bytes)
+        self._next = SizedCache(self._encode_next, _entry_size, self.cache_bytes)
+        self._decode = SizedCache(self._decode_ids, _entry_size, self.cache_bytes)
 
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
