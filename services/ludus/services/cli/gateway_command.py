@@ -19,68 +19,69 @@ if TYPE_CHECKING:
 _EXAMPLE = "for example --env blackjack=openspiel_env or --env cards=grpc://10.0.0.7:18000"
 
 
+def _port_option(protocols: str, default: str) -> Any:
+    text = f"Port for {protocols}; 0 picks a free port."
+    return typer.Option(min=0, max=65535, help=text, show_default=default)
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="Gateway configuration, TOML. Options override its fields.")
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=TARGET",
+        help="Environment to serve: a target to run on this machine, or a comma-separated list "
+        "of grpc:// addresses. Repeatable.",
+    ),
+]
+TargetOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME.KEY=VALUE",
+        help="Option for the constructor of environment NAME. Repeatable.",
+    ),
+]
+NumServers = Annotated[int, typer.Option(min=1, help="Number of servers per target.")]
+MaxSessions = Annotated[int, typer.Option(min=1, help="Maximum sessions per server.")]
+Isolation = Annotated[
+    str | None,
+    typer.Option(
+        help="Isolation of sessions: inline, pool or process.",
+        show_default="chosen for the environment",
+    ),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
+Port = Annotated[int | None, _port_option("HTTP and WebSocket", "8000")]
+GrpcPort = Annotated[int | None, _port_option("gRPC", "port + 10000")]
+TenantsFile = Annotated[
+    Path | None, typer.Option(help="File with tenants, tokens and quotas, TOML.")
+]
+TokenEnv = Annotated[
+    str | None,
+    typer.Option(
+        help="Environment variable with the token shared by all clients.",
+        show_default="LUDUS_GATEWAY_TOKEN",
+    ),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow other machines to connect without a token.")
+]
+
+
 def gateway(
-    config: Annotated[
-        Path | None, typer.Option(help="Gateway configuration, TOML. Options override its fields.")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=TARGET",
-            help="Environment to serve: a target to run on this machine, or a comma-separated list "
-            "of grpc:// addresses. Repeatable.",
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME.KEY=VALUE",
-            help="Option for the constructor of environment NAME. Repeatable.",
-        ),
-    ] = None,
-    servers: Annotated[int, typer.Option(min=1, help="Number of servers per target.")] = 1,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum sessions per server.")] = 256,
-    isolation: Annotated[
-        str | None,
-        typer.Option(
-            help="Isolation of sessions: inline, pool or process.",
-            show_default="chosen for the environment",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port for HTTP and WebSocket; 0 picks a free port.",
-            show_default="8000",
-        ),
-    ] = None,
-    grpc_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port for gRPC; 0 picks a free port.",
-            show_default="port + 10000",
-        ),
-    ] = None,
-    tenants: Annotated[
-        Path | None, typer.Option(help="File with tenants, tokens and quotas, TOML.")
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        typer.Option(
-            help="Environment variable with the token shared by all clients.",
-            show_default="LUDUS_GATEWAY_TOKEN",
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow other machines to connect without a token.")
-    ] = False,
+    config: ConfigFile = None,
+    env: Targets = None,
+    option: TargetOptions = None,
+    servers: NumServers = 1,
+    max_sessions: MaxSessions = 256,
+    isolation: Isolation = None,
+    host: Host = None,
+    port: Port = None,
+    grpc_port: GrpcPort = None,
+    tenants: TenantsFile = None,
+    token_env: TokenEnv = None,
+    insecure: Insecure = False,
 ) -> None:
     """Serve environments on one address until Ctrl-C.
 

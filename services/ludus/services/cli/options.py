@@ -75,6 +75,15 @@ ReleaseName = Annotated[
         "--release", help="Helm release of Ludus.", show_default="the only one in the namespace"
     ),
 ]
+ServedEnvironments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--environment",
+        metavar="NAME=SERVED",
+        help="Map an environment of the run to the name it has in the release, if they differ. "
+        "Repeatable.",
+    ),
+]
 Queue = Annotated[
     str | None,
     typer.Option(help="Kueue LocalQueue for the run.", show_default="queue of the release"),

@@ -29,15 +29,7 @@ def submit(
     release: options.ReleaseName = None,
     namespace: options.Namespace = "",
     context: options.Context = "",
-    environment: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--environment",
-            metavar="NAME=SERVED",
-            help="Map an environment of the run to the name it has in the release, if they "
-            "differ. Repeatable.",
-        ),
-    ] = None,
+    environment: options.ServedEnvironments = None,
     queue: options.Queue = None,
     ignore: options.IgnoredChecks = None,
     detach: options.Detach = False,
