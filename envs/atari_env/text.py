@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import extract_answer, find_named_move, quote_end
+from ludus.env.text import extract_answer, find_named_move, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .game_texts import make_game_text

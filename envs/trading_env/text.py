@@ -14,7 +14,7 @@ import re
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import extract_answer, quote_end
+from ludus.env.text import extract_answer, quote_end
 from ludus.proto.errors import ActionParseError
 
 from .models import TradingAction, TradingObservation

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ludus.env.http.health import build_admin_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.proto.metrics import EnvServerMetric
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.trainer.run.prometheus import RunSeries
@@ -55,7 +55,7 @@ def _read_run_names() -> set[str]:
 
 
 async def _read_server_names() -> set[str]:
-    app = build_admin_app(SessionCore(make_local_host(CountingEnv), CoreOptions()))
+    app = build_admin_app(SessionCore(make_local_host(CountingEnv), ServerOptions()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         reply = await client.get("/metrics")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ludus.env.serving.application import add_server_arguments
-from ludus.env.serving.options import DEFAULT_PORT, ServerOptions, make_server_options
+from ludus.env.sessions.options import DEFAULT_PORT, ServerOptions, make_server_options
 from ludus.env.transports.address import parse_address
 from ludus.proto.config import LanguageModelRun
 from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment

@@ -13,7 +13,7 @@ import pytest
 from ludus.env.client import EnvClient
 from ludus.env.recording.format import read_recording
 from ludus.env.serving.application import add_server_arguments
-from ludus.env.serving.options import DEFAULT_PORT
+from ludus.env.sessions.options import DEFAULT_PORT
 from ludus.services.cli.env_serve import serve
 from tests.cli.commands import RunCli
 

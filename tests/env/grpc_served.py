@@ -15,7 +15,7 @@ import grpc
 from ludus.env.grpc.call_server import EnvServicer
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import EnvironmentFactory, make_local_host
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountingEnv
 
@@ -43,7 +43,7 @@ async def grpc_served(
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (),
     **core_options: Any,
 ) -> AsyncIterator[GrpcServed]:
-    core = SessionCore(make_local_host(factory, 8), CoreOptions(**core_options))
+    core = SessionCore(make_local_host(factory, 8), ServerOptions(**core_options))
     options = (
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),

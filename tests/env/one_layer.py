@@ -16,9 +16,8 @@ from typing import Any
 from ludus.env.sandbox import namespaces
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
-from ludus.env.sandbox.processes import give_up_privileges, hide_process
+from ludus.env.sandbox.processes import give_up_privileges, hide_process, take_user_id
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.user_id import take_user_id
 from ludus.env.sandbox.worker_resources import code_paths, system_paths
 
 _CLONE_NEWUSER = 0x1000_0000

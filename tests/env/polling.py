@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -39,7 +38,7 @@ async def turns_of_the_loop(num_turns: int = 20) -> None:
 
 def limit_steps(core: SessionCore, limit_s: float) -> None:
     """Limit steps from now on, so that the limit does not apply to a test's preparation."""
-    core.options = dataclasses.replace(core.options, step_timeout_s=limit_s)
+    core.options = core.options.model_copy(update={"step_timeout_s": limit_s})
     if isinstance(core.host, WorkerHost):
         core.host.step_timeout_s = limit_s
 

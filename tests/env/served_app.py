@@ -10,13 +10,13 @@ from ludus.env.asgi.uvicorn_protocols import DirectWebSocketProtocol
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from tests.env.counting_env import CountingEnv
 
 
 def get_core(factory=CountingEnv, **options) -> SessionCore:
     """Return the sessions of a server with these options."""
-    return SessionCore(make_local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 @contextlib.asynccontextmanager

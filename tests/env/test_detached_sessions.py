@@ -7,7 +7,6 @@ import pytest
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_server import called_sessions
-from ludus.env.recording.writer import RecordingSessions
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
@@ -18,11 +17,8 @@ from tests.env.polling import CoreClock, busy, detached_sessions, eventually, wa
 from tests.env.served import running
 
 
-async def test_calls_attach_a_detached_session(
-    tmp_path,
-) -> None:
+async def test_calls_attach_a_detached_session() -> None:
     core = SessionCore(make_local_host(CountingEnv))
-    recording = RecordingSessions(core, tmp_path)
     first, second = Connection(), Connection()
     kinds = ("step", "reset", "state", "call_tool", "close")
     opening = OpenArgs(ResetArgs(seed=1), linger_s=9)
@@ -33,10 +29,9 @@ async def test_calls_attach_a_detached_session(
     for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    recording.attach(called_sessions(calls), second)
+    core.attach(called_sessions(calls), second)
     assert second.session_ids == set(ids[:-2])
     assert detached_sessions(core) == set(ids[-2:])
-    recording.finish()
 
 
 class Line:
@@ -69,7 +64,7 @@ async def test_lingering_session_ends_after_its_second_connection(
         await eventually(lambda: detached_sessions(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
-        assert "60 s ago" in server.core.find_tombstone(session_id).reason
+        assert "60 s ago" in server.core.tombstones.find(session_id).reason
 
 
 async def test_running_step_of_a_dead_client_does_not_keep_its_session(
@@ -90,4 +85,4 @@ async def test_running_step_of_a_dead_client_does_not_keep_its_session(
         await eventually(lambda: not busy(server.core))
         core_clock.move_on(60)
         await wait_for_sessions(server.core, 0)
-        assert "60 s ago" in server.core.find_tombstone(session_id).reason
+        assert "60 s ago" in server.core.tombstones.find(session_id).reason

@@ -8,8 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from ludus.env.targets.importable import FactoryName, name_factory
-from ludus.env.targets.targets import TargetFactory
+from ludus.env.targets.targets import TargetFactory, importable_factory
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, fail_to_be_built
 
@@ -18,19 +17,19 @@ SCRIPT = """
 import sys
 import orjson
 from tests.env.counting_env import CountingEnv
-from ludus.env.targets.importable import name_factory
+from ludus.env.targets.targets import importable_factory
 
 class ScriptedEnv(CountingEnv):
     name = "scripted"
 
 if __name__ == "__main__":
-    sys.stdout.write(orjson.dumps(name_factory(ScriptedEnv)).decode())
+    sys.stdout.write(orjson.dumps(importable_factory(ScriptedEnv)).decode())
 """
 
 
-def sent(name: FactoryName) -> FactoryName:
-    """Return the name as another process decodes it."""
-    return FactoryName(**orjson.loads(orjson.dumps(name)))
+def send(factory) -> TargetFactory:
+    """Return the factory as another process decodes it."""
+    return TargetFactory(**orjson.loads(orjson.dumps(importable_factory(factory))))
 
 
 @pytest.mark.parametrize(
@@ -42,16 +41,15 @@ def sent(name: FactoryName) -> FactoryName:
     ],
 )
 def test_named_factory_is_resolved(factory) -> None:
-    name = sent(name_factory(factory))
-    assert name == FactoryName("tests.env.counting_env:CountingEnv")
-    assert isinstance(name.resolve()(), CountingEnv)
+    received = send(factory)
+    assert received == TargetFactory("tests.env.counting_env:CountingEnv")
+    assert isinstance(received(), CountingEnv)
 
 
 def test_name_contains_options_and_outer_options_win() -> None:
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
-    name = sent(name_factory(factory))
     with pytest.raises(RuntimeError, match="outer"):
-        name.resolve()()
+        send(factory)()
 
 
 class Outer:
@@ -62,7 +60,7 @@ class Outer:
 
 
 def test_a_class_within_a_class_is_named_by_its_path() -> None:
-    assert name_factory(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
+    assert importable_factory(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_a_class_within_a_class_is_named_by_its_path() -> None:
 )
 def test_factory_without_a_name_is_refused_with_a_remedy(factory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        name_factory(factory)
+        importable_factory(factory)
 
 
 @pytest.mark.slow
@@ -93,8 +91,10 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         timeout=60,
     )
     try:
-        message = FactoryName(**orjson.loads(completed.stdout)).resolve()()
-        assert message.name == "scripted"
-        assert isinstance(message, CountingEnv)
+        factory = TargetFactory(**orjson.loads(completed.stdout))
+        factory.load()
+        environment = factory()
+        assert environment.name == "scripted"
+        assert isinstance(environment, CountingEnv)
     finally:
         sys.modules.pop("__ludus_main__", None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ludus.env.text.fields import FieldsText
+from ludus.env.text import FieldsText
 from ludus.proto.errors import ActionParseError
 
 MOVE = {

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from ludus.env.adapters.gymnasium.guides import GUIDES, Guide, find_guide
 from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer, picture_rows
-from ludus.env.contract.determinism import is_deterministic
+from ludus.env.contract.rules import is_deterministic
 from ludus.env.contract.schema import find_fault
 from ludus.env.encoding import encode_transition
 from ludus.env.messages.openenv import observation_payload

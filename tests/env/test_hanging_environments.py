@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
+from ludus.env.runtime import STUCK_EXIT_CODE, Watchdog
 from ludus.env.serving.server import EnvServer
-from ludus.env.serving.watchdog import EXIT_CODE, Watchdog
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
 from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import HANG, Phase, factory_in
@@ -121,7 +121,7 @@ async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path
         assert (await http.get("/healthz")).status_code == 200
         with pytest.raises(UnavailableError, match="restart the server"):
             await served.client.open(seed=1)
-        assert served.server.core.is_stuck
+        assert served.server.core.host.is_stuck
 
 
 async def test_watchdog_stops_a_stuck_process() -> None:
@@ -147,7 +147,7 @@ async def test_step_that_blocks_the_event_loop_stops_the_server(tmp_path: Path) 
             session, _ = await client.open(seed=1)
             with pytest.raises(EnvError):
                 await session.step({"add": int(Deed.HANG)})
-        assert await asyncio.to_thread(server.process.wait) == EXIT_CODE
+        assert await asyncio.to_thread(server.process.wait) == STUCK_EXIT_CODE
         output = await asyncio.to_thread(server.process.stderr.read)
         assert "has blocked the event loop for more than 1 s" in output
         assert "in _do" in output, "it shows where"

@@ -18,7 +18,7 @@ from ludus.env.http.health import build_admin_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
@@ -36,7 +36,7 @@ OF_WORKERS = {
 
 
 def get_core(factory=CountingEnv, **options) -> SessionCore:
-    return SessionCore(make_local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 def in_process(app) -> httpx.AsyncClient:
@@ -231,7 +231,7 @@ async def test_every_way_a_session_ends_has_its_class(core_clock) -> None:
     await core.shut_down()
     ends = {end: count for end, count in core.counts.num_ends.items() if count}
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
-    assert core.find_tombstone(last.session_id).kind is SessionEnd.SHUTDOWN
+    assert core.tombstones.find(last.session_id).kind is SessionEnd.SHUTDOWN
 
 
 @pytest.mark.slow
@@ -243,9 +243,9 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out() -> 
         with pytest.raises(EnvError):
             await core.step(hanging, b'{"add":99}')
         await wait_for_sessions(core, 0)
-        assert core.find_tombstone(hanging).kind is SessionEnd.TIMEOUT
-        assert core.find_tombstone(neighbour).kind is SessionEnd.LOST
-        assert "took longer than" in core.find_tombstone(neighbour).reason
+        assert core.tombstones.find(hanging).kind is SessionEnd.TIMEOUT
+        assert core.tombstones.find(neighbour).kind is SessionEnd.LOST
+        assert "took longer than" in core.tombstones.find(neighbour).reason
 
 
 def test_a_reason_fits_into_a_close_frame() -> None:

@@ -14,7 +14,7 @@ from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.proto.errors import InvalidCallError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import eventually
@@ -31,7 +31,7 @@ def in_process(app) -> httpx.AsyncClient:
 
 
 def get_core(factory=CountingEnv, **options) -> SessionCore:
-    return SessionCore(make_local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 async def total_after(client: AsyncEnvClient, add: int, **kwargs) -> int:

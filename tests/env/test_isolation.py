@@ -257,7 +257,7 @@ async def test_slow_environment_in_a_pool_delays_no_other_session(gate: Gate) ->
 async def test_sessions_survive_the_fork_server(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         sessions = await open_many(client, 4)
-        first = worker_host(server).fork_server_pid
+        first = worker_host(server).fork_server.pid
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: not lives(first))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -276,7 +276,7 @@ async def test_open_succeeds_when_its_fork_server_dies(isolation: str) -> None:
     async with worker_server(isolation=isolation) as server, connect_to(server) as client:
         host = worker_host(server)
         await open_many(client, 1)
-        fork_server = host.fork_server_pid
+        fork_server = host.fork_server.pid
         os.kill(fork_server, signal.SIGSTOP)  # the worker receives orders but does not execute them
         killed = host.pids if isolation == "pool" else []  # so that warm workers do not suffice
         for pid in killed:
@@ -386,7 +386,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation: str)
     async with connect_to(server) as client:
         sessions = await open_many(client, 4)
         host = worker_host(server)
-        pids = [host.fork_server_pid, *host.pids]
+        pids = [host.fork_server.pid, *host.pids]
         hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
         begun_s = time.monotonic()

@@ -13,14 +13,14 @@ from websockets.exceptions import ConnectionClosed
 from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from tests.env.counting_env import CountingEnv
 from tests.env.served import running
 from tests.env.tool_env import ToolEnv
 
 
 def get_core(factory=ToolEnv, **options) -> SessionCore:
-    return SessionCore(make_local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 def in_process(core: SessionCore) -> httpx.AsyncClient:

@@ -38,9 +38,9 @@ def commands() -> list[list[str]]:
 
 async def test_output_and_exit_code_are_returned(host: ProgramHost) -> None:
     completed = await run(host, 'echo "$SHOWN" "$SECRET"; echo why >&2; exit 3')
-    assert (completed.exit.code, completed.output, completed.errors) == (3, "this \n", "why\n")
+    assert (completed.exit_code, completed.output, completed.errors) == (3, "this \n", "why\n")
     killed = await run(host, "kill -9 $$")
-    assert killed.exit.code == -9
+    assert killed.exit_code == -9
 
 
 async def test_concurrent_programs_and_long_output(
@@ -64,7 +64,7 @@ async def test_descendants_end_with_the_program(host: ProgramHost) -> None:
     completed = await asyncio.wait_for(
         run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20
     )
-    assert completed.exit.code == 0
+    assert completed.exit_code == 0
     assert not [result for result in commands() if "31337" in result]
 
 
@@ -107,7 +107,7 @@ async def test_failed_starts_and_a_dead_launcher_are_reported(
     host: ProgramHost,
 ) -> None:
     completed = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
-    assert completed.exit.code == 127
+    assert completed.exit_code == 127
     assert "/no/such/program cannot be started" in completed.errors
     assert host.launcher is not None
     host.launcher.kill()

@@ -9,15 +9,14 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.recording.client_writer import EpisodeWriter
-from ludus.env.recording.format import hash_observation, read_recording
+from ludus.env.recording.format import EpisodeWriter, hash_observation, read_recording
+from ludus.env.recording.recorder import EpisodeRecorder
 from ludus.env.recording.verify import recorded_factory, replay_episode
-from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.serving.loopback import open_client
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError, ToolError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
@@ -29,19 +28,19 @@ DONE = {"add": 7}
 
 
 def recording_core(
-    path: Path, *, core: CoreOptions | None = None, factory=CountingEnv, **options
-) -> RecordingSessions:
-    options.setdefault("built_from", environment_factory(TARGET, {}))
-    return RecordingSessions(
-        SessionCore(make_local_host(factory), core), path, RecordingOptions(**options)
-    )
+    path: Path, *, options: ServerOptions | None = None, factory=CountingEnv, **limits
+) -> tuple[SessionCore, EpisodeRecorder]:
+    core = SessionCore(make_local_host(factory), options)
+    recorder = EpisodeRecorder(path, core.description, environment_factory(TARGET, {}), **limits)
+    core.record(recorder)
+    return core, recorder
 
 
 def read_episodes(path: Path):
     return list(read_recording(path))
 
 
-async def play(sessions: RecordingSessions, actions: list, **args) -> str:
+async def play(sessions: SessionCore, actions: list, **args) -> str:
     opened = await sessions.open(OpenArgs(ResetArgs(**args), close_when_done=True))
     for number, action in enumerate(actions, 1):
         encoded = action if isinstance(action, str) else json.dumps(action).encode()
@@ -52,7 +51,7 @@ async def play(sessions: RecordingSessions, actions: list, **args) -> str:
 async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
     tmp_path: Path,
 ) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl")
+    sessions, recorder = recording_core(tmp_path / "r.jsonl")
     session_id = await play(
         sessions, ["ADD 2", {"add": 3}, DONE], seed=5, options={"start": 4}, episode_id="mine"
     )
@@ -66,14 +65,14 @@ async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(
     assert (episode.end_reason, episode.episode_return) == ("truncated", 12.0)
     assert episode.started_at <= episode.ended_at
     assert session_id not in (tmp_path / "r.jsonl").read_text()
-    assert sessions.num_running == 0
+    assert recorder.num_running == 0
 
 
 async def test_reset_without_a_seed_records_a_seed(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl", first_seed=11)
+    sessions, _ = recording_core(tmp_path / "r.jsonl", options=ServerOptions(first_seed=11))
     for _ in range(2):
         await play(sessions, [DONE])
-    drawing = recording_core(tmp_path / "drawn.jsonl")
+    drawing, _ = recording_core(tmp_path / "drawn.jsonl")
     for _ in range(2):
         await play(drawing, [DONE])
     assert [episode.seed for episode in read_episodes(tmp_path / "r.jsonl")] == [11, 12]
@@ -83,7 +82,7 @@ async def test_reset_without_a_seed_records_a_seed(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl")
+    sessions, _ = recording_core(tmp_path / "r.jsonl")
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for number in (1, 1, 2):
         await sessions.step(opened.session_id, b'{"add": 1}', number)
@@ -95,8 +94,8 @@ async def test_a_repeated_step_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factory", ["CountingEnv", "ThreadedCountingEnv"])
 async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> None:
     factory = environment_factory(f"tests.env.counting_env:{factory}", {})
-    core = CoreOptions(idle_timeout_s=0.05)
-    sessions = recording_core(tmp_path / "r.jsonl", core=core, factory=factory)
+    options = ServerOptions(idle_timeout_s=0.05)
+    sessions, recorder = recording_core(tmp_path / "r.jsonl", options=options, factory=factory)
     connection = Connection()
     await sessions.open(OpenArgs(ResetArgs(seed=1)), connection)
     sessions.release(connection)
@@ -104,13 +103,13 @@ async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> N
     await sessions.reset(opened.session_id, ResetArgs(seed=3))
     await sessions.close(opened.session_id)
     await sessions.open(OpenArgs(ResetArgs(seed=4)))
-    sweeping = asyncio.create_task(sessions.inner.close_idle_forever())
+    sweeping = asyncio.create_task(sessions.close_idle_forever())
     async with asyncio.timeout(60):
-        while sessions.num_running:
+        while recorder.num_running:
             await asyncio.sleep(0.01)
     sweeping.cancel()
     await sessions.open(OpenArgs(ResetArgs(seed=5)))
-    sessions.finish()
+    recorder.finish()
     reasons = {episode.seed: episode.end_reason for episode in read_episodes(tmp_path / "r.jsonl")}
     assert reasons[1].startswith("the connection")
     assert (reasons[2], reasons[3]) == ("reset", "it was closed")
@@ -119,7 +118,7 @@ async def test_every_way_to_end_writes_the_episode(tmp_path: Path, factory) -> N
 
 
 async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
-    sessions = recording_core(
+    sessions, _ = recording_core(
         tmp_path / "r.jsonl",
         factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
     )
@@ -134,7 +133,7 @@ async def test_concurrent_sessions_do_not_mix(tmp_path: Path) -> None:
 
 
 async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
+    sessions, _ = recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
     for seed in range(12):
         await play(sessions, [DONE], seed=seed)
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -144,28 +143,28 @@ async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> No
 
 
 async def test_endless_episode_is_cut(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
+    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     for _ in range(200):
         with pytest.raises(ActionError):
             await sessions.step(opened.session_id, "nonsense")
-    sessions.finish()
+    recorder.finish()
     (episode,) = read_episodes(tmp_path / "r.jsonl")
     assert 0 < len(episode.steps) < 20
     assert "too long" in episode.end_reason
 
 
 async def test_memory_of_running_episodes_is_limited(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
+    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
     long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
     await sessions.step(short.session_id, b'{"add": 1}')
     for _ in range(200):
         with pytest.raises(ActionError):
             await sessions.step(long.session_id, "nonsense")
-    assert sessions.num_running == 1
+    assert recorder.num_running == 1
     await sessions.close(long.session_id)
-    sessions.finish()
+    recorder.finish()
     first, last = read_episodes(tmp_path / "r.jsonl")
     assert (first.seed, first.end_reason) == (2, "unfinished; too much is recorded at once")
     assert 0 < len(first.steps) < 100
@@ -173,36 +172,36 @@ async def test_memory_of_running_episodes_is_limited(tmp_path: Path) -> None:
 
 
 async def test_reset_options_count_towards_the_limit(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
+    sessions, recorder = recording_core(tmp_path / "r.jsonl", max_running_bytes=4000)
     for seed in (1, 2, 3):
         await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
-    assert sessions.num_running == 2
+    assert recorder.num_running == 2
 
 
 async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
-    sessions = recording_core(tmp_path / "file" / "r.jsonl")
+    sessions, recorder = recording_core(tmp_path / "file" / "r.jsonl")
     await play(sessions, [DONE], seed=1)
-    assert sessions.file.num_lost == 1
+    assert recorder.file.num_lost == 1
 
 
 async def test_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    first = recording_core(path)
+    first, recorder = recording_core(path)
     await play(first, [DONE], seed=1)
-    first.finish()
+    recorder.finish()
     text = path.read_bytes()
     path.write_bytes(text + b'{"format": 1, "envi')
     assert [episode.seed for episode in read_episodes(path)] == [1]
-    await play(recording_core(path), [DONE], seed=2)
+    await play(recording_core(path)[0], [DONE], seed=2)
     assert [episode.seed for episode in read_episodes(path)] == [1, 2]
 
 
 async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    await play(recording_core(path), [DONE], seed=1)
+    await play(recording_core(path)[0], [DONE], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
     with pytest.raises(ConfigError, match=f"line 2 of {path}"):
         read_episodes(path)
@@ -218,7 +217,7 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "r.jsonl"
-    sessions = recording_core(path, full=True)
+    sessions, _ = recording_core(path)
     await play(sessions, ["ADD 2", {"add": 8}, DONE], seed=5, options={"start": 1})
     opened = await sessions.open(OpenArgs(ResetArgs()))
     for action in (b'{"add": 0}', b'{"add": 13}', b'{"add": 1}'):
@@ -240,10 +239,11 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(
 
 
 async def test_immediate_steps_are_recorded(tmp_path: Path) -> None:
-    sessions = recording_core(tmp_path / "r.jsonl")
+    sessions, _ = recording_core(tmp_path / "r.jsonl")
     immediate = sessions.immediate
     assert immediate is not None
-    assert recording_core(tmp_path / "t", factory=ThreadedCountingEnv).immediate is None
+    threaded, _ = recording_core(tmp_path / "t", factory=ThreadedCountingEnv)
+    assert threaded.immediate is None
     session_id = (await sessions.open(OpenArgs())).session_id
     immediate.reset_now(session_id, ResetArgs(seed=2))
     immediate.step_now(session_id, b'{"add":2}', 1)

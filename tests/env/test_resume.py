@@ -43,7 +43,7 @@ class MoodyEnv(CountingEnv):
 @asynccontextmanager
 async def behind_a_proxy(factory=CountingEnv, **options):
     async with (
-        grpc_served(factory, is_deterministic=True) as server,
+        grpc_served(factory, deterministic=True) as server,
         FlakyProxy(server.address) as proxy,
         await AsyncEnvClient.connect(proxy.address, ConnectOptions(**options)) as client,
     ):
@@ -86,7 +86,7 @@ async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode()
 async def test_a_server_that_restarts_in_mid_episode_is_not_noticed() -> None:
     async with behind_a_proxy() as (first, proxy, client):
         _, undisturbed = await play(client, 4)
-        async with grpc_served(is_deterministic=True) as second:
+        async with grpc_served(deterministic=True) as second:
 
             async def restart(number) -> None:
                 if number == 2:
@@ -294,7 +294,7 @@ async def test_the_synchronous_client_resumes_too() -> None:
             assert session.step({"add": 1}).observation["total"] == 2
             assert session.num_resumes == 1
 
-    async with grpc_served(is_deterministic=True) as server:
+    async with grpc_served(deterministic=True) as server:
         await asyncio.to_thread(play_synchronously, server, asyncio.get_running_loop())
 
 

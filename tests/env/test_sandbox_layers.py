@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
-from ludus.env.sandbox.user_id import take_user_id
+from ludus.env.sandbox.processes import take_user_id
 from ludus.env.sandbox.worker_resources import (
     code_paths,
     disk_usage_bytes,

@@ -44,7 +44,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
             return (await server.core.open(OpenArgs(ResetArgs(seed=1)))).session_id
 
         neighbour = await open_session()
-        fork_server = host.fork_server_pid
+        fork_server = host.fork_server.pid
         (tmp_path / NO_FORK).write_text(process_name)
         if isolation == "pool":
             await eventually(lambda: host.pids)  # reported separately from readiness
@@ -72,4 +72,4 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
             else:
                 break
         assert (await server.core.step(session_id, ADD_1)).reward == 1.0
-        assert host.fork_server_pid == fork_server
+        assert host.fork_server.pid == fork_server

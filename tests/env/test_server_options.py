@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.serving.listeners import bind
-from ludus.env.serving.options import ServerOptions, available_cpus, flags
+from ludus.env.sessions.options import ServerOptions, available_cpus, flags
 from ludus.proto.errors import ConfigError
 
 
@@ -14,15 +14,15 @@ from ludus.proto.errors import ConfigError
     ("options", "message"),
     [
         ({"isolation": "jail"}, "isolation: expected 'inline', 'pool' or 'process', got 'jail'"),
-        ({"require_sandbox": True}, "require_sandbox needs worker processes"),
-        ({"no_network": True}, "no_network needs worker processes"),
+        ({"require_sandbox": True}, "require_sandbox needs isolation='pool' or 'process'"),
+        ({"no_network": True}, "no_network needs isolation='pool' or 'process'"),
         ({"num_workers": 2}, "num_workers needs isolation='pool'"),
         ({"isolation": "process", "num_workers": 2}, "num_workers needs isolation='pool'"),
         (
             {"isolation": "pool", "num_workers": 0},
             "num_workers: expected at least 1, got 0",
         ),
-        ({"memory_limit_mb": 100}, "memory_limit_mb needs worker processes"),
+        ({"memory_limit_mb": 100}, "memory_limit_mb needs isolation='pool' or 'process'"),
         ({"isolation": "pool", "cpu_limit_s": 5}, "cpu_limit_s needs isolation='process'"),
         ({"step_timeout_s": -1}, "step_timeout_s: expected at least 0, got -1"),
         ({"tls_cert": Path("c.pem")}, "tls_cert needs tls_key"),

@@ -11,7 +11,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import LocalHost, make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.env.sessions.tombstones import MAX_REMEMBERED_SESSIONS
 from ludus.proto.errors import (
     ActionParseError,
@@ -34,7 +34,7 @@ ADD_1 = b'{"add": 1}'
 
 
 def make_core(factory, **options) -> SessionCore:
-    return SessionCore(make_local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), ServerOptions(**options))
 
 
 async def open_in(
@@ -402,7 +402,7 @@ class DyingHost(LocalHost):
 @pytest.mark.slow
 async def test_session_lost_during_open_frees_its_slot() -> None:
     described = make_local_host(ThreadedCountingEnv).description
-    core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))
+    core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), ServerOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):
             await open_in(core, ResetArgs())

@@ -361,7 +361,7 @@ async def test_sessions_of_a_lost_client_end_after_their_linger():
         await eventually(lambda: num_sessions(servers) == 0)
         for opened_session in opened:
             tombstones = [
-                server.core.find_tombstone(opened_session.session_id) for server in servers
+                server.core.tombstones.find(opened_session.session_id) for server in servers
             ]
             (tombstone,) = filter(None, tombstones)
             assert tombstone.reason == "the connection that opened it ended 0.3 s ago"

@@ -227,7 +227,7 @@ async def test_sessions_without_calls_after_a_restart_end_after_their_linger():
             ids = [await raw.open() for _ in range(2)]
         await eventually(lambda: server.core.load.num_sessions == 0)
         for item in ids:
-            ended = server.core.find_tombstone(item)
+            ended = server.core.tombstones.find(item)
             assert ended.reason == "the connection that opened it ended 0.3 s ago"
 
 

@@ -10,7 +10,7 @@ import learn_agents
 import learn_language
 import pytest
 
-from ludus.env.targets.targets import make_environment
+from ludus.env.targets.targets import environment_factory
 from ludus.proto.config import LanguageModelRun, LocalEnvironment, load_run_config
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.config.network import LocalNetworkEnvironment
@@ -71,7 +71,7 @@ def test_environments_and_baselines_of_an_example_exist(path: Path) -> None:
         pytest.importorskip(module)
     for environment in run.environments.values():
         assert isinstance(environment, LocalEnvironment | LocalNetworkEnvironment)
-        options = make_environment(environment.package, environment.options).options
+        options = environment_factory(environment.package, environment.options)().options
         if isinstance(environment, LocalNetworkEnvironment) or environment.policies is None:
             assert set(environment.baselines) <= {RANDOM_POLICY}
             continue

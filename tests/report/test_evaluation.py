@@ -18,7 +18,6 @@ from ludus.env.evaluation import (
 )
 from ludus.env.types import JsonObject, StepResult
 from ludus.proto.errors import (
-    CapacityError,
     ConfigError,
     IllegalActionError,
     SessionLostError,
@@ -209,13 +208,14 @@ class CoinClient:
         self.most_open = 0
 
     async def open(
-        self, *, seed: int | None = None, close_when_done: bool = False
+        self, *, seed: int | None = None, close_when_done: bool = False, wait_s: float = 0.0
     ) -> tuple[CoinSession, StepResult]:
         assert seed is not None
         assert close_when_done
+        assert wait_s > 0
         await asyncio.sleep(0)
-        if self.num_open == self.max_open:
-            raise CapacityError("all sessions are taken")
+        while self.num_open == self.max_open:
+            await asyncio.sleep(0)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         return CoinSession(self, seed), StepResult({"toss": 0})

@@ -15,12 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.env.serving.application import add_server_arguments, parse_json_options
-from ludus.env.serving.options import DEFAULT_PORT
-from ludus.env.serving.server import run_server
+from ludus.env.serving.server import exit_after_user_error, run_server
+from ludus.env.sessions.options import DEFAULT_PORT, TOKEN_VARIABLE
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.errors import UserError
 
 PACKAGE_VARIABLE = "LUDUS_ENVIRONMENT"
 """Environment variable with the name of an image's package."""
@@ -52,11 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.exit_with_parent is not None:
         _exit_with_parent(arguments.exit_with_parent)
-    try:
+    with exit_after_user_error():
         factory = environment_factory(arguments.package, parse_json_options(arguments.options))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(UserError.exit_code)
     run_server(factory, vars(arguments), DEFAULT_PORT)
 
 
@@ -67,11 +62,8 @@ def _serve_in_container(package: str) -> NoReturn:
     """
     application = importlib.import_module(f"{package}.server.app")
     access = () if os.environ.get(TOKEN_VARIABLE) else ("--insecure",)
-    try:
+    with exit_after_user_error():
         application.main(["--host", "0.0.0.0", "--port", "8000", *access])
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(UserError.exit_code)
     sys.exit(0)
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from ludus.env.types import JsonObject, StepResult
-from ludus.proto.errors import CapacityError, EnvError, UserError
+from ludus.proto.errors import EnvError, UserError
 from ludus.proto.runs import PolicyResult
 
 Z95 = 1.959963984540054
@@ -33,7 +32,6 @@ Z95 = 1.959963984540054
 _EVEN = 1e-9
 """Largest return that counts as 0, because sums of rewards are rounded."""
 _MAX_REASON_CHARS = 400
-_FULL_SERVER_PAUSE_S = 0.05
 _FULL_SERVER_TIMEOUT_S = 60.0
 
 Interval = tuple[float, float]
@@ -83,7 +81,7 @@ class EvaluationClient(Protocol):
     """The methods of a client that `play_policy` uses; every `AsyncEnvClient` has them."""
 
     async def open(
-        self, *, seed: int | None = None, close_when_done: bool = False
+        self, *, seed: int | None = None, close_when_done: bool = False, wait_s: float = 0.0
     ) -> tuple[EvaluationSession, StepResult]: ...
 
 
@@ -250,7 +248,9 @@ async def _play_episode(
     rng = random.Random(f"policy {seed}")
     num_steps, episode_return = 0, 0.0
     try:
-        session, result = await _open(client, seed)
+        session, result = await client.open(
+            seed=seed, close_when_done=True, wait_s=_FULL_SERVER_TIMEOUT_S
+        )
         try:
             while not result.done and (max_turns is None or num_steps < max_turns):
                 result = await session.step(policy(result.observation, rng))
@@ -267,18 +267,6 @@ async def _play_episode(
         reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
         return EpisodeOutcome(seed, episode_return=None, num_steps=num_steps, failure=reason)
     return EpisodeOutcome(seed, episode_return, num_steps, success=result.success)
-
-
-async def _open(client: EvaluationClient, seed: int) -> tuple[EvaluationSession, StepResult]:
-    """Open a session, waiting until the server has room."""
-    deadline_s = time.monotonic() + _FULL_SERVER_TIMEOUT_S
-    while True:
-        try:
-            return await client.open(seed=seed, close_when_done=True)
-        except CapacityError:
-            if time.monotonic() >= deadline_s:
-                raise
-            await asyncio.sleep(_FULL_SERVER_PAUSE_S)
 
 
 def _returns_by_seed(outcomes: Iterable[EpisodeOutcome]) -> Mapping[int, float]:

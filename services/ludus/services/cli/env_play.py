@@ -22,7 +22,7 @@ from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse
 
 if TYPE_CHECKING:
     from ludus.env.client import EnvClient, Session
-    from ludus.env.recording.client_writer import EpisodeWriter
+    from ludus.env.recording.format import EpisodeWriter
     from ludus.env.types import EnvironmentDescription, StepResult
 
 _SEED_BITS = 31
@@ -57,7 +57,7 @@ def play(
 
     Example: `ludus env play gymnasium:FrozenLake-v1 --record games.jsonl`
     """
-    from ludus.env.recording.client_writer import EpisodeWriter
+    from ludus.env.recording.format import EpisodeWriter
 
     environment_options = parse_options(options or ())
     with connect_client(location, environment_options, token_env) as client:

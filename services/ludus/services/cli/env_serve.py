@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ludus.env.serving.options import Flag, flags
+from ludus.env.sessions.options import Flag, flags
 from ludus.services.cli.options import Options, Target, parse_options
 
 

@@ -23,11 +23,10 @@ from typing import Annotated, Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ludus.env.options.validation import explain
-from ludus.env.security.session_ids import MIN_KEY_BYTES
+from ludus.env.options import explain
+from ludus.env.security.session_ids import MIN_KEY_BYTES, SESSION_KEY_VARIABLE
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
-from ludus.env.security.variables import SESSION_KEY_VARIABLE
-from ludus.env.serving.options import Isolation
+from ludus.env.sessions.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 

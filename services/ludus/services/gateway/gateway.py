@@ -20,8 +20,7 @@ from functools import partial
 
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.processes import hide_process
-from ludus.env.security.session_ids import SessionKey
-from ludus.env.security.variables import SESSION_KEY_VARIABLE
+from ludus.env.security.session_ids import SESSION_KEY_VARIABLE, SessionKey
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -29,8 +28,8 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
-from ludus.env.serving.options import bound_grpc_port
 from ludus.env.serving.subprocess import LocalServer
+from ludus.env.sessions.options import bound_grpc_port
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (

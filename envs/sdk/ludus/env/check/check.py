@@ -107,15 +107,12 @@ def check_environment(
 ) -> CheckReport:
     """Check every rule of the environment contract on the environments of a factory.
 
-    The rules run in a forked process, which is killed if a rule does not end.
+    The rules run in a forked process. A rule that takes longer than `timeout_s` is broken, and its
+    process is killed.
 
     Args:
-        seeds: seeds of the episodes.
-        num_steps: maximum number of steps per episode.
         choose_action: function that returns a legal action for an observation. Default: draw from
             the text renderer's legal answers, the observation's `legal_actions`, or the schema.
-        timeout_s: time limit of one rule. A rule that takes longer is broken.
-        on_check: called with the result of each rule.
 
     Raises:
         ConfigError: the factory rejected its options.
@@ -153,13 +150,8 @@ async def check_server(
 ) -> CheckReport:
     """Check every rule of the wire on the client's server.
 
-    The check briefly opens up to 16 sessions to measure the server's capacity.
-
-    Args:
-        seeds: seeds of the episodes.
-        num_steps: maximum number of steps per episode.
-        timeout_s: time limit of one rule. A rule that takes longer is broken.
-        on_check: called with the result of each rule.
+    The check briefly opens up to 16 sessions to measure the server's capacity. A rule that takes
+    longer than `timeout_s` is broken.
 
     Raises:
         InfrastructureError: the server does not return its description.
@@ -184,7 +176,6 @@ class _Report:
         self._on_check = on_check
 
     def add(self, check: Check, *, is_complete: bool = True) -> None:
-        """Record the result of a rule."""
         self.checks.append(check)
         self._num_endless += not is_complete
         if self._num_endless == MAX_ENDLESS_RULES:
@@ -193,7 +184,6 @@ class _Report:
             self._on_check(check)
 
     def skip(self, name: str) -> None:
-        """Record a skipped rule."""
         self.add(Check(name, ok=True, detail=self.stop_reason, is_tried=False))
 
 

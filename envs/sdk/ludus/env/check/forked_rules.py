@@ -101,7 +101,6 @@ class _RuleProcess:
         os.close(writer)
 
     def next_outcome(self) -> RuleOutcome:
-        """Return the outcome of the next rule."""
         deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
         poller = select.poll()
         poller.register(self._reader, select.POLLIN)
@@ -128,7 +127,6 @@ class _RuleProcess:
         return RuleOutcome(**outcome)
 
     def close(self) -> None:
-        """Kill the process and close its files."""
         self._kill()
         self._output.close()
         self._tracebacks.close()

@@ -24,7 +24,7 @@ from ludus.env.client.containers import (
     hub_image,
 )
 from ludus.env.client.session import Session
-from ludus.env.security.variables import TOKEN_VARIABLE
+from ludus.env.sessions.options import TOKEN_VARIABLE
 from ludus.env.transports.address import ConnectOptions
 from ludus.env.types import Action, StepResult, TextView
 

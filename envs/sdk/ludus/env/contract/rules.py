@@ -1,20 +1,31 @@
-"""The rules of the environment contract as functions that raise BrokenRuleError."""
+"""The rules of the environment contract as functions that raise BrokenRuleError.
+
+Servers check at their start whether the rules of determinism hold (`is_deterministic`).
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import orjson
 
-from ludus.env.contract.players import CheckedEnvironment, CheckedEpisode, encode_record
+from ludus.env.contract.players import (
+    CheckedEnvironment,
+    CheckedEpisode,
+    encode_record,
+    random_legal_action,
+)
 from ludus.env.contract.schema import find_schema_fault, random_value
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment, takes_any_text
-from ludus.env.types import Tool, Transition
+from ludus.env.sessions.hosts import EnvironmentFactory
+from ludus.env.types import Action, Observation, Tool, Transition
 from ludus.proto.errors import (
     ActionError,
     ActionParseError,
@@ -23,6 +34,8 @@ from ludus.proto.errors import (
     LudusError,
     ToolError,
 )
+
+_log = logging.getLogger(__name__)
 
 Rule = Callable[[CheckedEnvironment], None]
 
@@ -37,6 +50,8 @@ json.loads()."""
 _NO_TOOL = "no tool is ever called this"
 _NUM_VARIED_ANSWERS = 4
 _MAX_SHOWN_CHARS = 40
+_QUICK_SEEDS = (1, 2)
+_QUICK_NUM_STEPS = 8
 
 
 class BrokenRuleError(LudusError):
@@ -344,3 +359,58 @@ def expect_same(expected: list[bytes], actual: list[bytes], circumstance: str) -
         expect(expected_result == actual_result, text, actual_result.decode())
     text = f"the same episode for {circumstance}; it took {len(expected) - 1} steps"
     expect(len(expected) == len(actual), text, len(actual) - 1)
+
+
+class _OutOfTimeError(LudusError):
+    """The environment is too slow for a check during the start of a server."""
+
+
+def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool:
+    """Return True if equal seeds and actions give equal episodes, also in parallel.
+
+    False means not verified: the environment lists no legal actions, raises an error, or takes
+    longer than the budget, which is checked between steps.
+    """
+    deadline_s = time.monotonic() + budget_s
+    num_steps = 0
+
+    def choose(
+        environment: AnyEnvironment, observation: Observation, generator: random.Random
+    ) -> Action:
+        nonlocal num_steps
+        _stop_after(deadline_s)
+        num_steps += 1
+        return random_legal_action(environment, observation, generator)
+
+    def make() -> AnyEnvironment:
+        _stop_after(deadline_s)
+        return factory()
+
+    checked_environment = CheckedEnvironment(make, _QUICK_SEEDS, _QUICK_NUM_STEPS, choose)
+    state = random.getstate()
+    try:
+        same_seed_and_actions_give_the_same_episode(checked_environment)
+        parallel_episodes_are_independent(checked_environment)
+    except BrokenRuleError as error:
+        _log.warning("environment treated as not deterministic: %s", error)
+        return False
+    except _OutOfTimeError as error:
+        _log.warning(
+            "environment treated as not deterministic: %s after %d steps; if it is deterministic,"
+            " serve it with --deterministic",
+            error,
+            num_steps,
+        )
+        return False
+    except Exception as error:  # noqa: BLE001 - an error of third-party code is the result
+        _log.info("could not check whether the environment is deterministic: %s", error)
+        return False
+    finally:
+        random.setstate(state)
+        checked_environment.close()
+    return True
+
+
+def _stop_after(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise _OutOfTimeError("the determinism check reached its time limit")

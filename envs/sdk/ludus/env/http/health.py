@@ -33,8 +33,7 @@ from starlette.routing import Route
 
 from ludus.env.asgi.sessions import json_response
 from ludus.env.sandbox.confine import Layer
-from ludus.env.sessions.interface import Sessions
-from ludus.env.sessions.metrics import STEP_BUCKETS_S, SessionCounts
+from ludus.env.sessions.interface import STEP_BUCKETS_S, SessionCounts, Sessions
 from ludus.proto.metrics import EnvServerMetric
 
 MAX_DRAIN_WAIT_S = 3600.0

@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from ludus.env.programs.launcher import EXIT_STATUS, LENGTH_PREFIX
-from ludus.env.programs.order import ProgramExit, ProgramOrder
+import orjson
+
+from ludus.env.programs.launcher import EXIT_STATUS, LENGTH_PREFIX, ProgramOrder
 from ludus.env.sandbox.worker_resources import (
     filter_variables,
     make_workers_folder,
@@ -42,7 +43,8 @@ Confinement = Literal["offered", "required", "off"]
 class CompletedProgram:
     """The output and the exit status of a program."""
 
-    exit: ProgramExit
+    exit_code: int
+    """Exit code, or the negative number of the signal that killed the program."""
     output: str
     """The end of standard output."""
     errors: str
@@ -59,7 +61,6 @@ class ProgramHost:
         self.launcher: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the launcher."""
         self._folder = make_workers_folder()
         self._orders, remote = socket.socketpair()
         command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote.fileno())]
@@ -77,7 +78,6 @@ class ProgramHost:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Stop the launcher and all programs."""
         self._orders.close()
         if self.launcher is not None:
             try:
@@ -95,11 +95,10 @@ class ProgramHost:
         folder: str,
         readable: Iterable[str] = (),
     ) -> CompletedProgram:
-        """Run a program until it exits and return its result.
+        """Run a program in a working folder until it exits, and return its result.
 
         Args:
             variables: all environment variables of the program.
-            folder: working folder of the program.
             readable: readable files and folders in addition to the system's.
 
         Raises:
@@ -111,7 +110,7 @@ class ProgramHost:
         life_line, remote_line = socket.socketpair()
         (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
         try:
-            await self._send(order.to_json(), [remote_line.fileno(), remote_out, remote_err])
+            await self._send(orjson.dumps(order), [remote_line.fileno(), remote_out, remote_err])
         except BaseException:
             life_line.close()
             for pipe in (out, err):
@@ -149,7 +148,7 @@ async def _collect_result(life_line: socket.socket, out: int, err: int) -> Compl
     if len(status) < EXIT_STATUS.size:
         raise UnavailableError("the minder of the program has died")
     (wait_status,) = EXIT_STATUS.unpack(status[: EXIT_STATUS.size])
-    return CompletedProgram(ProgramExit(wait_status), output, errors)
+    return CompletedProgram(os.waitstatus_to_exitcode(wait_status), output, errors)
 
 
 async def _read_end(descriptor: int, max_bytes: int) -> str:

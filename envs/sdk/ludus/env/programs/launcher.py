@@ -19,17 +19,19 @@ import signal
 import socket
 import struct
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ludus.env.programs.order import NOT_CONFINED, NOT_STARTED, ProgramOrder
+import orjson
+
 from ludus.env.sandbox.confine import Sandbox, confine, describe_missing_layers
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
     ForkedProcess,
     adopt_orphans,
     enter_namespaces,
+    find_namespace_fault,
     fork_into_namespaces,
-    require_namespaces,
 )
 from ludus.env.sandbox.processes import child_pids, kill_group, pid_outside_namespace
 from ludus.env.sandbox.worker_resources import (
@@ -45,7 +47,25 @@ EXIT_STATUS = struct.Struct("<i")
 NUM_DESCRIPTORS = 3
 """Number of descriptors that come with each order: life line, stdout and stderr."""
 
+NOT_STARTED = 127
+"""Exit code of a program that could not be started, by shell convention."""
+NOT_CONFINED = 126
+"""Exit code of a program for which a required layer of the sandbox is missing."""
 _MAX_FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOrder:
+    """A program to start; sent as JSON."""
+
+    id: int
+    """Name of the program's folder."""
+    command: list[str]
+    variables: dict[str, str]
+    """All environment variables, except those of the program's folder (TMPDIR, HOME)."""
+    working_folder: str
+    readable: list[str] = field(default_factory=list)
+    """Readable files and folders in addition to the system's."""
 
 
 def main(descriptor: int, folder: str, mode: str) -> None:
@@ -65,7 +85,7 @@ def main(descriptor: int, folder: str, mode: str) -> None:
             header, descriptors, _, _ = socket.recv_fds(orders, LENGTH_PREFIX.size, NUM_DESCRIPTORS)
             if len(header) < LENGTH_PREFIX.size:
                 break
-            order = ProgramOrder.from_json(_receive(orders, *LENGTH_PREFIX.unpack(header)))
+            order = ProgramOrder(**orjson.loads(_receive(orders, *LENGTH_PREFIX.unpack(header))))
             if os.fork() == 0:
                 orders.close()
                 _run_minder(order, descriptors, Path(folder), mode, sharing_reason)
@@ -166,12 +186,11 @@ def _find_sharing_reason() -> str:
         # The trial must wait for its child processes, which SIG_IGN makes impossible.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt_orphans()
-        require_namespaces(without_network=False)
-    except (LayerUnavailableError, OSError, AttributeError) as error:
+        return find_namespace_fault(without_network=False)
+    except (OSError, AttributeError) as error:
         return str(error) or "namespaces need Linux"
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return ""
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

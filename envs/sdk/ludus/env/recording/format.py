@@ -1,7 +1,7 @@
-"""The format of a recording: one line of JSON per episode.
+"""The format and the files of a recording: one line of JSON per episode.
 
-Rewards, flags and a hash of each observation are enough to check a replay. The observations
-themselves are included on request.
+Rewards, flags and a hash of each observation are enough to check a replay. The recordings of
+clients also contain the observations.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.env.encoding import EncodedResult
-from ludus.env.types import JsonObject, StepResult
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import ConfigError, NotFoundError
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
+MAX_FILE_BYTES = 64 * 1024 * 1024
+SUFFIX = ".jsonl"
 _HASH_BYTES = 16
 
 
@@ -96,32 +99,28 @@ def timestamp() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str:
+def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray] | None = None) -> str:
     """Hash the JSON with sorted keys and the tensors; the hash is the same over every wire."""
     digest = hashlib.sha256(orjson.dumps(observation, option=orjson.OPT_SORT_KEYS))
-    for name in sorted(tensors):
-        array = tensors[name]
+    for name, array in sorted((tensors or {}).items()):
         digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes())
     return digest.hexdigest()[: 2 * _HASH_BYTES]
 
 
-def hash_json(value: Any) -> str:
-    """Hash a tool's result, as `hash_observation` does."""
-    return hash_observation(value, {})
-
-
-def record_result(
-    result: EncodedResult | StepResult, observation: Any, *, keep_observation: bool
-) -> RecordedResult:
-    """Convert the result of a reset or step to its recorded form."""
+def record_result(result: EncodedResult | StepResult) -> RecordedResult:
+    """Convert the result of a reset or step; only a client's result keeps its observation."""
+    if isinstance(result, StepResult):
+        observation = result.observation
+    else:
+        observation = orjson.loads(result.observation_json)
     return RecordedResult(
         observation_hash=hash_observation(observation, result.tensors),
         reward=result.reward,
         terminated=result.terminated,
         truncated=result.truncated,
         success=result.success,
-        observation=observation if keep_observation else None,
+        observation=observation if isinstance(result, StepResult) else None,
     )
 
 
@@ -135,7 +134,7 @@ def read_recording(path: Path) -> Iterator[RecordedEpisode]:
         ConfigError: a line is not a recorded episode.
     """
     if path.is_dir():
-        for file in sorted(path.glob("*.jsonl")):
+        for file in sorted(path.glob(f"*{SUFFIX}")):
             yield from read_recording(file)
         return
     if not path.is_file():
@@ -154,3 +153,97 @@ def read_recording(path: Path) -> Iterator[RecordedEpisode]:
                     f"line {number} of {path} is not a recorded episode of format {FORMAT}:"
                     f" {field or 'line'}: {fault['msg']}"
                 ) from None
+
+
+class RecordingFile:
+    """Lines appended to `<name>.jsonl`; a full file is renamed to `<name>.0001.jsonl`."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path = path
+        self.num_lost = 0
+        """Number of episodes that could not be written."""
+        self._max_bytes = max_bytes
+        self._file: IO[bytes] | None = None
+
+    def append(self, line: bytes) -> None:
+        """Append a line. If the disk refuses, the line is lost and the loss is logged."""
+        try:
+            if self._file is None:
+                self._file = self._open()
+            elif self._file.tell() + len(line) > self._max_bytes:
+                self._rename_full_file()
+                self._file = self._open()
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self.num_lost += 1
+            _log.error("an episode could not be recorded in %s: %s", self.path, error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[bytes]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("ab+")
+        if file.tell():  # a killed process may have left an incomplete line
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        return file
+
+    def _rename_full_file(self) -> None:
+        self.close()
+        number = 1
+        while (target := self.path.with_suffix(f".{number:04d}{SUFFIX}")).exists():
+            number += 1
+        self.path.rename(target)
+
+
+class EpisodeWriter:
+    """Appends the episodes of one player to a file, in the format of a server's recording.
+
+    Args:
+        target: target of the environment, for replays; "" if unknown.
+    """
+
+    def __init__(
+        self, path: Path, description: EnvironmentDescription, target: str, options: JsonObject
+    ) -> None:
+        self._file = RecordingFile(path)
+        self._environment = RecordedEnvironment(
+            name=description.name,
+            version=description.version,
+            target=target,
+            options=options if target else description.options,
+        )
+        self._episode: RecordedEpisode | None = None
+
+    def begin(self, seed: int, first: StepResult) -> None:
+        """Start an episode."""
+        self._episode = RecordedEpisode(
+            environment=self._environment,
+            episode_id=secrets.token_hex(8),
+            seed=seed,
+            first=record_result(first),
+            started_at=timestamp(),
+        )
+
+    def add_step(self, action: JsonObject | str, result: StepResult) -> None:
+        """Add a step to the episode."""
+        assert self._episode is not None, "an episode has begun"
+        step = RecordedStep(text=action) if isinstance(action, str) else RecordedStep(action=action)
+        step.result = record_result(result)
+        self._episode.steps.append(step)
+
+    def end(self, reason: str) -> None:
+        """Write the episode, if there is one."""
+        if self._episode is None:
+            return
+        self._episode.ended_at = timestamp()
+        self._episode.end_reason = reason
+        self._file.append(self._episode.model_dump_json(exclude_none=True).encode())
+        self._file.close()
+        self._episode = None

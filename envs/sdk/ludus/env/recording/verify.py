@@ -14,7 +14,6 @@ from ludus.env.recording.format import (
     RecordedEpisode,
     RecordedResult,
     RecordedStep,
-    hash_json,
     hash_observation,
 )
 from ludus.env.targets.targets import TargetFactory, environment_factory
@@ -104,7 +103,7 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
 def _tool_difference(step: RecordedStep, returned: JsonObject) -> str:
     if step.tool_hash is None:
         return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {returned}"
-    tool_hash = hash_json(returned)
+    tool_hash = hash_observation(returned)
     if tool_hash == step.tool_hash:
         return ""
     return (

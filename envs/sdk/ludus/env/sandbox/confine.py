@@ -19,9 +19,8 @@ from pathlib import Path
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
 from ludus.env.sandbox.namespaces import mount_read_only
-from ludus.env.sandbox.processes import give_up_privileges, hide_process
+from ludus.env.sandbox.processes import give_up_privileges, hide_process, take_user_id
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.user_id import take_user_id
 from ludus.env.sandbox.worker_resources import device_paths, set_home_and_temp, system_paths
 
 MissingLayers = dict["Layer", str]

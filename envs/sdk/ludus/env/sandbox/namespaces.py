@@ -54,21 +54,17 @@ def adopt_orphans() -> None:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
-def require_namespaces(*, without_network: bool) -> None:
-    """Try to fork into new namespaces, as every worker will.
-
-    Raises:
-        LayerUnavailableError: the attempt failed.
-    """
+def find_namespace_fault(*, without_network: bool) -> str:
+    """Fork into new namespaces as every worker will; return why that failed, or ""."""
     if not hasattr(os, "pidfd_open"):
-        raise LayerUnavailableError("this system has no process descriptors")
+        return "this system has no process descriptors"
     reader, writer = os.pipe()
     try:
         forked = fork_into_namespaces(without_network=without_network)
-    except LayerUnavailableError:
+    except LayerUnavailableError as error:
         for descriptor in (reader, writer):  # otherwise every worker would inherit them
             os.close(descriptor)
-        raise
+        return str(error)
     if forked.pid == 0:
         try:
             enter_namespaces()
@@ -82,8 +78,9 @@ def require_namespaces(*, without_network: bool) -> None:
         result = pipe.read()
     for pid in (forked.pid, forked.keeper_pid):
         os.waitpid(pid, 0)
-    if result != _DONE:
-        raise LayerUnavailableError(result[1:].decode() or "a process in them exited at once")
+    if result == _DONE:
+        return ""
+    return result[1:].decode() or "a process in them exited at once"
 
 
 def fork_into_namespaces(*, without_network: bool) -> ForkedProcess:

@@ -32,6 +32,8 @@ from ludus.proto.errors import (
     error_from_wire,
 )
 
+SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
+"""Environment variable with the key, which must not be an argument."""
 MIN_KEY_BYTES = 16
 OPEN_WITHIN_S = 60.0
 """Time in which a signed id must be opened; later the id is refused."""

@@ -35,7 +35,6 @@ class RequireToken:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request or refuse it."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
@@ -59,7 +58,6 @@ class RefuseForeignOrigins:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request or refuse it."""
         if scope["type"] not in ("http", "websocket") or not _is_foreign(scope):
             await self._app(scope, receive, send)
             return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -27,11 +26,11 @@ from ludus.env.options import (
     list_options,
     variable_name,
 )
-from ludus.env.security.variables import SESSION_KEY_VARIABLE
-from ludus.env.serving.options import DEFAULT_PORT, Flag, ServerOptions, flags
-from ludus.env.serving.server import openenv_app, run_server
+from ludus.env.security.session_ids import SESSION_KEY_VARIABLE
+from ludus.env.serving.server import exit_after_user_error, openenv_app, run_server
+from ludus.env.sessions.options import DEFAULT_PORT, Flag, ServerOptions, flags
 from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError, UserError
+from ludus.proto.errors import ConfigError
 
 _MAX_SESSIONS_VARIABLE = "MAX_CONCURRENT_ENVS"
 """The variable that OpenEnv's images set; `--max-sessions` overrides it."""
@@ -45,9 +44,8 @@ class ServerApplication:
     """The command line and the ASGI application of an environment package.
 
     Args:
-        build: The environment's class, or a function that returns an environment.
-        options_type: The model of the options that `build` takes.
-        default_port: Port of HTTP and WebSocket when `--port` is not given.
+        build: the environment's class, or a function that returns an environment.
+        options_type: model of the options that `build` takes.
     """
 
     def __init__(
@@ -64,11 +62,8 @@ class ServerApplication:
 
     def main(self, argv: Sequence[str] | None = None) -> NoReturn:
         """Serve until a signal, then exit with 0; exit with 2 and one message on bad input."""
-        try:
+        with exit_after_user_error():
             factory, server_options = self._parse(argv)
-        except UserError as error:
-            sys.stderr.write(f"error: {error}\n")
-            sys.exit(UserError.exit_code)
         run_server(factory, server_options, self._default_port)
 
     def module_attribute(self, name: str) -> ASGIApp:
@@ -83,7 +78,6 @@ class ServerApplication:
     def _parse(
         self, argv: Sequence[str] | None
     ) -> tuple[Callable[[], AnyEnvironment], dict[str, Any]]:
-        """Return the factory of environments and the server's own options."""
         values = vars(self._parser().parse_args(argv))
         server_options = {
             name: values.pop(name) for name in ServerOptions.model_fields if name in values

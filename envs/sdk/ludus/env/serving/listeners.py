@@ -5,6 +5,10 @@
 
 Both listen within one running event loop and stop on request within about a second. Pings detect
 a dead client: over gRPC within half a minute, over WebSocket within forty seconds.
+
+A child process that the environment forks inherits all open sockets. It would keep the ports
+occupied after the server has exited, and keep connections of clients open. `protect_ports`
+prevents this.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -42,6 +49,8 @@ _GRPC_OPTIONS = (
     # A bandwidth probe without a reply would delay the keepalive for a minute.
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
+_DESCRIPTORS = Path("/proc/self/fd")
+_protected_ports: Counter[int] = Counter()
 
 
 def bind(host: str, port: int, name: str) -> socket.socket:
@@ -160,7 +169,6 @@ class _UvicornServer(uvicorn.Server):
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Make `serve` return."""
         self._stop.set()
 
     async def main_loop(self) -> None:
@@ -210,3 +218,46 @@ def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
         f"{name} {port} is in use on {host}; stop the other program or choose another {name}"
         " (0 uses a free port)"
     )
+
+
+def protect_ports(ports: Iterable[int]) -> None:
+    """Replace sockets on these ports in processes that are forked from now on."""
+    _protected_ports.update(ports)
+
+
+def unprotect_ports(ports: Iterable[int]) -> None:
+    """Undo `protect_ports`."""
+    _protected_ports.subtract(ports)
+
+
+def _replace_sockets() -> None:
+    """Replace every socket on a protected port by /dev/null, in the forked child.
+
+    The sockets are not closed, because the objects that own them would later close descriptors
+    that were reused.
+    """
+    ports = {port for port, count in _protected_ports.items() if count > 0}
+    if not ports or not _DESCRIPTORS.is_dir():  # only Linux has this folder
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+            if _find_port(int(name)) in ports:
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+    _protected_ports.clear()
+
+
+def _find_port(descriptor: int) -> int:
+    """Return the local port of an internet socket, or 0 for other descriptors."""
+    if not os.readlink(_DESCRIPTORS / str(descriptor)).startswith("socket:"):
+        return 0
+    connection = socket.socket(fileno=descriptor)
+    try:
+        is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        return int(connection.getsockname()[1]) if is_internet else 0
+    finally:
+        connection.detach()
+
+
+os.register_at_fork(after_in_child=_replace_sockets)

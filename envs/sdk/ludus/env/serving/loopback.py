@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ludus.env.backoff import retry_unavailable
 from ludus.env.client import AsyncEnvClient, ConnectOptions
-from ludus.env.serving.options import Isolation, ServerOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
+from ludus.env.sessions.options import Isolation, ServerOptions
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0

@@ -10,55 +10,52 @@ sessions, because Kubernetes would restart a container that exits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from starlette.types import ASGIApp
 
-from ludus.env.contract.determinism import is_deterministic
+from ludus.env.contract.rules import is_deterministic
 from ludus.env.grpc.call_server import EnvServicer, TokenInterceptor
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
 from ludus.env.limits import MAX_SERVER_MESSAGE_BYTES
-from ludus.env.recording.writer import RecordingOptions, RecordingSessions
-from ludus.env.runtime import run_until_signal
+from ludus.env.recording.recorder import EpisodeRecorder
+from ludus.env.runtime import Watchdog, run_until_signal
 from ludus.env.sandbox.processes import hide_process
 from ludus.env.security.tls import TlsFiles
-from ludus.env.serving import forks
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
     bind,
     build_grpc_server,
+    protect_ports,
     stop_grpc_server,
+    unprotect_ports,
 )
-from ludus.env.serving.options import (
-    DEFAULT_PORT,
-    ServerAddresses,
-    ServerOptions,
-    make_server_options,
-)
-from ludus.env.serving.watchdog import Watchdog
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import (
     EnvironmentFactory,
     SessionHost,
     make_local_host,
 )
-from ludus.env.sessions.interface import Sessions
-from ludus.env.sessions.options import CoreOptions
-from ludus.env.targets.importable import name_factory
-from ludus.env.targets.targets import TargetFactory
+from ludus.env.sessions.options import (
+    DEFAULT_PORT,
+    ServerAddresses,
+    ServerOptions,
+    make_server_options,
+)
+from ludus.env.targets.targets import TargetFactory, importable_factory
 from ludus.env.threads import STEP_THREAD_NAME
-from ludus.env.workers.host import WorkerHost, WorkerOptions
-from ludus.env.workers.protocol import WorkerLimits
+from ludus.env.workers.host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError
 
@@ -81,8 +78,10 @@ class EnvServer:
         self._factory = factory
         self._tls = _tls_files(self.options)
         self._listeners: list[HttpListener] = []
-        self._addresses = ServerAddresses("", "")
-        self._missing_layers = ""
+        self.addresses = ServerAddresses("", "")
+        """Addresses of the ports; empty before the server listens."""
+        self.missing_layers = ""
+        """Layers that the workers' sandbox lacks, with the reasons; "" if none is missing."""
 
     async def start(self) -> None:
         """Listen on every port.
@@ -100,14 +99,13 @@ class EnvServer:
             # Check the port first, because building an environment may take long.
             bind(options.host, options.bound_grpc_port, "grpc_port").close()
             host = await self._new_host()
-            self.core = SessionCore(host, self._core_options(host))
-            self._recording = self._new_recording()
-            sessions: Sessions = self._recording or self.core
-            app = build_app(sessions, token=options.token)
+            self.core = SessionCore(host, options)
+            self._recorder = self._start_recording()
+            app = build_app(self.core, token=options.token)
             self._listeners = [HttpListener(app, sockets[0], self._tls)]
             if options.admin_port is not None:
-                self._listeners.append(HttpListener(build_admin_app(sessions), sockets[1]))
-            grpc_port = self._build_grpc_server(sessions)
+                self._listeners.append(HttpListener(build_admin_app(self.core), sockets[1]))
+            grpc_port = self._build_grpc_server()
         except BaseException:
             for listener in sockets:
                 listener.close()
@@ -117,41 +115,31 @@ class EnvServer:
         await self._grpc_server.start()
         await asyncio.gather(*(listener.start() for listener in self._listeners))
         self._sweeping = asyncio.create_task(self.core.close_idle_forever())
-        self._addresses = self._find_addresses(grpc_port)
+        self.addresses = self._find_addresses(grpc_port)
         self._ports = [grpc_port, *(listener.port for listener in self._listeners)]
-        forks.protect_ports(self._ports)
-
-    @property
-    def addresses(self) -> ServerAddresses:
-        """Addresses of the ports; empty before the server listens."""
-        return self._addresses
+        protect_ports(self._ports)
 
     @property
     def http_address(self) -> str:
         """HTTP address, for example http://127.0.0.1:8000."""
-        return self._addresses.http
+        return self.addresses.http
 
     @property
     def grpc_address(self) -> str:
         """gRPC address, for example grpc://127.0.0.1:18000."""
-        return self._addresses.grpc
+        return self.addresses.grpc
 
     async def stop(self) -> None:
         """Close all ports and sessions, and stop all workers, within a few seconds."""
         self._sweeping.cancel()
-        forks.unprotect_ports(self._ports)
+        unprotect_ports(self._ports)
         await asyncio.gather(
             stop_grpc_server(self._grpc_server),
             *(listener.stop() for listener in self._listeners),
         )
         await self.core.shut_down()
-        if self._recording is not None:
-            self._recording.finish()
-
-    @property
-    def missing_layers(self) -> str:
-        """Layers that the workers' sandbox lacks, with the reasons; "" if none is missing."""
-        return self._missing_layers
+        if self._recorder is not None:
+            self._recorder.finish()
 
     @property
     def num_sessions(self) -> int:
@@ -172,7 +160,7 @@ class EnvServer:
             f"http://{admin[0]}" if admin else "",
         )
 
-    def _build_grpc_server(self, sessions: Sessions) -> int:
+    def _build_grpc_server(self) -> int:
         options = self.options
         interceptors = [TokenInterceptor(options.token)] if options.token else []
         self._grpc_server, port = build_grpc_server(
@@ -183,44 +171,30 @@ class EnvServer:
             max_message_bytes=MAX_SERVER_MESSAGE_BYTES,
         )
         add_servicer: Any = env_pb2_grpc.add_EnvServiceServicer_to_server
-        add_servicer(EnvServicer(sessions), self._grpc_server)
+        add_servicer(EnvServicer(self.core), self._grpc_server)
         return port
 
     async def _new_host(self) -> SessionHost:
         options = self.options
-        if options.isolation == "inline":
-            return make_local_host(self._factory, options.num_threads, options.step_timeout_s)
-        hide_process()
-        host = await WorkerHost.start(name_factory(self._factory), _worker_options(options))
-        self._missing_layers = host.missing_layers
-        return host
+        if options.isolation != "inline":
+            hide_process()
+            host = await WorkerHost.start(importable_factory(self._factory), options)
+            self.missing_layers = host.missing_layers
+            return host
+        local_host = make_local_host(self._factory, options.num_threads, options.step_timeout_s)
+        if options.check_determinism and not options.deterministic:
+            local_host.description = dataclasses.replace(
+                local_host.description, is_deterministic=is_deterministic(self._factory)
+            )
+        return local_host
 
-    def _new_recording(self) -> RecordingSessions | None:
+    def _start_recording(self) -> EpisodeRecorder | None:
         if self.options.record is None:
             return None
-        factory = self._factory
-        options = RecordingOptions(
-            built_from=factory if isinstance(factory, TargetFactory) else None,
-            first_seed=self.options.first_seed,
-        )
-        return RecordingSessions(self.core, self.options.record, options)
-
-    def _core_options(self, host: SessionHost) -> CoreOptions:
-        options = self.options
-        # Workers have run the check, because this process never builds an isolated environment.
-        deterministic = options.deterministic or host.description.is_deterministic
-        if not deterministic and options.isolation == "inline" and options.check_determinism:
-            deterministic = is_deterministic(self._factory)
-        return CoreOptions(
-            max_sessions=options.max_sessions,
-            idle_timeout_s=options.idle_timeout_s,
-            step_timeout_s=options.step_timeout_s,
-            wait_for_slot_s=options.wait_for_slot_s,
-            first_seed=options.first_seed,
-            is_deterministic=deterministic,
-            server_id=options.server_id,
-            key=options.key,
-        )
+        factory = self._factory if isinstance(self._factory, TargetFactory) else None
+        recorder = EpisodeRecorder(self.options.record, self.core.description, factory)
+        self.core.record(recorder)
+        return recorder
 
     async def __aenter__(self) -> EnvServer:
         await self.start()
@@ -245,7 +219,8 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
         _announce(server, ready_file)
         core = server.core
         Watchdog(
-            server.options.step_timeout_s, lambda: core.unavailable_reason if core.is_stuck else ""
+            server.options.step_timeout_s,
+            lambda: core.unavailable_reason if core.host.is_stuck else "",
         )
 
     try:
@@ -264,15 +239,22 @@ def run_server(
         arguments: namespace of `add_server_arguments`; other names in it are ignored.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
+    with exit_after_user_error():
         if isinstance(factory, TargetFactory):
             arguments = {"isolation": factory.isolation, **arguments}
         serve(factory, make_server_options(arguments, default_port))
+    _exit_despite_stuck_threads()
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def exit_after_user_error() -> Iterator[None]:
+    """Exit with 2 and one message if the block raises an error of the user."""
+    try:
+        yield
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    _exit_despite_stuck_threads()
-    sys.exit(0)
 
 
 def openenv_app(factory: EnvironmentFactory, arguments: Mapping[str, Any] | None = None) -> ASGIApp:
@@ -282,10 +264,8 @@ def openenv_app(factory: EnvironmentFactory, arguments: Mapping[str, Any] | None
         arguments: server options that concern sessions, as for `run_server`.
     """
     options = ServerOptions(**(arguments or {}))
-    limit_s = options.step_timeout_s
-    core_options = CoreOptions(max_sessions=options.max_sessions, step_timeout_s=limit_s)
-    host = make_local_host(factory, options.num_threads, limit_s)
-    return build_app(SessionCore(host, core_options))
+    host = make_local_host(factory, options.num_threads, options.step_timeout_s)
+    return build_app(SessionCore(host, options))
 
 
 def _announce(server: EnvServer, ready_file: Path | None) -> None:
@@ -315,20 +295,3 @@ def _tls_files(options: ServerOptions) -> TlsFiles | None:
     if options.tls_cert is None or options.tls_key is None:
         return None
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
-
-
-def _worker_options(options: ServerOptions) -> WorkerOptions:
-    return WorkerOptions(
-        isolation="process" if options.isolation == "process" else "pool",
-        num_workers=options.bound_num_workers,
-        max_sessions=options.max_sessions,
-        num_threads=options.num_threads,
-        step_timeout_s=options.step_timeout_s,
-        limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb),
-        check_determinism=options.check_determinism and not options.deterministic,
-        pass_env=options.pass_env,
-        readable=options.allow_read,
-        writable=options.allow_write,
-        without_network=options.no_network,
-        requires_sandbox=options.require_sandbox,
-    )

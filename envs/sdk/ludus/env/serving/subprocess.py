@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ludus.env.serving.options import Isolation, ServerAddresses
+from ludus.env.sessions.options import Isolation, ServerAddresses
 from ludus.env.types import JsonObject
 from ludus.proto.errors import UnavailableError, UserError
 
@@ -40,13 +40,9 @@ class LocalServer:
     hidden_variables: frozenset[str] = frozenset()
     """Environment variables of this process that the server must not get."""
     num_restarts: int = 0
+    addresses: ServerAddresses | None = None
+    """Addresses of the server when it last ran; None before the first start."""
     _process: subprocess.Popen[bytes] | None = None
-    _addresses: ServerAddresses | None = None
-
-    @property
-    def addresses(self) -> ServerAddresses | None:
-        """Addresses of the server when it last ran; None before the first start."""
-        return self._addresses
 
     @property
     def pid(self) -> int | None:
@@ -79,8 +75,8 @@ class LocalServer:
                 )
             self._wait_until_ready(ready_file, self.log_file or errors_file)
             ready = json.loads(ready_file.read_text())
-        self._addresses = ServerAddresses(ready["http"], ready["grpc"], ready.get("admin", ""))
-        return self._addresses
+        self.addresses = ServerAddresses(ready["http"], ready["grpc"], ready.get("admin", ""))
+        return self.addresses
 
     def restart(self) -> ServerAddresses:
         """Restart the server and return its addresses."""
@@ -111,7 +107,7 @@ class LocalServer:
         return {name: text for name, text in os.environ.items() if name not in hidden_names}
 
     def _command(self, ready_file: Path) -> list[str]:
-        ports = self._addresses
+        ports = self.addresses
         return [
             *(sys.executable, "-m", "ludus.env", self.package),
             *("--options", json.dumps(self.options)),

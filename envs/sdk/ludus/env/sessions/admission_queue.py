@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ludus.env.sessions.interface import Load, SessionEvents
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
 
 GrantT = TypeVar("GrantT")
 
 _RETRY_AFTER_S = 1.0
+_MAX_WAITING_OPENS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,7 @@ class AdmissionQueue(Generic[GrantT]):
 class SessionSlots:
     """Slots for a server's sessions, including sessions that are being opened."""
 
-    def __init__(self, options: CoreOptions, events: SessionEvents) -> None:
+    def __init__(self, options: ServerOptions, events: SessionEvents) -> None:
         self._capacity = options.max_sessions
         self._events = events
         self._num_taken = 0
@@ -116,7 +117,7 @@ class SessionSlots:
             self._take_now,
             self.give_back,
             timeout_s=options.wait_for_slot_s,
-            max_waiting=options.max_waiting,
+            max_waiting=_MAX_WAITING_OPENS,
         )
 
     @property

@@ -29,10 +29,12 @@ from ludus.env.sessions.interface import (
     Load,
     OpenArgs,
     OpenResult,
+    SessionCounts,
     SessionEvents,
+    SessionRecorder,
+    WorkerCounts,
 )
-from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.options import ServerOptions
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone, Tombstones
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -59,8 +61,8 @@ _SHUTDOWN = SessionTombstone(SessionEnd.SHUTDOWN, "the server is shutting down")
 class SessionCore:
     """Sessions by id; implements `Sessions`, which documents its methods."""
 
-    def __init__(self, host: SessionHost, options: CoreOptions | None = None) -> None:
-        self.options = options or CoreOptions()
+    def __init__(self, host: SessionHost, options: ServerOptions | None = None) -> None:
+        self.options = options or ServerOptions()
         self.events = SessionEvents()
         self.counts = SessionCounts()
         self.host = host
@@ -74,11 +76,12 @@ class SessionCore:
         self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
         self._seeds = DefaultSeeds(self.options.first_seed)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._recorder = SessionRecorder()
         self.immediate: ImmediateCalls | None = self if host.runs_inline else None
         self.description = dataclasses.replace(
             host.description,
             max_sessions=self.options.max_sessions,
-            is_deterministic=self.options.is_deterministic,
+            is_deterministic=self.options.deterministic or host.description.is_deterministic,
             server_id=self.options.server_id,
             idle_timeout_s=self.options.idle_timeout_s,
         )
@@ -92,13 +95,13 @@ class SessionCore:
         return self.host.unavailable_reason
 
     @property
-    def is_stuck(self) -> bool:
-        """True if only a new server process could serve sessions again."""
-        return self.host.is_stuck
-
-    @property
     def load(self) -> Load:
         return self._slots.load
+
+    def record(self, recorder: SessionRecorder) -> None:
+        """Report all episodes from now on to a recorder."""
+        self._recorder = recorder
+        self.events.on_end.append(recorder.record_end)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -124,7 +127,8 @@ class SessionCore:
             chosen_ids = [self._ids.choose(session_id) for session_id in session_ids or [""] * size]
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
             await self._slots.take(size)
-            outcomes = await self._finish(self._open_all(chosen_ids, args, connection))
+            opens = (self._open_reserved(chosen, args, connection) for chosen in chosen_ids)
+            outcomes = await self._finish(_gather_outcomes(opens))
             opened_sessions = await self._require_equal_views(outcomes, args)
         self.counts.num_opened += len(opened_sessions)
         self.counts.num_resets += len(opened_sessions)
@@ -135,8 +139,10 @@ class SessionCore:
             return self.reset_now(session_id, args)
         with self.counts.count_errors():
             entry = self._find(session_id)
-            call = partial(entry.hosted.reset, self._fill_seed(args))
-            result = await self._call_in_order(entry, call, "reset")
+            args = self._fill_seed(args)
+            call = partial(entry.hosted.reset, args)
+            record = partial(self._recorder.record_reset, session_id, args)
+            result = await self._call_in_order(entry, "reset", call, record)
         self.counts.num_resets += 1
         return result
 
@@ -150,20 +156,24 @@ class SessionCore:
             try:
                 entry = self._find(session_id)
                 call = partial(entry.hosted.step, action, step_index)
-                result = await self._call_in_order(entry, call, "step", timeout_s)
+                record = partial(self._recorder.record_step, session_id, action)
+                result = await self._call_in_order(entry, "step", call, record, timeout_s)
             except SessionLostError:  # an earlier call may have ended the session
                 result = self.tombstones.recall(session_id, step_index)
         self.counts.count_step(time.monotonic() - started_s)
         return result
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        try:
-            session = self._find(session_id).session
+        with self.counts.count_errors():
+            session = self._find(session_id).hosted.direct
             assert session is not None, "reset_now needs an inline session"
-            result = session.reset(self._fill_seed(args))
-        except EnvError as error:
-            self.counts.num_errors[error.code] += 1
-            raise
+            args = self._fill_seed(args)
+            try:
+                result = session.reset(args)
+            except EnvError as error:
+                self._recorder.record_reset(session_id, args, error)
+                raise
+        self._recorder.record_reset(session_id, args, result)
         self.counts.num_resets += 1
         return result
 
@@ -176,12 +186,14 @@ class SessionCore:
                 result = self.tombstones.recall(session_id, step_index)
             else:
                 entry.last_used_s, entry.detached_s = started_s, None
-                assert entry.session is not None, "step_now needs an inline session"
-                result = entry.session.step(action, step_index)
+                assert entry.hosted.direct is not None, "step_now needs an inline session"
+                result = entry.hosted.direct.step(action, step_index)
+                self._recorder.record_step(session_id, action, result)
                 if entry.close_when_done and (result.terminated or result.truncated):
                     self._end(entry, _EPISODE_ENDED)
         except EnvError as error:
             self.counts.num_errors[error.code] += 1
+            self._recorder.record_step(session_id, action, error)
             raise
         self.counts.count_step(time.monotonic() - started_s)
         return result
@@ -189,14 +201,15 @@ class SessionCore:
     async def state(self, session_id: str) -> bytes:
         with self.counts.count_errors():
             entry = self._find(session_id)
-            return await self._call_in_order(entry, entry.hosted.state_json, "state")
+            return await self._call_in_order(entry, "state", entry.hosted.state_json)
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         driving_id = self._session_ids.get(session_id, session_id)
         with self.counts.count_errors(), hide_driving_id(driving_id, session_id):
             entry = self._find(driving_id)
             call = partial(entry.hosted.call_tool, name, arguments)
-            return await self._call_in_order(entry, call, "call_tool")
+            record = partial(self._recorder.record_tool_call, driving_id, name, arguments)
+            return await self._call_in_order(entry, "call_tool", call, record)
 
     async def close(self, session_id: str) -> None:
         self._refuse_tools_id(session_id)
@@ -225,10 +238,6 @@ class SessionCore:
 
     def drain(self) -> None:
         self._slots.drain()
-
-    def find_tombstone(self, session_id: str) -> SessionTombstone | None:
-        """Return why a session has ended; None if it is open or unknown."""
-        return self.tombstones.find(session_id)
 
     async def close_idle_forever(self) -> None:
         """Close idle sessions until cancelled."""
@@ -260,14 +269,6 @@ class SessionCore:
 
     # -- opening ---------------------------------------------------------------------
 
-    async def _open_all(
-        self, session_ids: list[str], args: OpenArgs, connection: Connection | None
-    ) -> list[OpenResult | BaseException]:
-        return await asyncio.gather(
-            *(self._open_reserved(session_id, args, connection) for session_id in session_ids),
-            return_exceptions=True,
-        )
-
     async def _require_equal_views(
         self, outcomes: list[OpenResult | BaseException], args: OpenArgs
     ) -> list[OpenResult]:
@@ -295,9 +296,12 @@ class SessionCore:
             )
             first_result = None
             if args.reset is not None:
-                first_result = await self._reset_first(hosted, self._fill_seed(args.reset))
+                reset = self._fill_seed(args.reset)
+                first_result = await self._reset_first(hosted, reset)
             if session_id in self.tombstones:  # the worker died before the session was entered
                 raise self.tombstones.lost_error(session_id)
+            if first_result is not None:
+                self._recorder.record_reset(session_id, reset, first_result)
             entry = self._enter(session_id, hosted, args, connection)
         except BaseException:
             self._slots.give_back()
@@ -325,7 +329,6 @@ class SessionCore:
         entry = OpenSession(
             id=session_id,
             hosted=hosted,
-            session=hosted.direct,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
             last_used_s=time.monotonic(),
@@ -344,7 +347,8 @@ class SessionCore:
         return entry
 
     def _fill_seed(self, args: ResetArgs) -> ResetArgs:
-        return args if self.options.first_seed is None else self._seeds.fill(args)
+        needs_seed = self.options.first_seed is not None or self._recorder.needs_seeds
+        return self._seeds.fill(args) if needs_seed else args
 
     # -- sessions ----------------------------------------------------------------------
 
@@ -381,8 +385,8 @@ class SessionCore:
     def _end(self, entry: OpenSession, tombstone: SessionTombstone) -> None:
         if not self._remove(entry, tombstone):
             return
-        if entry.session is not None:
-            entry.session.close()
+        if entry.hosted.direct is not None:
+            entry.hosted.direct.close()
         else:
             self._start_task(self._close_in_order(entry))
 
@@ -402,16 +406,18 @@ class SessionCore:
     async def _call_in_order(
         self,
         entry: OpenSession,
-        call: Callable[[], Awaitable[ResultT]],
         call_name: str,
+        call: Callable[[], Awaitable[ResultT]],
+        record: Callable[[ResultT | EnvError], None] | None = None,
         timeout_s: float = 0.0,
     ) -> ResultT:
         """Make a call after the session's earlier calls; a slow call ends the session."""
         limit_s = min((s for s in (timeout_s, self.options.step_timeout_s) if s > 0), default=None)
         try:
+            work = self._call_locked(entry, call, record)
             if self.host.runs_inline:
-                return await self._call_locked(entry, call)
-            return await self._finish_within(entry.hosted, self._call_locked(entry, call), limit_s)
+                return await work
+            return await self._finish_within(entry.hosted, work, limit_s)
         except TimeoutError:
             reason = f"a {call_name} took longer than {limit_s:g} s"
             if self._remove(entry, SessionTombstone(SessionEnd.TIMEOUT, reason)):
@@ -440,12 +446,22 @@ class SessionCore:
         return task.result()
 
     async def _call_locked(
-        self, entry: OpenSession, call: Callable[[], Awaitable[ResultT]]
+        self,
+        entry: OpenSession,
+        call: Callable[[], Awaitable[ResultT]],
+        record: Callable[[ResultT | EnvError], None] | None,
     ) -> ResultT:
         async with entry.lock:
             if entry.id not in self.open_sessions:
                 raise self.tombstones.lost_error(entry.id)
-            result = await call()
+            try:
+                result = await call()
+            except EnvError as error:
+                if record is not None:
+                    record(error)
+                raise
+            if record is not None:
+                record(result)
             entry.last_used_s = time.monotonic()
         if entry.close_when_done and isinstance(result, EncodedResult) and result.done:
             self._end(entry, _EPISODE_ENDED)
@@ -469,3 +485,9 @@ class SessionCore:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _gather_outcomes(
+    opens: Iterable[Coroutine[Any, Any, OpenResult]],
+) -> list[OpenResult | BaseException]:
+    return await asyncio.gather(*opens, return_exceptions=True)

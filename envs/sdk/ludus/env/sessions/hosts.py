@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment, takes_any_text
-from ludus.env.sessions.interface import Connection
-from ludus.env.sessions.metrics import WorkerCounts
+from ludus.env.sessions.interface import Connection, WorkerCounts
 from ludus.env.sessions.session import EnvironmentSession, declared_options, exit_if_forked
 from ludus.env.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -73,8 +72,6 @@ class OpenSession:
 
     id: str
     hosted: HostedSession
-    session: EnvironmentSession | None
-    """Session for direct calls, if sessions run on the event loop."""
     close_when_done: bool
     linger_s: float
     last_used_s: float
@@ -90,10 +87,6 @@ class OpenSession:
 
 class SessionHost(Protocol):
     """Makes sessions and runs their calls."""
-
-    @property
-    def name(self) -> str:
-        """Name of the environment factory, for messages."""
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -145,7 +138,7 @@ class LocalHost:
         num_threads: int,
         limit_s: float = 0.0,
     ) -> None:
-        self.name = factory_name(factory, description)
+        self._name = getattr(factory, "__name__", description.name)
         self.description = description
         self.runs_inline = num_threads == 0
         self._factory = factory
@@ -161,7 +154,7 @@ class LocalHost:
         return bool(self.unavailable_reason)
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
-        build = partial(build_session, self._factory, self.name, session_id, with_text)
+        build = partial(build_session, self._factory, self._name, session_id, with_text)
         threads, limit_s = self._threads, self._limit_s
         if threads is None:
             return LocalSession(build(), None, limit_s)
@@ -278,11 +271,6 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         tasks=environment.tasks,
         takes_any_text=takes_any_text(environment.text_renderer),
     )
-
-
-def factory_name(factory: EnvironmentFactory, description: EnvironmentDescription) -> str:
-    """Return the name of the factory, or the environment's name if it has none."""
-    return getattr(factory, "__name__", description.name)
 
 
 def build_session(

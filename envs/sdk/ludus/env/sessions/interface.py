@@ -10,14 +10,23 @@ of a gateway run on other servers. Wires do not depend on the difference.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import contextlib
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.tombstones import SessionTombstone
+from ludus.env.sandbox.confine import Layer
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.proto.errors import EnvError, ErrorCode
+
+STEP_BUCKETS_S = (
+    *(0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+"""Upper bounds of step durations."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +56,31 @@ class SessionEvents:
         if num_missing > 0:
             for callback in self.on_shortage:
                 await callback(num_missing)
+
+
+class SessionRecorder:
+    """Receives the result or the error of each call of an episode; this base class drops them."""
+
+    needs_seeds = False
+    """True if each reset must have a seed; a reset without one then gets one."""
+
+    def record_reset(
+        self, session_id: str, args: ResetArgs, outcome: EncodedResult | EnvError
+    ) -> None:
+        """Record a reset."""
+
+    def record_step(
+        self, session_id: str, action: bytes | str, outcome: EncodedResult | EnvError
+    ) -> None:
+        """Record a step."""
+
+    def record_tool_call(
+        self, session_id: str, name: str, arguments: JsonObject, outcome: bytes | EnvError
+    ) -> None:
+        """Record the call of a tool."""
+
+    def record_end(self, session_id: str, tombstone: SessionTombstone) -> None:
+        """Record the end of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +127,50 @@ class Load:
     """Number of opens that wait for a free session."""
     is_draining: bool = False
     """True if the server opens no new sessions and stops after the last session."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Counts of a host's worker processes."""
+
+    num_workers: int
+    """Number of workers that are alive."""
+    num_ends: int
+    """Number of workers that died or were killed since the host started."""
+    layers: Mapping[Layer, bool] = field(default_factory=dict)
+    """Layers of the sandbox, and whether each is active."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionCounts:
+    """Counts since the process started, for metrics (`http/health.py`)."""
+
+    num_opened: int = 0
+    num_resets: int = 0
+    step_seconds: float = 0.0
+    num_steps_by_bucket: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
+    """Steps by `STEP_BUCKETS_S`; the last bucket is for steps above all bounds."""
+    num_errors: dict[ErrorCode, int] = field(default_factory=lambda: dict.fromkeys(ErrorCode, 0))
+    num_ends: dict[SessionEnd, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
+
+    @property
+    def num_steps(self) -> int:
+        """Number of finished steps."""
+        return sum(self.num_steps_by_bucket)
+
+    def count_step(self, duration_s: float) -> None:
+        """Count a step."""
+        self.step_seconds += duration_s
+        self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
+
+    @contextlib.contextmanager
+    def count_errors(self) -> Iterator[None]:
+        """Count the error that the block raises, if any."""
+        try:
+            yield
+        except EnvError as error:
+            self.num_errors[error.code] += 1
+            raise
 
 
 class ImmediateCalls(Protocol):

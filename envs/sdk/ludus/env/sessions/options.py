@@ -1,29 +1,315 @@
-"""Options of a server's sessions."""
+"""Options of a server: its ports, sessions, isolation and limits.
+
+    ServerOptions --flags--> arguments of `python -m ludus.env` (serving/application.py)
+                       +---> options of `ludus env serve`
+
+The command line imports this file to print its help, so it must not import large modules.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_origin
 
-from ludus.env.security.session_ids import SessionKey, new_server_id
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from ludus.env.options import explain
+from ludus.env.security.session_ids import (
+    SESSION_KEY_VARIABLE,
+    SessionKey,
+    new_server_id,
+    pod_server_id,
+)
+from ludus.proto.errors import ConfigError
+
+Isolation: TypeAlias = Literal["inline", "pool", "process"]
+
+TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
+"""Environment variable with the token that clients must send, which must not be an argument."""
+DEFAULT_PORT = 8000
+GRPC_PORT_OFFSET = 10_000
+STEP_TIMEOUT_S = 60.0
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
+"""Fields without a flag, because every user of a machine can read arguments."""
+_NEEDED_ISOLATION = {
+    "num_workers": ("pool",),
+    "memory_limit_mb": ("pool", "process"),
+    "cpu_limit_s": ("process",),
+    "no_network": ("pool", "process"),
+    "require_sandbox": ("pool", "process"),
+}
+"""Isolation that an option needs, because the option concerns worker processes."""
+_GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "isolation"}
+"""Name of each group of flags, by its first field."""
+
+
+def _default_server_id() -> str:
+    pod_uid = os.environ.get("POD_UID")
+    return pod_server_id(pod_uid) if pod_uid else new_server_id()
 
 
 @dataclass(frozen=True, slots=True)
-class CoreOptions:
-    """Limits and identity of a server's sessions."""
+class ServerAddresses:
+    """Addresses of a running server."""
 
-    max_sessions: int = 256
+    http: str
+    grpc: str
+    admin: str = ""
+    """Address of the admin port; "" without one."""
+
+
+class ServerOptions(BaseModel):
+    """Options of a server. The text under a field is also the help of its flag.
+
+    Raises:
+        ConfigError: the options are not valid.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
+    """Port for HTTP and WebSocket; 0 uses a free port."""
+    grpc_port: int | None = Field(None, ge=0, le=65_535)
+    """Port for gRPC. Default: port + 10000, or a free port if the port is 0."""
+    admin_port: int | None = Field(None, ge=0, le=65_535)
+    """Port for probes, /drain and /metrics over HTTP, without token and TLS. Only the
+    cluster should be able to reach it. 0 uses a free port. Default: no admin port."""
+    max_sessions: int = Field(256, ge=1)
+    """Maximum number of open sessions."""
+    drain_grace_s: float = Field(0.0, ge=0)
+    """Seconds that sessions may continue after SIGTERM, while no new session is opened. Must be
+    less than a pod's terminationGracePeriodSeconds."""
     idle_timeout_s: float = 600.0
-    """Time without a call after which a session is closed."""
-    step_timeout_s: float = 0.0
-    """Maximum time of a reset or step; a longer call closes its session. 0 sets no limit."""
-    wait_for_slot_s: float = 0.0
-    """Maximum time that an open waits for a free session."""
-    max_waiting: int = 1024
-    """Maximum number of opens that wait; more are refused."""
-    first_seed: int | None = None
-    """Seed of the first reset without a seed; each later reset adds 1. None sets no seed."""
-    is_deterministic: bool = False
-    """True if `check_environment` found the environment deterministic."""
-    server_id: str = field(default_factory=new_server_id)
-    key: SessionKey | None = None
-    """Key of session ids that a gateway signs; None refuses such ids."""
+    """Seconds without a call after which a session is closed."""
+    wait_for_slot_s: float = Field(0.0, ge=0)
+    """Seconds that an open waits for a free session."""
+    first_seed: int | None = Field(None, ge=0)
+    """Seed of the first reset without a seed; each later reset adds 1. Default: random seeds."""
+    check_determinism: bool = False
+    """Check at the start, for about two seconds, whether equal seeds give equal episodes."""
+    deterministic: bool = False
+    """Assume that equal seeds give equal episodes, for environments too slow for the check."""
+    token: str | None = Field(None, repr=False)
+    """Token that clients must send; the variable `token_env` takes precedence."""
+    token_env: str = ""
+    """Name of the environment variable with the token, which may be unset."""
+    insecure: bool = False
+    """Listen beyond this machine without a token."""
+    record: Path | None = None
+    """Record every episode in this .jsonl file, or in a new file in this folder."""
+    ready_file: Path | None = None
+    """File that is written as JSON (http, grpc, admin, pid) when the server listens."""
+    tls_cert: Path | None = None
+    """PEM file with the certificate, which makes both ports use TLS. The file may be replaced
+    while the server runs."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+    tls_client_ca: Path | None = None
+    """PEM file with the certificate authorities that must sign the clients' certificates."""
+    isolation: Isolation = "inline"
+    """inline: sessions run in the server, which is fastest, but code that crashes or hangs stops
+    the server. pool: sessions share worker processes. process: each session has its own."""
+    num_workers: int | None = Field(None, ge=1)
+    """Number of workers in a pool. Default: one per CPU."""
+    num_threads: int = Field(32, ge=1)
+    """Number of threads of the server, or of each worker in a pool, for environments that do not
+    step on the event loop."""
+    step_timeout_s: float = Field(STEP_TIMEOUT_S, ge=0)
+    """Seconds after which a call ends its session, and its worker if it has one. The limit also
+    applies to building an environment. 0 sets no limit. A longer step on the event loop stops the
+    server with exit code 70."""
+    memory_limit_mb: int = Field(0, ge=0)
+    """Memory limit of a worker in MB; 0 sets no limit."""
+    cpu_limit_s: float = Field(0.0, ge=0)
+    """CPU seconds of a session with isolation=process; 0 sets no limit."""
+    disk_limit_mb: int = Field(1024, ge=0)
+    """Size limit of a worker's folder in MB; 0 sets no limit."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variable to pass to workers, which by default receive few variables and no
+    secrets. Repeatable."""
+    allow_read: tuple[Path, ...] = ()
+    """File or folder that workers may read, in addition to the system, the code and the paths in
+    the environment's options. Repeatable."""
+    allow_write: tuple[Path, ...] = ()
+    """File or folder that workers may read and write, in addition to each worker's folder. May be
+    repeated."""
+    no_network: bool = False
+    """Start workers without any network, including loopback."""
+    require_sandbox: bool = False
+    """Refuse to start if the workers' sandbox lacks a layer."""
+    session_key: str | None = Field(None, repr=False)
+    """Key of the gateway, so that clients can open sessions under ids that the gateway signed."""
+    server_id: str = Field(default_factory=_default_server_id)
+    """Name of the server in session ids; derived from POD_UID if set."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, values: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Build the options, converting pydantic's errors to ConfigError."""
+        if isinstance(values, Mapping) and values.get("token_env"):
+            values = {**values, "token": os.environ.get(values["token_env"], values.get("token"))}
+        try:
+            options = build(values)
+        except ValidationError as error:
+            raise ConfigError(explain(error)) from None
+        options._check_ports()
+        options._check_tls()
+        options._check_isolation()
+        _ = options.key
+        return options
+
+    def _check_ports(self) -> None:
+        if self.host not in _LOOPBACK_HOSTS and not self.token and not self.insecure:
+            raise ConfigError(
+                f"listening on {self.host}, which other machines can reach, needs a token; set a"
+                " token, listen on 127.0.0.1, or allow it as insecure"
+            )
+        if self.bound_grpc_port > 65_535:
+            raise ConfigError(
+                f"grpc_port must be between 0 and 65535, got {self.bound_grpc_port};"
+                " set port and grpc_port"
+            )
+
+    def _check_tls(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            field, partner = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{field} needs {partner}; give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key; give all three")
+
+    def _check_isolation(self) -> None:
+        isolation = self.isolation
+        if isolation != "inline" and not hasattr(os, "fork"):
+            raise ConfigError(
+                f"isolation must be 'inline', because this system cannot fork; got {isolation!r}"
+            )
+        for field, kinds in _NEEDED_ISOLATION.items():
+            if getattr(self, field) and isolation not in kinds:
+                raise ConfigError(
+                    f"{field} needs isolation={' or '.join(map(repr, kinds))}, got"
+                    f" {getattr(self, field)} with isolation={isolation!r}; set the isolation, or"
+                    f" leave out {field}"
+                )
+
+    @property
+    def bound_grpc_port(self) -> int:
+        """Requested gRPC port."""
+        return bound_grpc_port(self.port, self.grpc_port)
+
+    @property
+    def bound_num_workers(self) -> int:
+        """Number of workers in a pool, at most one per session."""
+        return min(self.num_workers or available_cpus(), self.max_sessions)
+
+    @property
+    def key(self) -> SessionKey | None:
+        """Key that verifies signed session ids; None without one."""
+        return SessionKey(self.session_key.encode()) if self.session_key else None
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command line that sets one field of `ServerOptions`."""
+
+    field: str
+    info: FieldInfo
+    default: Any
+    """Default value on the command line."""
+    group: str
+
+    @property
+    def name(self) -> str:
+        """Name of the flag, for example --grpc-port."""
+        if self.default is True:
+            return "--no-determinism-check"
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def annotation(self) -> Any:
+        """Type of the value."""
+        return self.info.annotation
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the flag takes no value and inverts the default."""
+        return isinstance(self.default, bool)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if the flag is repeated for several values."""
+        return get_origin(self.annotation) is tuple
+
+    @property
+    def shown_default(self) -> str:
+        """Default for the help text; "" if the text explains it."""
+        if self.is_switch or not self.default:
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def help(self) -> str:
+        """Help text, from the docstring of the field."""
+        text = " ".join((self.info.description or "").split())
+        return f"Do not {text[0].lower()}{text[1:]}" if self.default is True else text
+
+
+def command_defaults(default_port: int) -> dict[str, Any]:
+    """Return defaults of the command line that differ from the defaults of `ServerOptions`."""
+    return {"port": default_port, "check_determinism": True, "token_env": TOKEN_VARIABLE}
+
+
+def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
+    """Yield the flags of a server's command line, group by group."""
+    defaults = command_defaults(default_port)
+    group = ""
+    for field, info in ServerOptions.model_fields.items():
+        group = _GROUPS.get(field, group)
+        if field not in _SECRETS_AND_NAMES:
+            yield Flag(field, info, defaults.get(field, info.default), group)
+
+
+def bound_grpc_port(port: int, grpc_port: int | None) -> int:
+    """Return the gRPC port to request, which is derived from the HTTP port by default."""
+    if grpc_port is not None:
+        return grpc_port
+    return port + GRPC_PORT_OFFSET if port else 0
+
+
+def available_cpus() -> int:
+    """Return the number of CPUs that this process may use, limited by a container's quota."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(num_cpus, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return num_cpus
+
+
+def make_server_options(values: Mapping[str, Any], default_port: int) -> ServerOptions:
+    """Return the options for the values of command-line flags; other names are ignored.
+
+    Raises:
+        ConfigError: The options are invalid or cannot be combined.
+    """
+    settings = command_defaults(default_port)
+    settings["session_key"] = os.environ.get(SESSION_KEY_VARIABLE)
+    settings |= {name: values[name] for name in ServerOptions.model_fields if name in values}
+    return ServerOptions(**settings)

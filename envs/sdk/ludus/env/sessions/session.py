@@ -46,11 +46,11 @@ class EnvironmentSession:
     __slots__ = (
         "_environment",
         "_episode_id",
-        "_last",
         "_pid",
         "_renderer",
         "_transition",
         "id",
+        "last",
     )
 
     def __init__(
@@ -64,13 +64,8 @@ class EnvironmentSession:
         )
         self._episode_id: str | None = None
         self._transition: Transition[Any] | None = None
-        self._last: EncodedResult | None = None
+        self.last: EncodedResult | None = None
         """Latest result of the running episode; None before the first reset."""
-
-    @property
-    def last(self) -> EncodedResult | None:
-        """Latest result, or None before the first reset."""
-        return self._last
 
     def reset(self, args: ResetArgs) -> EncodedResult:
         """Start a new episode and return its first result."""
@@ -81,23 +76,16 @@ class EnvironmentSession:
             option_names = declared_options(type(self._environment))
             if option_names and "episode_id" in option_names:
                 options = {**options, "episode_id": args.episode_id}
-        self._last = None
-        try:
-            transition = self._environment.reset(seed=args.seed, **options)
-        except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error("reset", error, self._describe_options())
-            raise env_error from env_error.__cause__
+        self.last = None
+        transition = self._guard(
+            "reset", lambda: self._environment.reset(seed=args.seed, **options)
+        )
         self._episode_id = args.episode_id or None
         return self._advance(transition, 0)
 
     def step(self, action: bytes | str, step_index: int = 0) -> EncodedResult:
-        """Take a step; a repeated number returns the first result again.
-
-        Args:
-            action: bytes are JSON of the action type, a str is a language model's text.
-            step_index: number of the step in its episode, from 1; 0 means not numbered.
-        """
-        last_result = self._last
+        """Take a step; see `Sessions.step`."""
+        last_result = self.last
         if last_result is None:
             raise EpisodeStateError(
                 f"session {self.id} has no episode for step {step_index or ''}; call reset first",
@@ -111,16 +99,12 @@ class EnvironmentSession:
                 " next one",
                 ErrorCode.EPISODE_OVER,
             )
-        try:
-            transition = self._environment.step(self._parse_action(action))
-        except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error("step", error)
-            raise env_error from env_error.__cause__
+        transition = self._guard("step", lambda: self._environment.step(self._parse_action(action)))
         return self._advance(transition, last_result.step_index + 1)
 
     def state_json(self) -> bytes:
         """Return the environment's state, or an empty state before the first reset."""
-        if self._last is None:
+        if self.last is None:
             return State(episode_id=self._episode_id).model_dump_json().encode()
         return self._guard("state", self._encode_state)
 
@@ -169,30 +153,25 @@ class EnvironmentSession:
             )
         transition = self._transition
         assert transition is not None, "steps come after a reset"
-        try:
-            return renderer.parse(action, transition.observation)
-        except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error("parse", error)
-            raise env_error from env_error.__cause__
+        return self._guard("parse", lambda: renderer.parse(action, transition.observation))
 
     def _advance(self, transition: Transition[Any], step_index: int) -> EncodedResult:
         # If encoding fails, the step has happened but has no result that could be repeated. The
         # episode is then over for the client (NOT_RESET), so client and environment stay in sync.
-        self._last = self._transition = None
-        try:
-            self._last = encoded_result = encode_transition(transition, self._renderer, step_index)
-        except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error("encoding", error)
-            raise env_error from env_error.__cause__
+        self.last = self._transition = None
+        self.last = encoded_result = self._guard(
+            "encoding", lambda: encode_transition(transition, self._renderer, step_index)
+        )
         self._transition = transition
-        exit_if_forked(self._pid)
         return encoded_result
 
     def _guard(self, call_name: str, call: Callable[[], ResultT]) -> ResultT:
+        """Return the result of third-party code, and convert whatever it raises to EnvError."""
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
-            env_error = self._to_env_error(call_name, error)
+            hint = self._describe_options() if call_name == "reset" else ""
+            env_error = self._to_env_error(call_name, error, hint)
             raise env_error from env_error.__cause__
         finally:
             exit_if_forked(self._pid)
@@ -207,7 +186,7 @@ class EnvironmentSession:
             return ""
         return f"; the environment was built with {options}, check the type of each option"
 
-    def _to_env_error(self, call_name: str, error: BaseException, hint: str = "") -> EnvError:
+    def _to_env_error(self, call_name: str, error: BaseException, hint: str) -> EnvError:
         """Convert an error of the environment; an EnvError raised on purpose is kept."""
         exit_if_forked(self._pid)
         if is_complete_env_error(error):
@@ -235,17 +214,11 @@ def declared_options(environment_type: type[AnyEnvironment]) -> frozenset[str] |
     return frozenset(p.name for p in parameters) - {"self", "seed"}
 
 
-def accepts_option(environment_type: type[AnyEnvironment], name: str) -> bool:
-    """Return True if the environment's `reset` has a keyword argument of that name."""
-    option_names = declared_options(environment_type)
-    return option_names is None or name in option_names
-
-
 def _refuse_unknown_options(environment_type: type[AnyEnvironment], options: JsonObject) -> None:
-    unknown_names = [name for name in options if not accepts_option(environment_type, name)]
-    if unknown_names:
-        known_names = ", ".join(sorted(declared_options(environment_type) or ())) or "none"
+    option_names = declared_options(environment_type)
+    if option_names is not None and not option_names.issuperset(options):
         raise InvalidCallError(
             f"{environment_type.__name__}.reset does not have the options"
-            f" {', '.join(sorted(unknown_names))}; its options are: {known_names}"
+            f" {', '.join(sorted(options.keys() - option_names))}; its options are:"
+            f" {', '.join(sorted(option_names)) or 'none'}"
         )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import keyword
 import re
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ludus.env.targets.targets import SUFFIX
 from ludus.proto.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_TEMPLATES = Path(__file__).parents[1] / "scaffold"
 _TEMPLATE_SUFFIX = ".tmpl"
 _MAX_NAME_CHARS = 40
 
@@ -22,13 +21,10 @@ _MAX_NAME_CHARS = 40
 def write_environment(name: str, parent: Path) -> list[Path]:
     """Write the files of a new environment to `parent`/NAME_env and return their paths.
 
-    Args:
-        name: name of the environment, with or without the ending "_env".
-
     Raises:
         ConfigError: the name is not valid, or the folder exists.
     """
-    name = validate_name(name)
+    name = _validate_name(name)
     folder = parent / f"{name}{SUFFIX}"
     if folder.exists():
         content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -37,7 +33,8 @@ def write_environment(name: str, parent: Path) -> list[Path]:
     title = "".join(part.capitalize() for part in name.split("_"))
     replacements = {"__NAME__": name, "__CLASS__": title, "__DASHED__": name.replace("_", "-")}
     paths = []
-    for relative_path, template in _templates():
+    for template in sorted(_TEMPLATES.rglob(f"*{_TEMPLATE_SUFFIX}")):
+        relative_path = str(template.relative_to(_TEMPLATES))
         path = folder / _fill_in(relative_path, replacements).removesuffix(_TEMPLATE_SUFFIX)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = _fill_in(template.read_text(encoding="utf-8"), replacements)
@@ -46,12 +43,7 @@ def write_environment(name: str, parent: Path) -> list[Path]:
     return paths
 
 
-def validate_name(name: str) -> str:
-    """Return the name without "_env".
-
-    Raises:
-        ConfigError: the name is not valid for a package.
-    """
+def _validate_name(name: str) -> str:
     bare = name.removesuffix(SUFFIX)
     if not _NAME.fullmatch(bare) or keyword.iskeyword(bare) or len(bare) > _MAX_NAME_CHARS:
         raise ConfigError(
@@ -59,22 +51,6 @@ def validate_name(name: str) -> str:
             f" grid_maze, with at most {_MAX_NAME_CHARS} characters"
         )
     return bare
-
-
-def _templates() -> list[tuple[str, Traversable]]:
-    root = files("ludus.env").joinpath("scaffold")
-    return sorted(_find_templates(root, ""), key=lambda pair: pair[0])
-
-
-def _find_templates(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    templates: list[tuple[str, Traversable]] = []
-    for entry in folder.iterdir():
-        relative_path = f"{prefix}{entry.name}"
-        if entry.is_dir():
-            templates += _find_templates(entry, f"{relative_path}/")
-        elif entry.name.endswith(_TEMPLATE_SUFFIX):
-            templates.append((relative_path, entry))
-    return templates
 
 
 def _fill_in(text: str, replacements: dict[str, str]) -> str:

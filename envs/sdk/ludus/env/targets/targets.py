@@ -10,8 +10,8 @@
 
     (target, options) --environment_factory--> TargetFactory --()--> Environment
 
-A `TargetFactory` contains only the target and its options, so another process with the same two
-values makes the same environments. Modules are also imported from the working directory.
+A `TargetFactory` contains only JSON values, so another process with the same values makes the same
+environments. Modules are also imported from the working directory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import orjson
+
 from ludus.env.adapters import GYMNASIUM, OPENENV
 from ludus.env.environment import AnyEnvironment, Builder, Environment
+from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 SUFFIX = "_env"
 """Ending of the names of environment packages."""
+_MAIN = "__main__"
+_MAIN_IN_WORKERS = "__ludus_main__"
+"""Module name of a started script in workers, so that it does not start a server there."""
+_IMPORTABLE = (
+    "give a class or function at the top level of a module, or functools.partial of one with"
+    " keyword arguments that are JSON values, or serve with isolation='inline'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,19 @@ class TargetFactory:
 
     target: str
     options: JsonObject = field(default_factory=dict)
+    script: str = ""
+    """Path of the started script, if it defines the target."""
+
+    def load(self) -> None:
+        """Import the target.
+
+        Raises:
+            NotFoundError: the package, module, class or id does not exist.
+            ConfigError: it is not an environment, or a library that it needs is missing.
+        """
+        if self.script:
+            _load_script(self.script)
+        _find_builder(self.target)
 
     @property
     def one_per_process(self) -> bool:
@@ -90,13 +113,37 @@ def environment_factory(target: str, options: JsonObject) -> TargetFactory:
         NotFoundError: the package, module, class or id does not exist.
         ConfigError: it is not an environment, or a library that it needs is missing.
     """
-    _find_builder(target)
-    return TargetFactory(target, options)
+    factory = TargetFactory(target, options)
+    factory.load()
+    return factory
 
 
-def make_environment(target: str, options: JsonObject) -> AnyEnvironment:
-    """Make a new environment of the target."""
-    return environment_factory(target, options)()
+def importable_factory(factory: EnvironmentFactory) -> TargetFactory:
+    """Return an equal factory that another process can import by its target.
+
+    A lambda, a function within a function, or an object has no target, because the other process
+    imports code and never unpickles it.
+
+    Raises:
+        ConfigError: the factory has no target, or its arguments are not JSON.
+    """
+    if isinstance(factory, TargetFactory):
+        _require_json(factory.target, factory.options)
+        return factory
+    origin: Any = factory
+    options: JsonObject = {}
+    while isinstance(origin, functools.partial) and not origin.args:
+        options = {**origin.keywords, **options}
+        origin = origin.func
+    module, qualname = getattr(origin, "__module__", ""), getattr(origin, "__qualname__", "")
+    if not qualname or _look_up(module, qualname) != origin:
+        raise ConfigError(
+            f"worker processes cannot import the environment factory {origin!r}; {_IMPORTABLE}"
+        )
+    _require_json(qualname, options)
+    if module == _MAIN:
+        return _name_in_main(qualname, options)
+    return TargetFactory(f"{module}:{qualname}", options)
 
 
 def is_package(target: str) -> bool:
@@ -246,3 +293,46 @@ def _has_server(name: str) -> bool:
 def _describe(name: str, distribution: str) -> EnvironmentPackage:
     fields = metadata(distribution)
     return EnvironmentPackage(name, fields["Version"], fields["Summary"] or "")
+
+
+def _look_up(module: str, qualname: str) -> object:
+    """Return what another process would find under that name, or None."""
+    target: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        target = getattr(target, part, None)
+    return target
+
+
+def _require_json(name: str, options: JsonObject) -> None:
+    try:
+        returned = orjson.loads(orjson.dumps(options))
+    except TypeError:
+        returned = None
+    if returned != options:
+        raise ConfigError(
+            f"the options of {name} must be JSON values, because they are sent to worker"
+            f" processes; got {options}; {_IMPORTABLE}"
+        )
+
+
+def _name_in_main(qualname: str, options: JsonObject) -> TargetFactory:
+    main = sys.modules[_MAIN]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:  # python -m package.module
+        return TargetFactory(f"{spec.name}:{qualname}", options)
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise ConfigError(
+            f"worker processes cannot import {qualname}, because it is defined in an interactive"
+            " session; save it as a module, or serve with isolation='inline'"
+        )
+    return TargetFactory(f"{_MAIN_IN_WORKERS}:{qualname}", options, os.path.abspath(path))
+
+
+def _load_script(path: str) -> None:
+    spec = importlib.util.spec_from_file_location(_MAIN_IN_WORKERS, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"the script must be a Python file that ends in .py, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MAIN_IN_WORKERS] = module
+    spec.loader.exec_module(module)

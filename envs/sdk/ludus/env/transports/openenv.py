@@ -28,7 +28,7 @@ from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_metadata, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.text.fields import FieldsText
+from ludus.env.text import FieldsText
 from ludus.env.transports.address import RemoteServer, ServerAddress
 from ludus.env.transports.http import (
     DiscoveredServer,

@@ -18,13 +18,13 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
 import orjson
 
-from ludus.env.contract.determinism import is_deterministic
+from ludus.env.contract.rules import is_deterministic
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
     describe_message,
@@ -40,7 +40,6 @@ from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers.protocol import make_frame, read_frame
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
-    ErrorCode,
     InvalidCallError,
     SessionLostError,
     UserError,
@@ -57,6 +56,8 @@ _EXIT_TIMEOUT_S = 5.0
 class EnvironmentFacts:
     """Facts about an environment that a server needs in addition to its description."""
 
+    error: str = ""
+    """Reason why the environment cannot be built; "" if it was built."""
     steps_on_event_loop: bool = False
     memory_mb: float = 0.0
     """Memory of a worker with one environment, before its first step."""
@@ -78,13 +79,13 @@ def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -
 
 
 def describe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
-    """Send an Error (empty without an error), a description, and facts.
+    """Send a description, which is empty after an error, and facts.
 
     Args:
         check_s: time to check whether the environment is deterministic, whose result is one
             more frame; 0 skips the check.
     """
-    error, description, facts = pb.Error(), pb.DescribeResponse(), EnvironmentFacts()
+    description = pb.DescribeResponse()
     imported = set(sys.modules)
     try:
         sample = factory()
@@ -96,16 +97,14 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
             modules=sorted(set(sys.modules) - imported),
         )
     except UserError as failure:
-        error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=str(failure))
+        facts = EnvironmentFacts(str(failure))
     except BaseException as failure:  # noqa: BLE001 - the boundary to third-party code
-        message = (
+        facts = EnvironmentFacts(
             f"'{factory.target}' failed with {type(failure).__name__}: {error_message(failure)}"
         )
-        error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
-    facts_json = orjson.dumps(asdict(facts))
-    for frame in (error.SerializeToString(), description.SerializeToString(), facts_json):
+    for frame in (description.SerializeToString(), orjson.dumps(facts)):
         connection.sendall(make_frame(frame))
-    if check_s > 0 and not error.code:
+    if check_s > 0 and not facts.error:
         connection.sendall(make_frame(b"\1" if is_deterministic(factory, check_s) else b"\0"))
 
 

@@ -13,8 +13,8 @@ from ludus.env.sandbox.confine import Layer, MissingLayers, Sandbox, describe_mi
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import EnvironmentFacts
 from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
-from ludus.env.workers.process import describe_exit, receive_frame
-from ludus.env.workers.protocol import WorkerLimits, parse_message
+from ludus.env.workers.protocol import OrderKind, WorkerLimits, parse_message
+from ludus.env.workers.worker import describe_exit, receive_frame
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import ConfigError
 
@@ -39,8 +39,7 @@ async def describe(
 ) -> WorkerDescription:
     """Start a worker that builds an environment, and return its report.
 
-    Args:
-        check_s: time to check whether the environment is deterministic; 0 skips the check.
+    For `check_s` seconds, the worker checks whether the environment is deterministic.
 
     Raises:
         ConfigError: the environment cannot be built within the limits, or a required layer of
@@ -53,17 +52,16 @@ async def describe(
             exit_future.set_result(worker_exit)
 
     process = EnvWorkerProcess(0, on_exit)
-    connection = await fork_server.describe(process, round(check_s * 1000))
+    connection = await fork_server.start(OrderKind.DESCRIBE, process, round(check_s * 1000))
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             missing_layers = _parse_missing(await receive_frame(reader))
             require_layers(missing_layers, sandbox)
-            error = parse_message(pb.Error, await receive_frame(reader))
             message = parse_message(pb.DescribeResponse, await receive_frame(reader))
             facts = EnvironmentFacts(**orjson.loads(await receive_frame(reader)))
-        if error.code:
-            raise ConfigError(error.message)
+        if facts.error:
+            raise ConfigError(facts.error)
         _require_memory(facts, limits)
         description = read_description(message)
         if check_s > 0:

@@ -28,15 +28,16 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+from pydantic import TypeAdapter
 
-from ludus.env.sandbox.confine import Sandbox, SandboxError, confine, describe_missing_layers
+from ludus.env.sandbox.confine import SandboxError, confine, describe_missing_layers
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
     ForkedProcess,
     adopt_orphans,
     enter_namespaces,
+    find_namespace_fault,
     fork_into_namespaces,
-    require_namespaces,
 )
 from ludus.env.sandbox.processes import (
     child_pids,
@@ -46,7 +47,6 @@ from ludus.env.sandbox.processes import (
     show_process,
 )
 from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, code_paths, remove_folder
-from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
 from ludus.env.workers.protocol import (
     ORDER,
@@ -72,17 +72,10 @@ _OOM_SCORE = b"500"
 class ForkServer:
     """Forks workers on orders from the control socket, and reports their exits."""
 
-    def __init__(
-        self,
-        control: socket.socket,
-        factory: TargetFactory,
-        limits: WorkerLimits,
-        sandbox: Sandbox,
-    ) -> None:
+    def __init__(self, control: socket.socket, setup: ForkServerSetup) -> None:
         self._control = control
-        self._factory = factory
-        self._limits = limits
-        self._sandbox = sandbox
+        self._setup = setup
+        self._sandbox = sandbox = setup.sandbox
         self._code = code_paths(Path(sandbox.folder))
         self._workers: dict[int, ForkedProcess] = {}
         """Live workers by worker id."""
@@ -91,7 +84,8 @@ class ForkServer:
             hide_process()
         self._own_children = child_pids()
         """Processes that importing the environment started; they belong to no worker."""
-        self._sharing_reason = _find_sharing_reason(sandbox)
+        self._sharing_reason = find_namespace_fault(without_network=sandbox.without_network)
+        """Reason why workers share this process's namespaces; "" if each worker gets its own."""
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
@@ -179,14 +173,14 @@ class ForkServer:
             os.setsid()
             with contextlib.suppress(OSError, AttributeError):
                 show_process()  # its own limits would be hidden otherwise; `confine` hides it again
-            _apply_limits(self._limits)
+            _apply_limits(self._setup.limits)
             random.seed()
             np.random.seed()
             self._confine(connection, kind, worker_id)
             if kind == OrderKind.DESCRIBE:
-                worker.describe(connection, self._factory, argument / 1000)
+                worker.describe(connection, self._setup.factory, argument / 1000)
             else:
-                worker.serve(connection, self._factory, argument)
+                worker.serve(connection, self._setup.factory, argument)
             exit_code = 0
         except BaseException:  # noqa: BLE001 - the process exits here, with its traceback
             traceback.print_exc()
@@ -253,10 +247,10 @@ def main(descriptor: int) -> None:
     setup_json = read_frame(_UnbufferedStream(control))
     if setup_json is None:
         return
-    setup = ForkServerSetup.from_json(setup_json)
+    setup = TypeAdapter(ForkServerSetup).validate_json(setup_json)
     sys.path[:] = setup.sys_path
     try:
-        factory = setup.factory.resolve()
+        setup.factory.load()
     except BaseException as error:  # noqa: BLE001 - the boundary to third-party code
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
@@ -269,7 +263,7 @@ def main(descriptor: int) -> None:
             threading.active_count() - 1,
         )
     _import_all(setup.modules)
-    ForkServer(control, factory, setup.limits, setup.sandbox).run()
+    ForkServer(control, setup).run()
 
 
 class _UnbufferedStream:
@@ -279,20 +273,10 @@ class _UnbufferedStream:
         self._connection = connection
 
     def read(self, size: int, /) -> bytes:
-        """Read `size` bytes, or fewer at the end of the stream."""
         data = b""
         while len(data) < size and (chunk := self._connection.recv(size - len(data))):
             data += chunk
         return data
-
-
-def _find_sharing_reason(sandbox: Sandbox) -> str:
-    """Return why workers share this process's namespaces, or "" if each worker gets its own."""
-    try:
-        require_namespaces(without_network=sandbox.without_network)
-    except LayerUnavailableError as error:
-        return str(error)
-    return ""
 
 
 def _import_all(modules: list[str]) -> None:
@@ -305,7 +289,6 @@ def _import_all(modules: list[str]) -> None:
 
 
 def _apply_limits(limits: WorkerLimits) -> None:
-    """Set the kernel's limits of this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _set_limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     if limits.cpu_s > 0:

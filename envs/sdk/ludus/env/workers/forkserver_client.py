@@ -26,7 +26,7 @@ import orjson
 from ludus.env.sandbox.confine import Sandbox
 from ludus.env.sandbox.processes import kill_group
 from ludus.env.sandbox.worker_resources import filter_variables
-from ludus.env.targets.importable import FactoryName
+from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers.protocol import (
     ORDER,
     REPORT,
@@ -73,38 +73,42 @@ class ForkServerClient:
     """Starts the fork server on demand and sends it orders; belongs to one event loop.
 
     Args:
-        name: environment factory of all workers.
-        limits: limits of each worker.
-        sandbox: permissions of each worker.
         pass_env: environment variables of workers in addition to the harmless ones.
     """
 
     def __init__(
         self,
-        name: FactoryName,
+        factory: TargetFactory,
         limits: WorkerLimits,
         sandbox: Sandbox,
         pass_env: Iterable[str] = (),
     ) -> None:
         self.pid: int | None = None
         """Process id of the latest fork server."""
-        self._setup = ForkServerSetup(name, list(sys.path), limits, sandbox, [])
+        self._setup = ForkServerSetup(factory, list(sys.path), limits, sandbox, [])
         self._variables = filter_variables(os.environ, pass_env)
         self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
 
-    async def start(self, process: EnvWorkerProcess, num_threads: int) -> socket.socket:
+    async def start(
+        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
+    ) -> socket.socket:
         """Start a worker and return the server's end of its connection.
+
+        Args:
+            kind: START or DESCRIBE.
+            argument: number of threads, or the time of the determinism check in milliseconds.
 
         Raises:
             ConfigError: the environment's module cannot be imported.
             UnavailableError: no fork server can be started now.
         """
-        return await self._order(OrderKind.START, process, num_threads)
-
-    async def describe(self, process: EnvWorkerProcess, check_ms: int) -> socket.socket:
-        """Start a worker that describes the environment; return the connection to it."""
-        return await self._order(OrderKind.DESCRIBE, process, check_ms)
+        link = await self._ensure_link()
+        try:
+            return await link.start_worker(kind, process, argument)
+        except UnavailableError:  # it died unnoticed; a new fork server can do the same
+            link = await self._ensure_link()
+            return await link.start_worker(kind, process, argument)
 
     async def import_all(self, modules: list[str]) -> None:
         """Let the fork server import these modules, now and after a restart."""
@@ -127,32 +131,6 @@ class ForkServerClient:
         async with self._starting:
             if self._link is not None:
                 await self._link.stop()
-
-    async def _order(
-        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
-    ) -> socket.socket:
-        link = await self._ensure_link()
-        try:
-            return await self._send_order(link, kind, process, argument)
-        except UnavailableError:  # it died unnoticed; a new fork server can do the same
-            link = await self._ensure_link()
-            return await self._send_order(link, kind, process, argument)
-
-    async def _send_order(
-        self, link: _ForkServerProcess, kind: OrderKind, process: EnvWorkerProcess, argument: int
-    ) -> socket.socket:
-        local, remote = socket.socketpair()
-        process.is_orphan = False
-        link.processes[process.id] = process
-        try:
-            await link.send(ORDER.pack(kind, process.id, argument), remote)
-        except BaseException:
-            link.processes.pop(process.id, None)
-            local.close()
-            raise
-        finally:
-            remote.close()
-        return local
 
     async def _ensure_link(self) -> _ForkServerProcess:
         async with self._starting:
@@ -194,7 +172,7 @@ class _ForkServerProcess:
         # A duplicate, because a socket that a transport reads must not be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
         try:
-            await self.send(make_frame(self._setup.to_json()))
+            await self.send(make_frame(orjson.dumps(self._setup)))
             async with asyncio.timeout(_START_TIMEOUT_S):
                 kind, _, _, size, _ = REPORT.unpack(await reader.readexactly(REPORT.size))
                 failure = await reader.readexactly(size)
@@ -213,6 +191,23 @@ class _ForkServerProcess:
             await self.stop()
             raise ConfigError(failure.decode(errors="replace"))
         self._start(self._read_reports(reader))
+
+    async def start_worker(
+        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
+    ) -> socket.socket:
+        """Send the order to start a worker; return the server's end of its connection."""
+        local, remote = socket.socketpair()
+        process.is_orphan = False
+        self.processes[process.id] = process
+        try:
+            await self.send(ORDER.pack(kind, process.id, argument), remote)
+        except BaseException:
+            self.processes.pop(process.id, None)
+            local.close()
+            raise
+        finally:
+            remote.close()
+        return local
 
     async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
         """Send an order, with a socket if the order needs one.

@@ -13,13 +13,11 @@ slowly, and opens fail with the reason.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ludus.env.backoff import doubling
 from ludus.env.sandbox.confine import Layer, Sandbox, describe_missing_layers
@@ -30,15 +28,15 @@ from ludus.env.sandbox.worker_resources import (
     remove_folder,
 )
 from ludus.env.sessions.hosts import OnLost
-from ludus.env.sessions.metrics import WorkerCounts
-from ludus.env.targets.importable import FactoryName
+from ludus.env.sessions.interface import WorkerCounts
+from ludus.env.sessions.options import ServerOptions
+from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import memory_mb
 from ludus.env.workers.describe import describe
 from ludus.env.workers.forkserver_client import ForkServerClient
-from ludus.env.workers.process import Worker
 from ludus.env.workers.protocol import WorkerLimits
-from ludus.env.workers.session import WorkerSession
+from ludus.env.workers.worker import Worker, WorkerSession
 from ludus.proto.errors import (
     CallTimeoutError,
     ConfigError,
@@ -51,42 +49,17 @@ from ludus.proto.errors import (
 _log = logging.getLogger(__name__)
 
 _ASSIGN_TIMEOUT_S = 10.0
-_CLOSE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1.0
 _MEMORY_PERIOD_S = 0.25
 _DISK_PERIOD_S = 1.0
 _CHECK_S = 2.0
+_NUM_WARM = 4
+"""Number of workers that wait for a session, if each session has its own worker."""
 _MAX_CLOSING_WORKERS = 32
 """Maximum number of workers that are closing the environments of ended sessions."""
 _NUM_FREE_FAILURES = 3
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """The number of workers and their limits."""
-
-    isolation: Literal["pool", "process"] = "pool"
-    num_workers: int = 1
-    """Number of workers in a pool."""
-    num_warm: int = 4
-    """Number of warm workers, if each session has its own worker."""
-    max_sessions: int = 256
-    num_threads: int = 32
-    """Threads of a worker in a pool, for environments that do not step on the event loop."""
-    step_timeout_s: float = 60.0
-    """Time limit to build or close an environment; 0 sets no limit."""
-    limits: WorkerLimits = dataclasses.field(default_factory=WorkerLimits)
-    check_determinism: bool = False
-    pass_env: tuple[str, ...] = ()
-    """Environment variables of workers in addition to the harmless ones."""
-    readable: tuple[Path, ...] = ()
-    """Readable paths in addition to the system, the code, and the paths in environment options."""
-    writable: tuple[Path, ...] = ()
-    """Writable paths in addition to each worker's folder."""
-    without_network: bool = False
-    requires_sandbox: bool = False
 
 
 class WorkerHost:
@@ -95,20 +68,26 @@ class WorkerHost:
     runs_inline = False
     is_stuck = False
 
-    def __init__(
-        self,
-        name: FactoryName,
-        options: WorkerOptions,
-        fork_server: ForkServerClient,
-        sandbox: Sandbox,
-    ) -> None:
-        self.name = name.target
+    description: EnvironmentDescription
+    """Description of the environment."""
+    layers: dict[Layer, bool]
+    """Layers of the sandbox, and whether each is active."""
+    missing_layers: str
+    """Missing layers and the reasons, as text."""
+    _num_threads: int = 0
+
+    def __init__(self, factory: TargetFactory, options: ServerOptions) -> None:
         self.num_ended = 0
         """Number of workers that ended without a request of this host."""
         self.shares_workers = options.isolation == "pool"
         self.step_timeout_s = options.step_timeout_s
         self._options = options
-        self._fork_server = fork_server
+        self._limits = WorkerLimits(
+            options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb
+        )
+        self._sandbox = _make_sandbox(factory, options)
+        self.fork_server = ForkServerClient(factory, self._limits, self._sandbox, options.pass_env)
+        self._num_pooled = options.bound_num_workers if self.shares_workers else 0
         self._ids = itertools.count(1)
         self.live_workers: set[Worker] = set()
         """All workers that may have a process."""
@@ -120,51 +99,36 @@ class WorkerHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refilling: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._sandbox = sandbox
 
     @classmethod
-    async def start(cls, name: FactoryName, options: WorkerOptions) -> WorkerHost:
+    async def start(cls, factory: TargetFactory, options: ServerOptions) -> WorkerHost:
         """Describe the environment and start a host with its workers.
 
         Raises:
             ConfigError: the environment cannot be imported, or cannot be built within the limits.
         """
-        sandbox = _make_sandbox(name, options)
-        fork_server = ForkServerClient(name, options.limits, sandbox, options.pass_env)
-        host = cls(name, options, fork_server, sandbox)
-        check_s = _CHECK_S if options.check_determinism else 0.0
+        host = cls(factory, options)
+        check_s = _CHECK_S if options.check_determinism and not options.deterministic else 0.0
         try:
-            report = await describe(fork_server, options.limits, sandbox, check_s)
+            report = await describe(host.fork_server, host._limits, host._sandbox, check_s)
         except BaseException:
-            await fork_server.stop()
-            remove_folder(Path(sandbox.folder))
+            await host.fork_server.stop()
+            remove_folder(Path(host._sandbox.folder))
             raise
         host.description = report.description
         host.layers = {layer: layer not in report.missing for layer in Layer}
         host.missing_layers = describe_missing_layers(report.missing)
         if host.shares_workers and not report.steps_on_event_loop:
             host._num_threads = options.num_threads
-        if options.limits.memory_mb:
-            host._start_task(host._watch_memory())
-        if options.limits.disk_mb:
-            host._start_task(host._watch_disk())
+        host._start_task(host._watch_memory())
+        host._start_task(host._watch_disk())
         host._refill()
         return host
-
-    description: EnvironmentDescription
-    """Description of the environment."""
-    layers: dict[Layer, bool]
-    """Layers of the sandbox, and whether each is active."""
-    missing_layers: str
-    """Missing layers and the reasons, as text."""
-    _num_threads: int = 0
 
     @property
     def pids(self) -> list[int]:
         """Process ids of workers that may be alive."""
-        return [
-            worker.process.pid for worker in self.live_workers if worker.process.pid is not None
-        ]
+        return [worker.process.pid for worker in self.live_workers if worker.process.pid]
 
     @property
     def worker_counts(self) -> WorkerCounts:
@@ -177,11 +141,6 @@ class WorkerHost:
         """Reason why no session can be served now; "" if sessions can be served."""
         is_usable = any(worker.is_usable for worker in self.live_workers)
         return "" if is_usable else self._failures.summary
-
-    @property
-    def fork_server_pid(self) -> int | None:
-        """Process id of the fork server."""
-        return self._fork_server.pid
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> WorkerSession:
         """Open a session, which must then be reset.
@@ -223,24 +182,6 @@ class WorkerHost:
         self._failures.forget()
         return session
 
-    async def close_session(self, session: WorkerSession) -> None:
-        """Close a session's environment, unless its worker is gone."""
-        worker = session.worker
-        worker.sessions.pop(session.id, None)
-        if not self.shares_workers:
-            worker.retire()
-            await worker.exited.wait()
-            return
-        if not worker.is_usable:
-            return
-        limit_s = self.step_timeout_s or _CLOSE_TIMEOUT_S
-        try:
-            await asyncio.wait_for(session.send_close(), limit_s)
-        except TimeoutError:
-            worker.kill(f"an environment took longer than {limit_s:g} s to close")
-        except SessionLostError:
-            return
-
     async def shut_down(self) -> None:
         """Stop the fork server and all workers."""
         self._is_stopping = True
@@ -253,7 +194,7 @@ class WorkerHost:
         for worker in list(self.live_workers):
             worker.kill("its server is shutting down")
         await self._wait_for_exits()
-        await self._fork_server.stop()
+        await self.fork_server.stop()
         for worker in list(self.live_workers):
             await worker.stream.close()
         # The fork server has removed the folder, unless it was killed.
@@ -297,13 +238,10 @@ class WorkerHost:
 
     @property
     def _max_workers(self) -> int:
-        options = self._options
-        if self.shares_workers:
-            return options.num_workers
-        return options.max_sessions + options.num_warm + _MAX_CLOSING_WORKERS
+        return self._num_pooled or self._options.max_sessions + _NUM_WARM + _MAX_CLOSING_WORKERS
 
     async def _start_worker(self) -> Worker | None:
-        worker = Worker(next(self._ids), self._fork_server, self._options.limits, self._on_end)
+        worker = Worker(next(self._ids), self.fork_server, self._limits, self._on_end)
         self.live_workers.add(worker)
         try:
             await worker.start(self._num_threads)
@@ -325,11 +263,10 @@ class WorkerHost:
             self._refilling = self._start_task(self._fill())
 
     def _num_missing(self) -> int:
-        options = self._options
         if self.shares_workers:
-            return options.num_workers - len(self.ready_workers)
-        room = options.max_sessions + options.num_warm - len(self.live_workers)
-        return min(options.num_warm - len(self.ready_workers), room)
+            return self._num_pooled - len(self.ready_workers)
+        room = self._options.max_sessions + _NUM_WARM - len(self.live_workers)
+        return min(_NUM_WARM - len(self.ready_workers), room)
 
     async def _fill(self) -> None:
         while self._num_missing() > 0:
@@ -368,11 +305,11 @@ class WorkerHost:
                 wait.cancel()
 
     async def _watch_memory(self) -> None:
-        limit_mb = self._options.limits.memory_mb
-        while True:
+        limit_mb = self._limits.memory_mb
+        while limit_mb:
             await asyncio.sleep(_MEMORY_PERIOD_S)
-            for worker, pid in self._usable_workers():
-                used_mb = memory_mb(pid)
+            for worker in self._usable_workers():
+                used_mb = memory_mb(worker.process.pid or 0)
                 if used_mb > limit_mb:
                     worker.kill(
                         f"it used {used_mb:.0f} MB of memory, more than its limit of {limit_mb} MB"
@@ -380,10 +317,10 @@ class WorkerHost:
                     )
 
     async def _watch_disk(self) -> None:
-        limit_mb = self._options.limits.disk_mb
-        while True:
+        limit_mb = self._limits.disk_mb
+        while limit_mb:
             await asyncio.sleep(_DISK_PERIOD_S)
-            for worker, _ in self._usable_workers():
+            for worker in self._usable_workers():
                 folder = self._sandbox.worker_folder(worker.process.id)
                 used_mb = await asyncio.to_thread(disk_usage_bytes, folder) / 2**20
                 if used_mb > limit_mb:
@@ -392,12 +329,8 @@ class WorkerHost:
                         " (disk_limit_mb)"
                     )
 
-    def _usable_workers(self) -> list[tuple[Worker, int]]:
-        return [
-            (worker, worker.process.pid)
-            for worker in self.live_workers
-            if worker.process.pid is not None and worker.is_usable
-        ]
+    def _usable_workers(self) -> list[Worker]:
+        return [worker for worker in self.live_workers if worker.process.pid and worker.is_usable]
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -406,14 +339,14 @@ class WorkerHost:
         return task
 
 
-def _make_sandbox(name: FactoryName, options: WorkerOptions) -> Sandbox:
-    readable = [*options.readable, *paths_in_options(name.options)]
+def _make_sandbox(factory: TargetFactory, options: ServerOptions) -> Sandbox:
+    readable = [*options.allow_read, *paths_in_options(factory.options)]
     return Sandbox(
         folder=str(make_workers_folder()),
         readable=[str(path.absolute()) for path in readable],
-        writable=[str(path.absolute()) for path in options.writable],
-        without_network=options.without_network,
-        is_required=options.requires_sandbox,
+        writable=[str(path.absolute()) for path in options.allow_write],
+        without_network=options.no_network,
+        is_required=options.require_sandbox,
     )
 
 
@@ -433,7 +366,6 @@ class _WorkerFailures:
 
     @property
     def delay_s(self) -> float:
-        """Time to wait before the next worker is started."""
         return max(0.0, self._retry_at_s - asyncio.get_running_loop().time())
 
     @property
@@ -447,7 +379,6 @@ class _WorkerFailures:
         )
 
     def record(self, reason: str, *, while_building: bool) -> None:
-        """Count a failure, either while building an environment or before."""
         self._num += 1
         self._reason = reason
         self._while_building = while_building
@@ -455,7 +386,6 @@ class _WorkerFailures:
         self._retry_at_s = asyncio.get_running_loop().time() + delay_s
 
     def forget(self) -> None:
-        """Forget all failures, because a worker has a session."""
         self._num, self._retry_at_s = 0, 0.0
         self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
-import orjson
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ludus.env.limits import MAX_REPLY_FIELDS
 from ludus.env.messages.wire_format import check_fields
 from ludus.env.sandbox.confine import Sandbox
-from ludus.env.targets.importable import FactoryName
+from ludus.env.targets.targets import TargetFactory
 
 MessageT = TypeVar("MessageT")
 
@@ -69,27 +68,14 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ForkServerSetup:
-    """First frame that a fork server reads."""
+    """First frame that a fork server reads, as JSON."""
 
-    factory: FactoryName
+    factory: TargetFactory
     sys_path: list[str]
     limits: WorkerLimits
     sandbox: Sandbox
     modules: list[str]
     """Modules to import in addition to the factory's module."""
-
-    def to_json(self) -> bytes:
-        """Encode the setup."""
-        return orjson.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> ForkServerSetup:
-        """Decode a setup that `to_json` encoded."""
-        fields = orjson.loads(text)
-        fields["factory"] = FactoryName(**fields["factory"])
-        fields["limits"] = WorkerLimits(**fields["limits"])
-        fields["sandbox"] = Sandbox(**fields["sandbox"])
-        return cls(**fields)
 
 
 class _BlockingStream(Protocol):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.env.backoff import doubling
-from ludus.env.serving.options import ServerAddresses
 from ludus.env.serving.subprocess import LocalServer
+from ludus.env.sessions.options import ServerAddresses
 from ludus.proto.errors import LudusError, UserError
 
 _log = logging.getLogger(__name__)

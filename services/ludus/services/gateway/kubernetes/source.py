@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.env.security.session_ids import pod_server_id
-from ludus.env.serving.options import GRPC_PORT_OFFSET
+from ludus.env.sessions.options import GRPC_PORT_OFFSET
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.config import KubernetesEnvironment

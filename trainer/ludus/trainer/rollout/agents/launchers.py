@@ -29,7 +29,7 @@ import httpx
 
 from ludus.env import Message
 from ludus.env.programs.client import ProgramHost
-from ludus.env.programs.order import NOT_CONFINED
+from ludus.env.programs.launcher import NOT_CONFINED
 from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
@@ -170,12 +170,12 @@ class ProgramLauncher:
             folder=self._folder,
             readable=self._readable,
         )
-        if result.exit.code == NOT_CONFINED and _SANDBOX_ERROR in result.errors:
+        if result.exit_code == NOT_CONFINED and _SANDBOX_ERROR in result.errors:
             raise ConfigError(f"environment.agent.sandbox = 'required': {result.errors.strip()}")
-        if result.exit.code != 0:
+        if result.exit_code != 0:
             errors = " ".join(result.errors.split())[-MAX_QUOTED_CHARACTERS:]
             raise AgentError(
-                f"the agent's program exited with exit code {result.exit.code}; its last errors: "
+                f"the agent's program exited with exit code {result.exit_code}; its last errors: "
                 f"{errors or 'none'}"
             )
         return result.output

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from ludus.env.adapters.gymnasium.guides import Guide
 from ludus.env.adapters.gymnasium.spaces import AnySpace
-from ludus.env.text.answers import extract_answer
+from ludus.env.text import extract_answer
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError, ConfigError
 

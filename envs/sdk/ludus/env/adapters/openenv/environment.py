@@ -35,7 +35,7 @@ from ludus.env.adapters.openenv.source import (
 )
 from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
-from ludus.env.text.fields import FieldsText
+from ludus.env.text import FieldsText
 from ludus.env.types import Action, JsonObject, Message, Observation, Tool, Transition
 from ludus.proto.errors import (
     ActionParseError,

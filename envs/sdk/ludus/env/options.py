@@ -1,4 +1,4 @@
-"""The options of an environment, declared once as a model.
+"""The options of an environment, declared once as a model, and messages about invalid values.
 
     class CoinOptions(EnvironmentOptions):
         num_flips: int = Field(10, ge=1)
@@ -15,21 +15,22 @@ The docstring under a field is its help text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, get_origin
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidationError,
-)
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
 
-from ludus.env.options.validation import explain
 from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ConfigError, did_you_mean
+
+_REWORDINGS = {
+    "Input should be": "expected",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+"""Our words for pydantic's, by pydantic's."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -53,11 +54,10 @@ class EnvironmentOptions(BaseModel):
     def parse(cls, values: Mapping[str, Any], *, is_text: bool = False) -> Self:
         """Return the options with these values.
 
-        Args:
-            is_text: Accept text for every option, as on a command line.
+        With `is_text`, every option may be text, as on a command line.
 
         Raises:
-            ConfigError: An option is unknown, has the wrong type or is out of range.
+            ConfigError: an option is unknown, has the wrong type or is out of range.
         """
         if is_text:
             lists = {option.name for option in list_options(cls) if option.is_list}
@@ -139,3 +139,27 @@ def _parse_object(value: Any) -> Any:
 
 JsonOption = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
 """A JSON object, which may be given as text."""
+
+
+def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """Return one sentence per faulty field, with the value it got.
+
+    If the names of all `fields` are given, the sentence about an unknown name has a hint.
+    """
+    names = list(fields)
+    return "; ".join(_explain_fault(fault, names) for fault in error.errors(include_url=False))
+
+
+def _explain_fault(fault: ErrorDetails, fields: list[str]) -> str:
+    field = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden" and fields:
+        hint = did_you_mean(field, fields) or f"expected one of {', '.join(fields)}"
+        return f"unknown option '{field}'; {hint}"
+    if fault["type"] == "missing":
+        return f"{field} is required"
+    message = fault["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    for pattern, replacement in _REWORDINGS.items():
+        message = message.replace(pattern, replacement)
+    got = "" if "got " in message else f", got {fault['input']!r:.80}"
+    prefix = f"{field}: " if field else ""
+    return f"{prefix}{message[0].lower()}{message[1:]}{got}"

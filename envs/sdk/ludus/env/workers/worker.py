@@ -1,6 +1,6 @@
-"""A worker as its server sees it: its calls, its sessions, and the reason of its end.
+"""A worker as its server sees it: its sessions, their calls, and the reason of its end.
 
-    session --call--> CallStream --frames--> worker process
+    WorkerSession --call--> CallStream --frames--> worker process
     end of the stream or process --> reason --> every session of the worker
 
 A worker that has ended, or was asked to stop, is never used again.
@@ -12,13 +12,34 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
-from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.grpc.call_stream import CallStream, ConnectionLostError, StreamBrokenError
 from ludus.env.limits import MAX_FRAME_BYTES, MAX_WORKER_CALL_BYTES
+from ludus.env.messages.protobuf import (
+    fill_call_tool,
+    fill_reset_args,
+    fill_step,
+    read_encoded,
+)
 from ludus.env.sessions.hosts import OnLost
+from ludus.env.types import JsonObject
 from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
-from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, make_frame, parse_message
+from ludus.env.workers.protocol import (
+    FRAME_HEADER,
+    OrderKind,
+    WorkerLimits,
+    make_frame,
+    parse_message,
+)
 from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import SessionLostError
+
+if TYPE_CHECKING:
+    from ludus.env.workers.host import WorkerHost
+
+ReadT = TypeVar("ReadT")
 
 _NO_TIMEOUT_S = 1e8
 """Three years, because time limits are enforced by `SessionCore`."""
@@ -26,6 +47,9 @@ _EXIT_REPORT_TIMEOUT_S = 5.0
 """Maximum delay of an exit report, which is late on a busy machine."""
 _SOCKET_HELD_S = 0.2
 _RETIRE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 10.0
+_CLOCK_TOLERANCE = 0.1
+"""Share of a time limit that counts as expired, because timers are not exact."""
 _READ_BUFFER_BYTES = 1 << 20
 _RETIRED = "its server no longer needs it"
 
@@ -64,7 +88,7 @@ class Worker:
 
     async def start(self, num_threads: int) -> None:
         """Connect to a new process. Calls wait in the socket until the process is ready."""
-        connection = await self._fork_server.start(self.process, num_threads)
+        connection = await self._fork_server.start(OrderKind.START, self.process, num_threads)
         try:
             reader, writer = await asyncio.open_unix_connection(
                 sock=connection, limit=_READ_BUFFER_BYTES
@@ -159,6 +183,133 @@ class Worker:
         self._on_end(self)
 
 
+class WorkerSession:
+    """A session in a worker; implements `HostedSession`, which documents its methods."""
+
+    __slots__ = ("_call", "_host", "_started_s", "id", "last", "worker")
+    direct = None
+
+    def __init__(self, session_id: str, worker: Worker, host: WorkerHost) -> None:
+        self.id = session_id
+        self.worker = worker
+        self.last: EncodedResult | None = None
+        self._host = host
+        self._call: asyncio.Future[pb.Reply] | None = None
+        self._started_s = 0.0
+
+    def remaining_s(self, limit_s: float) -> float:
+        return 0.0
+
+    async def open(self, with_text: bool) -> None:
+        """Build the environment."""
+
+        def fill(call: pb.Call) -> None:
+            call.open.session_id = self.id
+            call.open.without_text = not with_text
+
+        await self._call_worker(fill, lambda reply: None)
+
+    async def reset(self, args: ResetArgs) -> EncodedResult:
+        def fill(call: pb.Call) -> None:
+            call.reset.session_id = self.id
+            fill_reset_args(call.reset.args, args)
+
+        self.last = None
+        self.last = await self._call_worker(fill, _read_result)
+        return self.last
+
+    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
+        result = await self._call_worker(
+            lambda call: fill_step(call.step, self.id, action, step_index), _read_result
+        )
+        if self.last is None or result.step_index != self.last.step_index:
+            self.last = result
+        return self.last
+
+    async def state_json(self) -> bytes:
+        def fill(call: pb.Call) -> None:
+            call.state.session_id = self.id
+
+        return await self._call_worker(fill, lambda reply: reply.state.state_json)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        return await self._call_worker(
+            lambda call: fill_call_tool(call.call_tool, self.id, name, arguments),
+            lambda reply: reply.call_tool.result_json,
+        )
+
+    async def close(self) -> None:
+        def fill(call: pb.Call) -> None:
+            call.close.session_id = self.id
+
+        worker = self.worker
+        worker.sessions.pop(self.id, None)
+        if not self._host.shares_workers:
+            worker.retire()
+            await worker.exited.wait()
+            return
+        limit_s = self._host.step_timeout_s or _CLOSE_TIMEOUT_S
+        try:
+            await asyncio.wait_for(self._call_worker(fill, lambda reply: None), limit_s)
+        except TimeoutError:
+            worker.kill(f"an environment took longer than {limit_s:g} s to close")
+        except SessionLostError:
+            return
+
+    def kill(self, reason: str) -> None:
+        """Kill the worker. If sessions share it, wait until the server's own limit has passed.
+
+        A client may request a shorter limit, but must not end other sessions with it.
+        """
+        limit_s = self._host.step_timeout_s
+        if not self._host.shares_workers:
+            self.worker.kill(reason)
+            return
+        if limit_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        remaining_s = limit_s - (loop.time() - self._started_s)
+        if remaining_s < limit_s * _CLOCK_TOLERANCE:
+            self.worker.kill(reason)
+        elif self._call is not None:
+            loop.call_later(remaining_s, self._kill_unless_done, self._call, reason)
+
+    def _kill_unless_done(self, call: asyncio.Future[pb.Reply], reason: str) -> None:
+        if self._call is call:
+            self.worker.kill(reason)
+
+    def _forget(self, future: asyncio.Future[pb.Reply]) -> None:
+        if self._call is future:
+            self._call = None
+
+    async def _call_worker(
+        self, fill: Callable[[pb.Call], None], read: Callable[[pb.Reply], ReadT]
+    ) -> ReadT:
+        if not self.worker.is_usable:
+            raise self._lost_error()
+        self._call = self.worker.stream.begin(fill)
+        self._call.add_done_callback(self._forget)
+        self._started_s = asyncio.get_running_loop().time()
+        try:
+            reply = await self._call
+        except ConnectionLostError:
+            raise self._lost_error() from None
+        try:
+            return read(reply)
+        except (ValueError, TypeError) as error:  # a worker runs third-party code
+            self.worker.kill(f"it sent an invalid reply: {error}")
+            raise self._lost_error() from None
+
+    def _lost_error(self) -> SessionLostError:
+        return SessionLostError(
+            f"session {self.id!r} is gone: {self.worker.end_reason}; open a new one"
+        )
+
+
+def _read_result(reply: pb.Reply) -> EncodedResult:
+    return read_encoded(reply.result)
+
+
 class WorkerDuplex:
     """Frames over the socket to a worker, for `CallStream`.
 
@@ -178,7 +329,6 @@ class WorkerDuplex:
         self._find_end_reason = find_end_reason
 
     async def write(self, batch: pb.CallBatch) -> None:
-        """Send a batch."""
         self._writer.write(make_frame(batch.SerializeToString()))
         try:
             await self._writer.drain()
@@ -186,7 +336,6 @@ class WorkerDuplex:
             raise StreamBrokenError(str(error)) from None
 
     async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """Yield the batches of replies."""
         while True:
             fault = ""
             try:
@@ -201,7 +350,6 @@ class WorkerDuplex:
         raise StreamBrokenError(await self._find_end_reason(fault))
 
     def cancel(self) -> None:
-        """Close the stream."""
         self._writer.transport.abort()
 
 

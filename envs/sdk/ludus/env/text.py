@@ -1,25 +1,63 @@
-"""Text for environments without a renderer: a list of fields, and an action to answer.
+"""Text for renderers: parsing of moves in a completion, and text for environments without one.
 
-A language model sees the observation's fields. It answers with the action's only required field
-as text, or with the whole action as JSON.
+"<think>LEFT?</think> I go <answer>RIGHT</answer>"  --extract_answer-->  "RIGHT"
+"I go right."  --find_named_move(.., ["LEFT", "RIGHT"])-->  "RIGHT"
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from ludus.proto.errors import ActionParseError
 
 JsonObject = dict[str, Any]
 
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
+_MAX_QUOTED_CHARS = 200
 _HIDDEN_FIELDS = ("metadata", "legal_actions")
 _MAX_FIELD_CHARS = 4000
 """Maximum length of a shown field, because long fields such as pixels do not help the model."""
 
 
+def extract_answer(text: str) -> str:
+    """Return the text in the last <answer> tags, or the whole text, without <think> parts."""
+    answer = _THOUGHT.sub("", text)
+    tagged = _ANSWER.findall(answer)
+    return (tagged[-1] if tagged else answer).strip()
+
+
+def find_named_move(text: str, names: Iterable[str]) -> str | None:
+    """Return the name that the text equals, or the only name that it contains as whole words.
+
+    A name inside a longer name, such as "red 2" in "wild red 2", is not counted.
+    """
+    by_folded = {name.casefold(): name for name in names}
+    folded = " ".join(text.split()).casefold()
+    if folded in by_folded:
+        return by_folded[folded]
+    longest_first = sorted(filter(None, by_folded), key=len, reverse=True)
+    if not longest_first:
+        return None
+    pattern = "|".join(map(re.escape, longest_first))
+    matches = set(re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", folded))
+    return by_folded[matches.pop()] if len(matches) == 1 else None
+
+
+def quote_end(text: str) -> str:
+    """Quote the end of a text, for an error message."""
+    return repr(text[-_MAX_QUOTED_CHARS:])
+
+
 class FieldsText:
-    """The text of one environment, from its name and the JSON schema of its actions."""
+    """The text of an environment without a renderer, from its name and its action schema.
+
+    A language model sees the observation's fields. It answers with the action's only required
+    field as text, or with the whole action as JSON.
+    """
 
     def __init__(self, name: str, schema: JsonObject) -> None:
         self._name = name

@@ -1,1 +1,0 @@
-"""Text parsing and field rendering, shared by the renderers of environments."""
