@@ -365,9 +365,9 @@ class Learner:
     def _apply_gradients(self) -> float | None:
         """Update the weights; return the policy's gradient norm, or None if skipped."""
         norm, is_finite = self.model.clip_gradients(self._config.max_grad_norm)
-        is_finite_on_all_ranks = torch.tensor(float(is_finite), device=self._device)
-        dist.all_reduce(is_finite_on_all_ranks, dist.ReduceOp.MIN)
-        is_finite = bool(is_finite_on_all_ranks)
+        finite_flag = torch.tensor(float(is_finite), device=self._device)
+        dist.all_reduce(finite_flag, dist.ReduceOp.MIN)
+        is_finite = bool(finite_flag)
         if is_finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -58,12 +58,12 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
     A collective if the model is sharded; see `gather_state` for `keep`.
     """
-    return _gather(model, adapters=True, keep=keep)
+    return _gather(model, selects_adapters=True, keep=keep)
 
 
 def base_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of the frozen weights, in the same way as `adapter_state`."""
-    return _gather(model, adapters=False, keep=keep)
+    return _gather(model, selects_adapters=False, keep=keep)
 
 
 def save_adapters(
@@ -88,12 +88,12 @@ def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
 
 
 @torch.no_grad()
-def _gather(model: nn.Module, *, adapters: bool, keep: bool) -> dict[str, Tensor]:
+def _gather(model: nn.Module, *, selects_adapters: bool, keep: bool) -> dict[str, Tensor]:
     marker = f".{_ADAPTER}."
     parameters = (
         (name.replace(marker, ".").replace(".base_layer.", "."), parameter)
         for name, parameter in model.named_parameters()
-        if (marker in name) == adapters
+        if (marker in name) == selects_adapters
     )
     return gather_state(parameters, keep=keep)
 
