@@ -14,12 +14,16 @@ from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, SampledCompletion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
-from ludus.trainer.rollout.episode import SessionRunner
+from ludus.trainer.rollout.episode import (
+    FunctionRunner,
+    RolloutFunction,
+    SessionRunner,
+    TurnLoopRunner,
+)
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
-from ludus.trainer.rollout.turns import FunctionRunner, RolloutFunction, TurnLoopRunner
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)

@@ -138,7 +138,7 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
 ) -> None:
     player = ScriptedPlayer(make_runner(client, chat, never, LIMITS, max_sessions=max_sessions))
     group = await player.play_group(GroupSpec(7, "game", (1, 1)), timeout_s=0.2)
-    assert group.num_lost == 2
+    assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.LOST] * 2
     assert "rollout.group_timeout_s" in group.rollouts[0].failure
     assert group.index == 7
     await wait_for_sessions(server)
@@ -164,7 +164,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
         await client.open()
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=3)
         group = await player.play_group(GroupSpec(0, "game", (1,) * 3), timeout_s=0.3)
-        assert group.num_lost == 3
+        assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.LOST] * 3
         await wait_for_sessions(server, 1)
 
 
@@ -193,7 +193,8 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
         spec = GroupSpec(0, "game", (11,) * 2)
         unlucky = player.with_fields(generate=after_a_loss)
         group = await unlucky.play_group(spec)
-        assert group.num_lost == (0 if resumes else 2)
+        status = RolloutStatus.TERMINATED if resumes else RolloutStatus.LOST
+        assert [rollout.status for rollout in group.rollouts] == [status] * 2
         if resumes:
             assert group == await player.play_group(spec)
 

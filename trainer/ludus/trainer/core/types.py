@@ -345,11 +345,6 @@ class RolloutGroup(_FastPickle):
         return [rollout.reward for rollout in self.rollouts]
 
     @property
-    def num_lost(self) -> int:
-        """Number of episodes that the infrastructure ended."""
-        return sum(rollout.status is RolloutStatus.LOST for rollout in self.rollouts)
-
-    @property
     def policy_version(self) -> int:
         """Oldest weights version that sampled any of the tokens."""
         return min(r.policy_version for r in self.rollouts if r.reward is not None)

@@ -11,6 +11,13 @@ Sessions that are opened together are opened all or none, and the server compare
 observations. So an environment that ignores its seed is detected before anything is sampled, and
 the group is void.
 
+The turn loop, or a rollout function instead of it, plays an episode with one conversation:
+
+           messages               prompt tokens           sampled tokens
+    adapter -----> conversation ----------------> engine -----------> text
+     ^                                                                 |
+     +------------------------- apply_text <---------------------------+
+
 An episode that fails is data, whatever the cause. It has no reward, its status is LOST if
 infrastructure failed and FAILED if code failed, and its reason is counted. Only a UserError, which
 means that the run cannot work as configured, leaves this module.
@@ -24,13 +31,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import (
+    ActionError,
     AgentError,
     CallTimeoutError,
     CapacityError,
@@ -39,6 +47,7 @@ from ludus.proto.errors import (
     LudusError,
     UserError,
 )
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
@@ -50,7 +59,11 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
     make_renderer,
 )
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.rollout.conversation import EpisodeRecord
+from ludus.trainer.rollout.conversation import (
+    Conversation,
+    ConversationFullError,
+    EpisodeRecord,
+)
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerParts
 
@@ -76,6 +89,12 @@ class EpisodeEnd:
     """Reason why the episode is void; empty if it is not void."""
     success: bool | None = None
     """`success` of the environment's last result."""
+
+
+RolloutFunction: TypeAlias = Callable[
+    [AsyncSession, StepResult, Conversation], Awaitable[EpisodeEnd]
+]
+"""Plays one episode: (session, first result, conversation) -> end of the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +160,8 @@ class SessionRunner(ABC, Generic[RecordT]):
         if has_one_seed and 1 < len(starts) <= self.max_sessions:
             try:
                 async with asyncio.timeout_at(deadline_s) as limit:
-                    open_sessions = await self._open_group(starts[0].seed, len(starts))
+                    open_group = partial(self.client.open_group, len(starts), **self._open_args)
+                    open_sessions = await retry_while_full(partial(open_group, seed=starts[0].seed))
             except Exception as error:  # noqa: BLE001 - third-party code runs here
                 reason = self._timeout_error() if limit.expired() else error
                 return [self.void(start.seed, reason) for start in starts]
@@ -167,7 +187,9 @@ class SessionRunner(ABC, Generic[RecordT]):
     ) -> PlayedEpisode:
         """Play one episode in a session, which is closed at the end; open it if it is None."""
         try:
-            session, first_result = opened or await self._open_session(start.seed)
+            session, first_result = opened or await retry_while_full(
+                partial(self.client.open, seed=start.seed, **self._open_args)
+            )
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.void(start.seed, error)
         record: RecordT = self.record_class(
@@ -231,17 +253,9 @@ class SessionRunner(ABC, Generic[RecordT]):
         )
         return _add_record(rollout, record, end.fields)
 
-    async def _open_group(self, seed: int, size: int) -> list[_OpenSession]:
-        return await retry_while_full(
-            lambda: self.client.open_group(
-                size, seed=seed, close_when_done=True, resume=self.resumes
-            )
-        )
-
-    async def _open_session(self, seed: int) -> _OpenSession:
-        return await retry_while_full(
-            lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
-        )
+    @property
+    def _open_args(self) -> dict[str, bool]:
+        return {"close_when_done": True, "resume": self.resumes}
 
     def _timeout_error(self) -> CallTimeoutError:
         return CallTimeoutError(
@@ -249,6 +263,68 @@ class SessionRunner(ABC, Generic[RecordT]):
             f"{self.limits.group_timeout_s:g}; raise the limit, or check whether the environment "
             "or the engine is waiting for something"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLoopRunner(SessionRunner[Conversation]):
+    """Lets the policy and the environment take turns."""
+
+    record_class = Conversation
+
+    async def run(
+        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
+    ) -> EpisodeEnd:
+        """Take turns until the episode ends."""
+        adapter = self.make_adapter(session, first)
+        opening = await adapter.opening()
+        record.offer_tools(opening.tools)
+        record.add(opening.messages)
+        status: RolloutStatus | None = None
+        while status is None:
+            if not record.has_room:
+                status = RolloutStatus.TRUNCATED
+                break
+            outcome = await adapter.apply_text(await record.complete())
+            record.record_action(outcome.action)
+            record.record_calls(outcome.num_calls, outcome.num_calls_failed)
+            record.add_reward(outcome.reward)
+            record.add(outcome.messages)
+            status = outcome.status
+        return EpisodeEnd(status, LastResult(adapter.result), success=adapter.result.success)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRunner(TurnLoopRunner):
+    """Replaces the turn loop with the rollout function that the configuration names."""
+
+    function: RolloutFunction
+
+    @classmethod
+    async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
+        """Return the imported function."""
+        assert parts.config.rollout_function is not None
+        return {"function": import_object(parts.config.rollout_function, "environment.rollout")}
+
+    async def run(
+        self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
+    ) -> EpisodeEnd:
+        """Call the rollout function."""
+        try:
+            end = await self.function(session, first, record)
+        except ConversationFullError:
+            return EpisodeEnd(RolloutStatus.TRUNCATED)
+        except ActionError:
+            if not record.num_turns:
+                # The function chose this action, not the policy.
+                raise
+            record.add_reward(self.limits.invalid_action_reward)
+            return EpisodeEnd(RolloutStatus.INVALID_ACTION)
+        if not isinstance(end, EpisodeEnd):
+            raise TypeError(
+                f"environment '{self.environment}': the rollout function must return "
+                f"EpisodeEnd(status, fields), but it returned {end!r:.100}"
+            )
+        return end
 
 
 def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:

@@ -28,11 +28,11 @@ from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.streams import Stream, derive_key
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.rollout.agents.runner import AgentRunner
+from ludus.trainer.rollout.episode import FunctionRunner, TurnLoopRunner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
 from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerParts
 from ludus.trainer.rollout.transcript import make_transcript
-from ludus.trainer.rollout.turns import FunctionRunner, TurnLoopRunner
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyRequest,
     PolicyResponse,
 )
-from ludus.trainer.rollout.agents.endpoint.mcp import make_tools
+from ludus.trainer.rollout.agents.endpoint.server import make_tools
 from ludus.trainer.rollout.agents.runner import NO_REQUEST, AgentHost
 
 _MIN_INTEGER, _MAX_INTEGER = 0, 9

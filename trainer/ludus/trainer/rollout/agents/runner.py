@@ -25,8 +25,12 @@ from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter, StepOutcome
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
 from ludus.trainer.rollout.agents.endpoint.exchange import Responder
-from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, make_tools
-from ludus.trainer.rollout.agents.endpoint.server import AgentEndpoint, EndpointAccess
+from ludus.trainer.rollout.agents.endpoint.server import (
+    AgentEndpoint,
+    EndpointAccess,
+    EpisodeTools,
+    make_tools,
+)
 from ludus.trainer.rollout.agents.launchers import (
     AgentResult,
     AgentTask,

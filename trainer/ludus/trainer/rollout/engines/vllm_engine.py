@@ -128,8 +128,12 @@ class VllmEngine:
             )
         # vLLM reloads a layer only from a tensor with its own name, even if the tensor is shared.
         tied_weights = [(name, state[source]) for name, source in self._tied_names.items()]
-        stale_names = self._llm.collective_rpc(_reload, args=([*state.items(), *tied_weights],))
-        self._refuse_stale_layers([name for names in stale_names for name in names])
+        replies = self._llm.collective_rpc(_reload, args=([*state.items(), *tied_weights],))
+        if stale_names := sorted(name for names in replies for name in names):
+            raise WeightSyncError(
+                f"layers {stale_names[:5]} still compute with a packed copy of their old weights; "
+                "this model needs generator.kind = 'transformers'"
+            )
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
     def score(self, request: ScoringRequest) -> list[float]:
@@ -167,13 +171,6 @@ class VllmEngine:
             torch.set_num_threads(torch.get_num_threads())
             self._thread = threading.get_ident()
         return self._llm.step()
-
-    def _refuse_stale_layers(self, names: Sequence[str]) -> None:
-        if names:
-            raise WeightSyncError(
-                f"layers {sorted(names)[:5]} still compute with a packed copy of their old "
-                "weights; this model needs generator.kind = 'transformers'"
-            )
 
     def _make_output(self, output: RequestOutput) -> EngineOutput:
         completion = output.outputs[0]

@@ -1,12 +1,15 @@
 """The endpoint of a rollout worker: OpenAI's API and MCP, with one key for each episode.
 
     POST /v1/chat/completions   POST /v1/responses   GET /v1/models
-    POST /mcp                   the environment's tools, if the episode has some
+    POST /mcp                   the environment's tools over JSON-RPC 2.0, if the episode has some
 
 A key is created when an episode starts and is invalid once the episode is over. It identifies the
 episode of a request and grants nothing else: its holder can extend this one episode only. A request
 whose client disconnects is cancelled, because a completion that the agent never receives must not
 be trained on.
+
+The key also makes an MCP session needless. The result of `initialize` contains no session id, and
+MCP clients then send none.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -25,8 +28,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ludus.env.limits import MAX_MESSAGE_BYTES
+from ludus.env.mcp.server import PROTOCOL_VERSIONS
 from ludus.env.serving.listeners import HttpListener, authority, bind
+from ludus.env.types import Tool
 from ludus.proto.errors import EngineLostError
+from ludus.trainer.core.types import RolloutStatus
+from ludus.trainer.rollout.adapters.environment_adapter import EnvironmentAdapter
+from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, ToolCall
 from ludus.trainer.rollout.agents.endpoint.chat_completions import (
     chat_chunks,
     chat_response,
@@ -39,8 +47,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     PolicyResponse,
     Responder,
 )
-from ludus.trainer.rollout.agents.endpoint.fields import JsonObject
-from ludus.trainer.rollout.agents.endpoint.mcp import EpisodeTools, respond_to_mcp
+from ludus.trainer.rollout.agents.endpoint.fields import JsonObject, quote
 from ludus.trainer.rollout.agents.endpoint.responses import (
     conversation_after,
     read_responses_request,
@@ -54,6 +61,45 @@ MODEL = "ludus"
 """Default name of the policy's model; a request may use another name."""
 _KEEP_ALIVE_S = 3600
 """Idle time of a connection. Agents keep connections open for long, and some do not reconnect."""
+RecordCalls: TypeAlias = Callable[[int, int], None]
+"""Takes the number of tool calls and the number of failed ones."""
+
+_INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32600, -32601, -32602
+
+
+class EpisodeTools:
+    """The tools of an episode's environment, as its agent calls them."""
+
+    def __init__(self, adapter: ToolAdapter, record_calls: RecordCalls | None) -> None:
+        self._adapter = adapter
+        self._record_calls = record_calls
+        self.status: RolloutStatus | None = None
+        """Status in which a call ended the episode; None while it continues."""
+        self.reward = 0.0
+        """Sum of the rewards of all calls."""
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """All tools."""
+        return self._adapter.toolbox.tools
+
+    async def call(self, call: ToolCall) -> tuple[str, bool]:
+        """Call a tool and return its result, and True if the call failed."""
+        if self.status is not None:
+            return "the episode is over", True
+        outcome = await self._adapter.call(call)
+        self.status = outcome.status
+        self.reward += outcome.reward
+        if self._record_calls is not None:
+            self._record_calls(1, outcome.num_calls_failed)
+        return outcome.messages[0]["content"], outcome.num_calls_failed > 0
+
+
+def make_tools(
+    adapter: EnvironmentAdapter, record_calls: RecordCalls | None = None
+) -> EpisodeTools | None:
+    """Return the tools of an episode; None if its agent has none."""
+    return EpisodeTools(adapter, record_calls) if isinstance(adapter, ToolAdapter) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +177,8 @@ class AgentEndpoint:
         routes = [
             Route("/v1/chat/completions", self._route(_chat), methods=["POST"]),
             Route("/v1/responses", self._route(_respond), methods=["POST"]),
-            Route("/v1/models", self._route(_list_models)),
-            Route("/v1/models/{name:path}", self._route(_show_model)),
+            Route("/v1/models", self._route(_describe_models)),
+            Route("/v1/models/{name:path}", self._route(_describe_models)),
             Route("/mcp", self._route(_mcp), methods=["POST"]),
         ]
         app = Starlette(routes=routes)
@@ -207,12 +253,9 @@ async def _respond(episode: EndpointEpisode, body: Any) -> Response:
     return _json_response(result)
 
 
-async def _list_models(episode: EndpointEpisode, body: Any) -> Response:
-    return _json_response({"object": "list", "data": [_model_entry(MODEL)]})
-
-
-async def _show_model(episode: EndpointEpisode, body: Any) -> Response:
-    return _json_response(_model_entry(body["name"]))
+async def _describe_models(episode: EndpointEpisode, path: Any) -> Response:
+    entry = {"id": path.get("name", MODEL), "object": "model", "created": 0, "owned_by": "ludus"}
+    return _json_response(entry if path else {"object": "list", "data": [entry]})
 
 
 async def _mcp(episode: EndpointEpisode, body: Any) -> Response:
@@ -223,7 +266,7 @@ async def _mcp(episode: EndpointEpisode, body: Any) -> Response:
             status=404,
             code="no_tools",
         )
-    result = await respond_to_mcp(episode.tools, body)
+    result = await _respond_to_mcp(episode.tools, body)
     return Response(status_code=202) if result is None else _json_response(result)
 
 
@@ -270,10 +313,6 @@ async def _read_json(request: Request) -> Any:
         raise ApiError(f"the body is not a JSON object: {error}") from None
 
 
-def _model_entry(name: str) -> JsonObject:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "ludus"}
-
-
 def _json_response(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
@@ -289,3 +328,63 @@ def _stream(chunks: Iterator[JsonObject], *, is_named: bool) -> Response:
             yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+async def _respond_to_mcp(tools: EpisodeTools, request: Any) -> JsonObject | None:
+    """Return the response to a request; None for a notification."""
+    if not isinstance(request, dict) or not isinstance(request.get("method"), str):
+        return _mcp_error(None, _INVALID_REQUEST, f"expected a request, got {quote(request)}")
+    if "id" not in request:
+        return None
+    request_id, params = request["id"], request.get("params") or {}
+    if not isinstance(params, dict):
+        return _mcp_error(
+            request_id, _INVALID_PARAMS, f"expected params by name, got {quote(params)}"
+        )
+    match request["method"]:
+        case "initialize":
+            return _mcp_result(request_id, _server_info(params))
+        case "ping":
+            return _mcp_result(request_id, {})
+        case "tools/list":
+            return _mcp_result(request_id, {"tools": [_tool_entry(tool) for tool in tools.tools]})
+        case "tools/call":
+            return await _call_tool(tools, request_id, params)
+    return _mcp_error(request_id, _METHOD_NOT_FOUND, f"no method {quote(request['method'])}")
+
+
+async def _call_tool(tools: EpisodeTools, request_id: Any, params: JsonObject) -> JsonObject:
+    name, arguments = params.get("name"), params.get("arguments") or {}
+    names = [tool.name for tool in tools.tools]
+    if not isinstance(arguments, dict) or name not in names:
+        return _mcp_error(
+            request_id,
+            _INVALID_PARAMS,
+            f"expected one of {names} with arguments, got {quote(name)} with {quote(arguments)}",
+        )
+    text, has_failed = await tools.call(ToolCall(str(name), arguments))
+    return _mcp_result(
+        request_id, {"content": [{"type": "text", "text": text}], "isError": has_failed}
+    )
+
+
+def _server_info(params: JsonObject) -> JsonObject:
+    version = params.get("protocolVersion")
+    return {
+        "protocolVersion": version if version in PROTOCOL_VERSIONS else PROTOCOL_VERSIONS[-1],
+        "capabilities": {"tools": {"listChanged": False}},
+        "serverInfo": {"name": "ludus", "version": "1"},
+    }
+
+
+def _tool_entry(tool: Tool) -> JsonObject:
+    schema = tool.input_schema or {"type": "object", "properties": {}}
+    return {"name": tool.name, "description": tool.description, "inputSchema": schema}
+
+
+def _mcp_result(request_id: Any, result: JsonObject) -> JsonObject:
+    return {"jsonrpc": "2.0", "id": request_id, "result": result}
+
+
+def _mcp_error(request_id: Any, code: int, message: str) -> JsonObject:
+    return {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message}}
