@@ -317,7 +317,7 @@ async def test_blocked_driver_does_not_declare_workers_dead(
 
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0]._ping = ping
+        fleet.actors[0].in_ping = ping
         await eventually(lambda: num_pings == 1)
         move_loop_clock(1000.0)
         await turns_of_the_loop()
@@ -335,6 +335,6 @@ async def test_unresponsive_worker_is_replaced(
     monkeypatch.setattr(roster, "TICK_S", 0.001)
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
-        fleet.actors[0]._ping = asyncio.Event().wait
+        fleet.actors[0].in_ping = asyncio.Event().wait
         await eventually(lambda: len(fleet.actors) == 2 and len(workers.roster.ready) == 1)
         assert workers.roster.num_restarts == 1

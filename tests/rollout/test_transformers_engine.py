@@ -38,7 +38,7 @@ def test_sharing_equal_prompts_does_not_change_the_answers(model_path: str) -> N
 def test_equal_prompts_are_computed_once(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
     rows: list[int] = []
-    engine._model.register_forward_pre_hook(
+    engine.model.register_forward_pre_hook(
         lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     requests = [

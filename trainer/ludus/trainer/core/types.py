@@ -141,13 +141,11 @@ class Turn:
     """Tokens added since the parent; they are not sampled, so they are not trained on."""
     completion: SampledCompletion
     reward: float = 0.0
-    """Reward of the environment for this turn."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each sampled token, whose sum is `reward`; empty if tokens have no own rewards."""
     messages: Sequence[Message] = ()
     """New messages that the policy saw before this turn."""
     text: str = ""
-    """Text of the completion."""
     action: Any = None
     """Action that the completion caused; None if it caused none."""
     parent: Turn | None = None
@@ -186,11 +184,9 @@ class TurnSpan(_FastPickle):
     """The positions of a turn's sampled tokens in its sequence, and their reward."""
 
     start: int
-    """Position of the first sampled token."""
     end: int
     """Position after the last sampled token."""
     reward: float
-    """Reward of the environment for the turn."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each sampled token; if empty, the last token gets the whole reward."""
 
@@ -263,7 +259,6 @@ class Rollout(_FastPickle):
     failure: str = ""
     """Reason why the episode is void or a reward term is unknown; empty if nothing failed."""
     num_tool_calls: int = 0
-    """Number of tool calls, including failed ones."""
     num_tool_calls_failed: int = 0
     """Number of tool calls that returned an error, or could not be parsed or made."""
     success: bool | None = None
@@ -319,7 +314,6 @@ class GroupSpec:
     index: int
     """Index of the group in the run, from which its seeds are derived."""
     environment: str
-    """Name of the environment in the run."""
     seeds: tuple[int, ...]
     """[G] seed of each episode; all equal in a same-seed group."""
     num_replaced: int = 0
@@ -406,7 +400,6 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples, N."""
         return len(self.sequence_of_sample)
 
     @property
@@ -421,9 +414,7 @@ class Coefficients:
 
     learning_rate: float
     entropy: float
-    """Coefficient of the entropy bonus."""
     kl: float
-    """Coefficient of the KL penalty against the reference model."""
 
 
 @dataclass(frozen=True, slots=True)

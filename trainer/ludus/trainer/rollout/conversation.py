@@ -152,12 +152,10 @@ class Conversation(EpisodeRecord[Turn]):
 
     @property
     def prompt(self) -> list[Message]:
-        """The messages before the first completion."""
         return list(self.turns[0].messages) if self.turns else self.messages[:]
 
     @property
     def completion(self) -> list[Message]:
-        """The messages from the first completion to the last one."""
         return self.messages[len(self.prompt) : self._num_answered]
 
     def offer_tools(self, tools: Sequence[ToolSpec]) -> None:
@@ -195,7 +193,6 @@ class Conversation(EpisodeRecord[Turn]):
         return text
 
     def refuse_if_full(self) -> None:
-        """Raise ConversationFullError if the limits allow no further completion."""
         if self.has_room:
             return
         raise ConversationFullError(
@@ -228,7 +225,6 @@ class Conversation(EpisodeRecord[Turn]):
         return rest if fits and not self._starts_sequence else []
 
     def _new_ids(self) -> list[int]:
-        """Return the tokens that the next prompt adds."""
         if self._prompt is None:
             try:
                 self._prompt = self._encode_pending()

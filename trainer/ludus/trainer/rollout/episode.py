@@ -102,13 +102,11 @@ class SessionRunner(ABC, Generic[RecordT]):
     """Base class of the runners that play each episode in its own session."""
 
     environment: str
-    """Name of the environment in the run."""
     client: AsyncEnvClient
     generate: GenerateFn
     chat: ChatTokenizer
     renderer: ChatRenderer
     limits: RolloutConfig
-    """Limits of this environment's episodes."""
     max_sessions: int = 0
     """Maximum number of sessions on the server at the same time; 0 if the server does not say."""
     resumes: bool = False
@@ -121,7 +119,6 @@ class SessionRunner(ABC, Generic[RecordT]):
 
     @classmethod
     async def start(cls, parts: RunnerParts) -> Self:
-        """Return the runner of an environment."""
         config = parts.config
         return cls(
             environment=parts.environment,
@@ -213,21 +210,12 @@ class SessionRunner(ABC, Generic[RecordT]):
     def void(
         self, seed: int, error: BaseException, record: EpisodeRecord[Any] | None = None
     ) -> PlayedEpisode:
-        """Return the void episode that `error` ended; `record` is None if it did not start.
-
-        Raises:
-            UserError: `error` is a UserError, which every other episode would raise too.
-        """
+        """Return the void episode that `error` ended; `record` is None if it did not start."""
         rollout = void_rollout(self.environment, seed, error)
         return PlayedEpisode(rollout) if record is None else _add_record(rollout, record)
 
     def _finish(self, seed: int, record: RecordT, end: EpisodeEnd) -> PlayedEpisode:
-        """Return the played episode; its reward is the environment's return.
-
-        Raises:
-            ConversationFullError: the first completion did not fit into the limits.
-            NothingPlayedError: nothing was sampled, for another reason.
-        """
+        """Return the played episode; its reward is the environment's return."""
         status = RolloutStatus(end.status)
         rollout = Rollout(self.environment, seed, (), None, None, (), status, policy_version=0)
         if status.is_void:
@@ -254,7 +242,7 @@ class SessionRunner(ABC, Generic[RecordT]):
         return _add_record(rollout, record, end.fields)
 
     @property
-    def _open_args(self) -> dict[str, bool]:
+    def _open_args(self) -> dict[str, Any]:
         return {"close_when_done": True, "resume": self.resumes}
 
     def _timeout_error(self) -> CallTimeoutError:
@@ -274,7 +262,6 @@ class TurnLoopRunner(SessionRunner[Conversation]):
     async def run(
         self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
     ) -> EpisodeEnd:
-        """Take turns until the episode ends."""
         adapter = self.make_adapter(session, first)
         opening = await adapter.opening()
         record.offer_tools(opening.tools)
@@ -301,14 +288,12 @@ class FunctionRunner(TurnLoopRunner):
 
     @classmethod
     async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
-        """Return the imported function."""
         assert parts.config.rollout_function is not None
         return {"function": import_object(parts.config.rollout_function, "environment.rollout")}
 
     async def run(
         self, session: AsyncSession, first: StepResult, start: EpisodeStart, record: Conversation
     ) -> EpisodeEnd:
-        """Call the rollout function."""
         try:
             end = await self.function(session, first, record)
         except ConversationFullError:

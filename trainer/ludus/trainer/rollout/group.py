@@ -56,11 +56,7 @@ class GroupPlayer:
 
     @classmethod
     async def start(cls, parts: RunnerParts, reward_models: RewardModels) -> GroupPlayer:
-        """Return the player of an environment, with its runner and its reward.
-
-        Raises:
-            ConfigError: a function or an agent that the environment names cannot be used.
-        """
+        """Return the player of an environment, with its runner and its reward."""
         rollout = parts.run.rollout
         return cls(
             await start_runner(parts),
@@ -151,11 +147,7 @@ def make_transcripts(
 
 
 async def start_runner(parts: RunnerParts) -> EpisodeRunner:
-    """Return the runner that plays the episodes of one environment.
-
-    Raises:
-        ConfigError: the environment's rollout function, runner or agent cannot be used.
-    """
+    """Return the runner that plays the episodes of one environment."""
     config = parts.config
     runner_class: Any = TurnLoopRunner
     if config.agent is not None:
@@ -169,11 +161,7 @@ async def start_runner(parts: RunnerParts) -> EpisodeRunner:
 
 
 def find_registered_runner(name: str) -> Any:
-    """Return the runner class that an installed package registers under `name`.
-
-    Raises:
-        ConfigError: no installed package registers the name.
-    """
+    """Return the runner class that an installed package registers under `name`."""
     registered_runners = entry_points(group=ENTRY_POINTS)
     if name not in registered_runners.names:
         raise ConfigError(

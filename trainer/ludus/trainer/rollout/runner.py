@@ -61,12 +61,10 @@ class RunnerParts:
 
     @property
     def config(self) -> EnvironmentConfig:
-        """The configuration of the environment."""
         return self.run.environments[self.environment]
 
     @property
     def limits(self) -> RolloutConfig:
-        """The limits of the environment's episodes."""
         return episode_limits(self.run, self.environment)
 
 

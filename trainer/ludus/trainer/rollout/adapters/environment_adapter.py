@@ -61,11 +61,7 @@ class ImportedRenderer:
         self._parse = import_object(parse, "environment.parse")
 
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
-        """Return the messages that `render` returns for the observation.
-
-        Raises:
-            RendererError: `render` raised, or returned something else.
-        """
+        """Return the messages that `render` returns for the observation."""
         path = f"environment.render = '{self._paths[0]}'"
         try:
             messages = self._render(result.observation, first=first)
@@ -81,12 +77,7 @@ class ImportedRenderer:
         return messages
 
     def action(self, text: str, result: StepResult) -> dict[str, Any]:
-        """Return the action that `parse` returns for the text.
-
-        Raises:
-            ActionError: the text is no action.
-            RendererError: `parse` raised something else.
-        """
+        """Return the action that `parse` returns; an ActionError means that there is none."""
         try:
             return {"action": self._parse(text, result.observation)}
         except (UserError, ActionError):
@@ -149,7 +140,6 @@ class EnvironmentAdapter:
         """The latest result of the episode."""
 
     async def opening(self) -> Opening:
-        """Return the first messages of the episode."""
         return Opening(self._renderer.messages(self.result, first=True))
 
     @property
@@ -158,11 +148,7 @@ class EnvironmentAdapter:
         return self.result.text is not None or not isinstance(self._renderer, ServerRenderer)
 
     async def apply_text(self, text: str) -> StepOutcome:
-        """Apply a completion; one that is no action ends the episode.
-
-        Raises:
-            Exception: anything else failed; the episode is void.
-        """
+        """Apply a completion; one that is no action ends the episode."""
         return await self.act(text)
 
     async def act(self, text: str) -> StepOutcome:

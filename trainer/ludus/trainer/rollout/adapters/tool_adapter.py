@@ -82,11 +82,7 @@ class Toolbox:
         self._lock = asyncio.Lock()
 
     async def load(self, session: AsyncSession) -> None:
-        """Request the tools of the environment, unless an earlier episode has done so.
-
-        Raises:
-            ConfigError: the environment has no tools.
-        """
+        """Request the tools of the environment, unless an earlier episode has done so."""
         async with self._lock:
             if not self.tools:
                 await self._request(session)
@@ -129,7 +125,6 @@ class ToolAdapter(EnvironmentAdapter):
         return True
 
     async def opening(self) -> Opening:
-        """Return the first messages and the tools."""
         await self.toolbox.load(self._session)
         tools = [tool_spec(tool) for tool in self.toolbox.tools]
         if self.result.text is None:

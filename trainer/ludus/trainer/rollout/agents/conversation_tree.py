@@ -106,7 +106,6 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     @property
     def num_branches(self) -> int:
-        """Number of sequences beyond the first."""
         return max(0, len(self._leaves()) - 1)
 
     @property
@@ -256,7 +255,6 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
 
     @property
     def _last_messages(self) -> list[Message]:
-        """The messages of the last request, and its completion."""
         if not self.turns:
             return []
         turn = self.turns[-1]

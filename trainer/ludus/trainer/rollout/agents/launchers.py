@@ -64,7 +64,6 @@ class AgentTask:
     seed: int
 
     def to_json(self) -> str:
-        """Return the task as JSON."""
         return json.dumps(asdict(self))
 
 
@@ -87,11 +86,7 @@ RunAgent: TypeAlias = Callable[[AgentTask, EndpointAccess], Awaitable[Any]]
 
 
 async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> RunAgent:
-    """Return the function that runs the configured agent; the stack closes what it needs.
-
-    Raises:
-        ConfigError: the program or the function does not exist.
-    """
+    """Return the function that runs the configured agent; the stack closes what it needs."""
     match config:
         case CommandAgent():
             host = await stack.enter_async_context(ProgramHost(config.sandbox))

@@ -59,12 +59,6 @@ class RandomResponder:
         return [conversation.exchanges for conversation in self._open]
 
     async def respond(self, request: PolicyRequest) -> list[PolicyResponse]:
-        """Return [request.num] responses.
-
-        Raises:
-            LimitError: the episode has reached its maximum number of turns.
-            ConfigError: no legal answer and no tool is known.
-        """
         if request.num > self._num_left:
             raise LimitError(
                 "the episode has reached its maximum number of turns",
@@ -86,7 +80,6 @@ class RandomResponder:
         return response
 
     def _find_conversation(self, request: PolicyRequest) -> _OpenConversation:
-        """Return the conversation that the request continues, or a new one."""
         for conversation in reversed(self._open):
             start = request.messages[: len(conversation.messages)]
             is_same = _keys(start) == _keys(conversation.messages)

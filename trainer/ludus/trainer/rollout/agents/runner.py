@@ -57,11 +57,7 @@ class AgentHost:
 
     @classmethod
     async def start(cls, config: AgentConfig, stack: AsyncExitStack) -> AgentHost:
-        """Return the agent with a running endpoint; the stack stops both.
-
-        Raises:
-            ConfigError: the agent does not exist, or its host has no such address.
-        """
+        """Return the agent with a running endpoint; the stack stops both."""
         advertised_host = _own_address() if config.host in _ALL_INTERFACES else None
         endpoint = AgentEndpoint(config.host, advertised_host=advertised_host)
         await endpoint.start()
@@ -121,7 +117,6 @@ class AgentRunner(SessionRunner[ConversationTree]):
 
     @classmethod
     async def start_fields(cls, parts: RunnerParts) -> dict[str, Any]:
-        """Return the started agent."""
         assert parts.config.agent is not None
         return {"agent": await AgentHost.start(parts.config.agent, parts.stack)}
 
@@ -132,7 +127,6 @@ class AgentRunner(SessionRunner[ConversationTree]):
         start: EpisodeStart,
         record: ConversationTree,
     ) -> EpisodeEnd:
-        """Run the agent and apply its result."""
         adapter, tree = self.make_adapter(session, first), record
         tools = make_tools(adapter, tree.record_calls)
         try:

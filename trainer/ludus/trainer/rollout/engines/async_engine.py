@@ -76,8 +76,7 @@ class AsyncEngine:
         """Sample one completion; cancelling the call aborts the request.
 
         Raises:
-            EngineLostError: the engine has failed.
-            Exception: the engine refuses this request.
+            EngineLostError: the engine has failed; an error of another class refuses this request.
         """
         self._refuse_if_failed()
         request_id = next(self._next_id)
@@ -109,11 +108,7 @@ class AsyncEngine:
         )
 
     async def until_lost(self) -> NoReturn:
-        """Wait until the engine fails, and raise its error.
-
-        Raises:
-            EngineLostError: the engine has failed; its cause is the engine's own error.
-        """
+        """Wait until the engine fails, and raise an EngineLostError with its error as the cause."""
         await self._lost.wait()
         assert self._failure is not None
         raise self._failure
@@ -151,7 +146,6 @@ class AsyncEngine:
         self._unsent = unsent
 
     def _run(self) -> None:
-        """Run the engine's thread."""
         try:
             while self._process_inbox():
                 outputs = self.engine.step() if self.engine.has_work else []

@@ -41,7 +41,7 @@ class TransformersEngine:
     def __init__(
         self, model: PreTrainedModel, *, end_token_id: int, max_batch_size: int = 1024
     ) -> None:
-        self._model = model.eval()
+        self.model = model.eval()
         self._device = model.device
         self._end_token_id = end_token_id
         self._max_batch_size = max_batch_size
@@ -79,7 +79,7 @@ class TransformersEngine:
 
     def load_weights(self, state: StateDict) -> None:
         with torch.no_grad():
-            parameters = self._model.state_dict(keep_vars=True)
+            parameters = self.model.state_dict(keep_vars=True)
             for name, tensor in state.items():
                 parameters[name].copy_(tensor)
 
@@ -88,7 +88,7 @@ class TransformersEngine:
         """Return the log-probs of the request's completion at temperature 1."""
         ids = torch.tensor([request.prompt_ids + request.completion_ids], device=self._device)
         num_tokens = len(request.completion_ids)
-        logits = self._model(input_ids=ids[:, :-1], logits_to_keep=num_tokens).logits
+        logits = self.model(input_ids=ids[:, :-1], logits_to_keep=num_tokens).logits
         return token_logprobs(logits.float(), ids[:, -num_tokens:])[0].tolist()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class TransformersEngine:
 
     def _complete(self, sequences: list[_Sequence]) -> Iterator[EngineOutput]:
         unique, rows = _unique_prompts(sequences)
-        cache = DynamicCache(config=self._model.config)
+        cache = DynamicCache(config=self.model.config)
         ids = torch.tensor(unique, device=self._device)
         logits = self._forward(ids, cache)[rows]
         cache.batch_select_indices(rows)
@@ -122,7 +122,7 @@ class TransformersEngine:
 
     def _forward(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Return the logits of the next token, [rows, vocabulary]."""
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
     def _sample(

@@ -40,12 +40,7 @@ class RewardModels:
         """Models by path, device and dtype."""
 
     def load(self, term: RewardModelTerm) -> QueuedRewardModel:
-        """Return the model of a term; load it if no other term has loaded it.
-
-        Raises:
-            NotFoundError: the model does not exist.
-            ConfigError: it is not a reward model, or the device does not exist.
-        """
+        """Return the model of a term; load it if no other term has loaded it."""
         key = (term.path, term.device, term.dtype)
         if key not in self._loaded:
             model = load_reward_model(
@@ -88,11 +83,7 @@ class QueuedRewardModel:
         self._has_warned = False
 
     async def values(self, columns: Columns, num_episodes: int) -> Sequence[float | None]:
-        """Return [num_episodes] scores of each episode's completion after its prompt.
-
-        Raises:
-            RewardFunctionError: the model fails, or returns a score that is not finite.
-        """
+        """Return [num_episodes] scores of each episode's completion after its prompt."""
         pairs = list(zip(columns["prompts"], columns["completions"], strict=True))
         request = _ScoreRequest(pairs, asyncio.get_running_loop().create_future())
         self._queue.append(request)
@@ -108,7 +99,6 @@ class QueuedRewardModel:
         return scores
 
     def close(self) -> None:
-        """Stop the thread and drop the queue."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _empty_queue(self) -> None:

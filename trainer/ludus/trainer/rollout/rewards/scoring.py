@@ -79,7 +79,6 @@ class PlayedEpisode:
 
     @property
     def can_be_scored(self) -> bool:
-        """False if the episode is void."""
         return not self.rollout.status.is_void
 
     @property
@@ -194,8 +193,6 @@ class Reward:
         """Import the functions, and load the reward models that are not loaded yet.
 
         Args:
-            terms: the terms whose weighted sum is the reward.
-            invalid_action_reward: the cost of an invalid action.
             reward_models: the loaded models of this process, which all environments share.
         """
         # Functions that never return must not occupy the threads of other components.
@@ -361,6 +358,5 @@ def _named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def _required_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of the arguments without a default."""
     parameters = _named_parameters(function)
     return {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}

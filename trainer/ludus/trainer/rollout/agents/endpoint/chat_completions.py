@@ -48,11 +48,7 @@ _CHARACTERS_PER_CHUNK = 24
 
 
 def read_chat_request(body: Any, model: str) -> ApiRequest:
-    """Return the request in a body; `model` is the default name of the model.
-
-    Raises:
-        ApiError: a field is unknown, not supported or invalid.
-    """
+    """Return the request in a body; `model` is the default name of the model."""
     fields = check_fields(body, _SUPPORTED, _EMPTY_ONLY)
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -104,11 +104,7 @@ def make_request(
     max_tokens: int | None,
     with_logprobs: bool,
 ) -> ApiRequest:
-    """Return the request with these messages and the fields that both formats share.
-
-    Raises:
-        FieldError: a field is invalid.
-    """
+    """Return the request with these messages and the fields that both formats share."""
     choice = fields.get("tool_choice")
     tools = tuple(
         _read_tool(tool, f"tools.{n}") for n, tool in enumerate(read_list(fields, "tools"))
@@ -129,7 +125,6 @@ def make_request(
 
 
 def unknown_field_error(name: str) -> FieldError:
-    """Return the error for a field that the endpoint does not have."""
     return FieldError(
         name, "this endpoint does not support the field; remove it", "unknown_parameter"
     )

@@ -59,11 +59,7 @@ ConversationsById = Mapping[str, tuple[ChatMessage, ...]]
 
 
 def read_responses_request(body: Any, model: str, conversations: ConversationsById) -> ApiRequest:
-    """Return the request in a body; `model` is the default name of the model.
-
-    Raises:
-        ApiError: a field is unknown, not supported or invalid.
-    """
+    """Return the request in a body; `model` is the default name of the model."""
     fields = check_fields(_without_preferences(body), _SUPPORTED, _EMPTY_ONLY)
     previous_id = fields.get("previous_response_id")
     history: tuple[ChatMessage, ...] = ()

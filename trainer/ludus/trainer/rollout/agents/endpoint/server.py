@@ -80,7 +80,6 @@ class EpisodeTools:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """All tools."""
         return self._adapter.toolbox.tools
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
@@ -129,7 +128,6 @@ class EndpointEpisode:
     """Error of the policy. It makes the episode void, whatever the agent does with it."""
 
     def raise_failure(self) -> None:
-        """Raise the error of the policy, if there was one."""
         if self.failure is not None:
             raise self.failure
 
@@ -187,11 +185,9 @@ class AgentEndpoint:
         self._address = f"http://{authority(advertised_host or host, self._listener.port)}"
 
     async def start(self) -> None:
-        """Start the server."""
         await self._listener.start()
 
     async def stop(self) -> None:
-        """Stop the server."""
         await self._listener.stop()
 
     @contextmanager
@@ -211,7 +207,6 @@ class AgentEndpoint:
                 request.cancel()
 
     def _route(self, handle: _Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that passes a request to the episode of its key."""
 
         async def serve(request: Request) -> Response:
             try:
