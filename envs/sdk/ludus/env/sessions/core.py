@@ -142,7 +142,7 @@ class SessionCore:
             args = self._fill_seed(args)
             call = partial(entry.hosted.reset, args)
             record = partial(self._recorder.record_reset, session_id, args)
-            result = await self._call_in_order(entry, "reset", call, record)
+            result: EncodedResult = await self._call_in_order(entry, "reset", call, record)
         self.counts.num_resets += 1
         return result
 
@@ -157,7 +157,9 @@ class SessionCore:
                 entry = self._find(session_id)
                 call = partial(entry.hosted.step, action, step_index)
                 record = partial(self._recorder.record_step, session_id, action)
-                result = await self._call_in_order(entry, "step", call, record, timeout_s)
+                result: EncodedResult = await self._call_in_order(
+                    entry, "step", call, record, timeout_s
+                )
             except SessionLostError:  # an earlier call may have ended the session
                 result = self.tombstones.recall(session_id, step_index)
         self.counts.count_step(time.monotonic() - started_s)
