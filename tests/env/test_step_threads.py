@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ludus.env.threads import StepThreads
+from ludus.env.sessions.threads import StepThreads
 from ludus.proto.errors import UnavailableError
 from tests.env.polling import eventually
 

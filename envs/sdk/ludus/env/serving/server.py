@@ -53,8 +53,8 @@ from ludus.env.sessions.options import (
     ServerOptions,
     make_server_options,
 )
+from ludus.env.sessions.threads import STEP_THREAD_NAME
 from ludus.env.targets.targets import TargetFactory, importable_factory
-from ludus.env.threads import STEP_THREAD_NAME
 from ludus.env.workers.host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError

@@ -21,7 +21,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection, WorkerCounts
 from ludus.env.sessions.session import EnvironmentSession, declared_options, exit_if_forked
-from ludus.env.threads import Job, StepThreads
+from ludus.env.sessions.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_exception
 
