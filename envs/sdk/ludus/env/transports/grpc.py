@@ -20,7 +20,6 @@ import contextlib
 import weakref
 from collections.abc import Callable
 
-import grpc
 import orjson
 
 from ludus.env.backoff import retry, retry_unavailable
@@ -55,11 +54,19 @@ class GrpcTransport:
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
         self.reconnect_timeout_s = server.options.reconnect_timeout_s
+        options = server.options
+        channel = open_channel(
+            server.address.authority,
+            server.channel_credentials(),
+            options.server_name,
+            keepalive_s=options.keepalive_s,
+            keepalive_timeout_s=options.keepalive_s,
+        )
         self._port = ServerPort(
-            _open_channel(server),
+            channel,
             str(server.address),
             _make_metadata(server),
-            server.options.timeout_s,
+            options.timeout_s,
         )
         self.stream: CallStream | None = None
         """The current stream; None before the first connection."""
@@ -292,14 +299,3 @@ def _make_metadata(server: RemoteServer) -> tuple[tuple[str, str], ...]:
     if server.address.environment:
         metadata.append((ENVIRONMENT_KEY, server.address.environment))
     return tuple(metadata)
-
-
-def _open_channel(server: RemoteServer) -> grpc.aio.Channel:
-    options = server.options
-    return open_channel(
-        server.address.authority,
-        server.channel_credentials(),
-        options.server_name,
-        keepalive_s=options.keepalive_s,
-        keepalive_timeout_s=options.keepalive_s,
-    )
