@@ -25,15 +25,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from sys import getsizeof
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.load import load_tokenizer
+
+if TYPE_CHECKING:  # network runs use the text functions below, without transformers
+    from transformers import PreTrainedTokenizerBase
 
 _BYTES_PER_TOKEN = 40
 """Size of an int and its entry in a tuple."""
@@ -88,6 +89,8 @@ class ChatTokenizer:
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
         """Load the tokenizer of a model's folder or Hugging Face id."""
+        from ludus.trainer.models.load import load_tokenizer
+
         tokenizer = load_tokenizer(model_path)
         if not isinstance(config, PretrainedModel):
             return cls(tokenizer)

@@ -49,6 +49,8 @@ TRAINED_POLICY = "trained"
 """Value of the label `policy` for the policy that the run trains."""
 NO_OPPONENT = "environment"
 """Value of the label `opponent` if the environment's options name no opponent."""
+_IDLE_TIMEOUT_S = 10.0
+"""Time after which the server closes a connection that sends nothing, which occupies a thread."""
 _HASH_DIGITS = 12
 """Hexadecimal digits of a content hash that a float64 represents exactly: 48 bits."""
 _ENVIRONMENT_LABELS = ("environment", "opponent")
@@ -206,6 +208,7 @@ class PrometheusExporter(RunSeries):
                 f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
                 "for any"
             ) from error
+        self._server.RequestHandlerClass.timeout = _IDLE_TIMEOUT_S
         _log.info("metrics for Prometheus on http://%s:%d/metrics", config.host, self.port)
 
     @property
