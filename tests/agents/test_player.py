@@ -133,7 +133,7 @@ async def test_a_task_with_braces_is_passed_unchanged() -> None:
     class Host:
         async def run(self, command: list[str], **_: Any) -> Any:
             commands.append(command)
-            return SimpleNamespace(exit=SimpleNamespace(code=0), output="", errors="")
+            return SimpleNamespace(exit_code=0, output="", errors="")
 
     config = CommandAgent(command=(sys.executable, "{task}", "say: {text}"))
     runner = ProgramLauncher(config, Host())  # type: ignore[arg-type]

@@ -184,11 +184,12 @@ class SessionRunner(ABC, Generic[RecordT]):
     ) -> PlayedEpisode:
         """Play one episode in a session, which is closed at the end; open it if it is None."""
         try:
-            session, first_result = opened or await retry_while_full(
-                partial(self.client.open, seed=start.seed, **self._open_args)
-            )
+            if opened is None:
+                open_session = partial(self.client.open, seed=start.seed, **self._open_args)
+                opened = await retry_while_full(open_session)
         except Exception as error:  # noqa: BLE001 - third-party code runs here
             return self.void(start.seed, error)
+        session, first_result = opened
         record: RecordT = self.record_class(
             self.generate, self.chat, self.limits, sampling, start.key
         )

@@ -49,7 +49,6 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     MessageKey,
     PolicyRequest,
     PolicyResponse,
-    TokenLogprob,
 )
 from ludus.trainer.rollout.conversation import EpisodeRecord
 
@@ -232,9 +231,9 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         self._turns_by_key[response.as_message.key].append(turn)
         return response
 
-    def _list_tokens(self, completion: SampledCompletion) -> tuple[TokenLogprob, ...]:
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        return tuple(TokenLogprob(self.chat.decode([token]), logprob) for token, logprob in pairs)
+    def _list_tokens(self, completion: SampledCompletion) -> list[tuple[str, float]]:
+        texts = [self.chat.decode([token]) for token in completion.token_ids]
+        return list(zip(texts, completion.logprobs, strict=True))
 
     def _check_limits(self, request: PolicyRequest, num_prompt: int, max_tokens: int) -> None:
         limits = self.limits

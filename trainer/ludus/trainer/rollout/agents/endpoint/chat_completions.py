@@ -162,7 +162,7 @@ def _choice(index: int, delta: JsonObject, logprobs: Any, finish_reason: str | N
 def _logprobs(request: ApiRequest, response: PolicyResponse) -> JsonObject | None:
     if not request.content.with_logprobs:
         return None
-    return {"content": token_logprobs(response.tokens), "refusal": None}
+    return {"content": token_logprobs(response), "refusal": None}
 
 
 def _usage(responses: Sequence[PolicyResponse]) -> JsonObject:

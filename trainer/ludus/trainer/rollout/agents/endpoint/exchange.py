@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -87,14 +87,6 @@ class PolicyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token of a completion, with its log-prob."""
-
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class PolicyResponse:
     """A completion in the form that the agent receives."""
 
@@ -106,7 +98,8 @@ class PolicyResponse:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     """Number of sampled tokens after the cut."""
-    tokens: Sequence[TokenLogprob] = field(default=())
+    tokens: Sequence[tuple[str, float]] = ()
+    """Text and log-prob of each sampled token; empty if they were not requested."""
 
     @property
     def as_message(self) -> ChatMessage:

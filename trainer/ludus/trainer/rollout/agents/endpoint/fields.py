@@ -20,6 +20,7 @@ from ludus.trainer.rollout.agents.endpoint.exchange import (
     FieldError,
     FunctionCall,
     PolicyRequest,
+    PolicyResponse,
     Role,
 )
 
@@ -213,16 +214,11 @@ def read_text(content: Any, param: str) -> str:
     return "\n".join(texts)
 
 
-def token_logprobs(response_tokens: Collection[Any]) -> list[JsonObject]:
+def token_logprobs(response: PolicyResponse) -> list[JsonObject]:
     """Return OpenAI's entries for the tokens of a response, with their log-probs."""
     return [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": [],
-        }
-        for token in response_tokens
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in response.tokens
     ]
 
 

@@ -212,7 +212,7 @@ def _output_items(request: PolicyRequest, response: PolicyResponse) -> Iterator[
             "type": "output_text",
             "text": response.content,
             "annotations": [],
-            "logprobs": token_logprobs(response.tokens),
+            "logprobs": token_logprobs(response),
         }
         yield {
             "type": "message",
