@@ -24,6 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from socketserver import StreamRequestHandler
+from typing import cast
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -208,7 +210,8 @@ class PrometheusExporter(RunSeries):
                 f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
                 "for any"
             ) from error
-        self._server.RequestHandlerClass.timeout = _IDLE_TIMEOUT_S
+        handler = cast(type[StreamRequestHandler], self._server.RequestHandlerClass)
+        handler.timeout = _IDLE_TIMEOUT_S
         _log.info("metrics for Prometheus on http://%s:%d/metrics", config.host, self.port)
 
     @property
