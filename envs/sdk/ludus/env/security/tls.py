@@ -60,11 +60,7 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Build the credentials of a gRPC server, for `server.add_secure_port`.
-
-    Raises:
-        ConfigError: a file is missing or unusable, or key and certificate are no pair.
-    """
+    """Build the credentials of a gRPC server; raises the errors of `server_ssl_context`."""
     reloaded_files = _ReloadedFiles(files, _load_grpc_configuration)
     # gRPC calls this at each new connection, from its own threads.
     return grpc.dynamic_ssl_server_credentials(
@@ -99,11 +95,7 @@ def client_ssl_context(
 def client_channel_credentials(
     ca_file: Path | None = None, identity: TlsFiles | None = None
 ) -> grpc.ChannelCredentials:
-    """Build the credentials of a gRPC client; see `client_ssl_context` for the arguments.
-
-    Raises:
-        ConfigError: a file is missing or unusable, or key and certificate do not match.
-    """
+    """Build the credentials of a gRPC client; see `client_ssl_context`."""
     if ca_file or identity:
         client_ssl_context(ca_file, identity)  # gRPC reports bad files only as failed handshakes
     return grpc.ssl_channel_credentials(

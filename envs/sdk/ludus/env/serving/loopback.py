@@ -78,11 +78,7 @@ async def open_client(
 
 
 async def _wait_for_session(address: str, token: str | None, wait_s: float) -> None:
-    """Wait until a session can be opened, which may start a server.
-
-    Raises:
-        UnavailableError: no session could be opened within `wait_s`.
-    """
+    """Wait until a session can be opened, which may start a server."""
 
     async def attempt() -> None:
         connecting = AsyncEnvClient.connect(

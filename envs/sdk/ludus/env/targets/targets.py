@@ -107,12 +107,7 @@ class EnvironmentPackage:
 
 
 def environment_factory(target: str, options: JsonObject) -> TargetFactory:
-    """Return a factory of the target's environments with `options`.
-
-    Raises:
-        NotFoundError: the package, module, class or id does not exist.
-        ConfigError: it is not an environment, or a library that it needs is missing.
-    """
+    """Return a loaded factory of the target's environments; see `TargetFactory.load`."""
     factory = TargetFactory(target, options)
     factory.load()
     return factory

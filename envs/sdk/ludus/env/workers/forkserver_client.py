@@ -210,11 +210,7 @@ class _ForkServerProcess:
         return local
 
     async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
-        """Send an order, with a socket if the order needs one.
-
-        Raises:
-            UnavailableError: the fork server is dead.
-        """
+        """Send an order, with a socket if the order needs one."""
         descriptors = [] if connection is None else [connection.fileno()]
         async with self._sending:
             while order:

@@ -390,12 +390,7 @@ class _WorkerFailures:
         self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
 
     def raise_if_many(self) -> None:
-        """Raise the latest failure while the next worker is likely to fail too.
-
-        Raises:
-            ExecutionError: the latest worker failed to build an environment (code FACTORY_ERROR).
-            UnavailableError: the latest worker failed before it was used.
-        """
+        """Raise the latest failure while the next worker is likely to fail too."""
         if not self.summary or self.delay_s <= 0:
             return
         if self._while_building:
