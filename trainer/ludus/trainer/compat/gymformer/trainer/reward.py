@@ -54,9 +54,6 @@ def train_reward(
         resume_checkpoint: the newest checkpoint of a stopped training with the same
             `reward_model_path`, or a folder that contains it; None starts a new training.
         freeze_backbone: train only the head.
-
-    Raises:
-        UserError: the model or a row of the data is invalid.
     """
     config = load_reward_model_config(
         {
