@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ludus.proto.config import RunConfig
-from ludus.proto.config.load import models_in
+from ludus.proto.config.load import find_sections
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration of a run
@@ -39,7 +39,7 @@ _HEADINGS = {"language_model": "Language-model run", "network": "Network run"}
 def make_page() -> str:
     """Return the text of the page."""
     page = INTRODUCTION
-    for run in models_in(RunConfig):
+    for run in find_sections(RunConfig):
         kind = run.model_fields["kind"].default
         page += "".join(_describe_section(_HEADINGS[kind], run, "", level=2))
     return page
@@ -53,7 +53,7 @@ def _describe_section(
     yield "| field | type | default | description |\n|---|---|---|---|\n"
     nested: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
-        models = list(models_in(field.annotation))
+        models = list(find_sections(field.annotation))
         if models:
             nested += [(f"{prefix}{name}", model) for model in models]
             continue

@@ -88,7 +88,7 @@ async def test_resume_with_other_random_numbers_is_reported(
 def test_random_baseline_needs_no_fixed_policies(tmp_path: Path) -> None:
     unused = ["environment.policies=null", "environment.optimal_policy=null"]
     check(tmp_path, *unused, 'environment.baselines=["random"]')
-    with pytest.raises(UserError, match="'random' alone does not"):
+    with pytest.raises(UserError, match="only 'random' works without it"):
         check(tmp_path, *unused, 'environment.baselines=["random", "dealer_rule"]')
 
 

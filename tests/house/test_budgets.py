@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from ludus.proto.config import RunConfig
-from ludus.proto.config.load import models_in
+from ludus.proto.config.load import find_sections
 
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
@@ -103,7 +103,7 @@ def test_no_module_has_a_catch_all_name() -> None:
 def config_sections(annotation: object) -> set[type[BaseModel]]:
     """Return the configuration sections in a type, and the sections inside of them."""
     sections: set[type[BaseModel]] = set()
-    for section in models_in(annotation):
+    for section in find_sections(annotation):
         sections.add(section)
         for field in section.model_fields.values():
             sections |= config_sections(field.annotation)
@@ -114,12 +114,12 @@ def config_sections(annotation: object) -> set[type[BaseModel]]:
 def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
     fields = section.model_fields
     # A nested section is counted separately.
-    values = [name for name, field in fields.items() if not list(models_in(field.annotation))]
+    values = [name for name, field in fields.items() if not list(find_sections(field.annotation))]
     assert len(values) <= MAX_FIELDS
     unexplained = [
         name
         for name, field in fields.items()
-        if not field.description and name != "kind" and not list(models_in(field.annotation))
+        if not field.description and name != "kind" and not list(find_sections(field.annotation))
     ]
     assert unexplained == []
     assert section.__doc__

@@ -37,9 +37,9 @@
     ├── EngineLostError           the engine of a rollout worker failed; another worker takes over
     └── WorkerStartError          a rollout worker failed to start several times
 
-A message names the value, the expectation and the remedy. Failed rollouts are data: their status
-and reason are recorded. Only a UserError, or a failure of nearly all episodes, stops the run. A
-failed optimizer step stops it always.
+A message names the value, the expectation and the remedy. A failed episode raises no error
+to the run: its status and reason are recorded. Only a UserError, or a failure of nearly all
+episodes, stops the run. A failed optimizer step stops it always.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be read or written."""
 
 
-_CLASS_BY_CODE: dict[ErrorCode, type[EnvError]] = {
+_ERROR_CLASS_BY_CODE: dict[ErrorCode, type[EnvError]] = {
     ErrorCode.INVALID_JSON: InvalidCallError,
     ErrorCode.UNKNOWN_TYPE: InvalidCallError,
     ErrorCode.VALIDATION_ERROR: InvalidCallError,
@@ -311,12 +311,12 @@ _CLASS_BY_CODE: dict[ErrorCode, type[EnvError]] = {
 
 
 def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvError:
-    """Return the exception for a code. Unknown codes become an ExecutionError."""
+    """Return the exception for an error code. An unknown code becomes an ExecutionError."""
     try:
         error_code = ErrorCode(code)
     except ValueError:
         return ExecutionError(f"{message} (code: {code})")
-    return _CLASS_BY_CODE[error_code](message, error_code, retry_after_s)
+    return _ERROR_CLASS_BY_CODE[error_code](message, error_code, retry_after_s)
 
 
 def error_message(error: BaseException) -> str:
@@ -359,8 +359,8 @@ def is_complete_env_error(error: BaseException) -> TypeGuard[EnvError]:
     """
     if not isinstance(error, EnvError):
         return False
-    has_text = isinstance(getattr(error, "message", None), str)
-    return has_text and isinstance(getattr(error, "code", None), ErrorCode)
+    has_message = isinstance(getattr(error, "message", None), str)
+    return has_message and isinstance(getattr(error, "code", None), ErrorCode)
 
 
 def clear_tracebacks(error: BaseException) -> None:
@@ -390,5 +390,5 @@ def _make_sendable(message: str) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint at the most similar name, or an empty string if no name is similar."""
-    similar = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean '{similar[0]}'?" if similar else ""
+    similar_names = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean '{similar_names[0]}'?" if similar_names else ""

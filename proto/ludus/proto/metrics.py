@@ -1,6 +1,6 @@
 """Names and descriptions of all metrics, shared by metrics.jsonl, the console and dashboards.
 
-Each metric of a run has a reduction, which combines the values of parts into one value:
+Each metric of a run has a reduction, which combines the values of several rows into one value:
 
     values of environments  --+
     values of steps         --+-- combine_metrics() --> values of the run
@@ -25,13 +25,13 @@ _PROMETHEUS_PREFIX = "ludus_train_"
 
 
 class Reduction(StrEnum):
-    """Way to combine the values of parts into one value."""
+    """Way to combine the values of several rows into one value."""
 
     SUM = "sum"
     MEAN = "mean"
-    """Mean, weighted by another metric of the same part."""
+    """Mean, weighted by another metric of the same row."""
     DEVIATION = "deviation"
-    """Standard deviation of all elements of the parts, around their common mean."""
+    """Standard deviation of all elements behind the rows, around their common mean."""
     MAX = "max"
     LAST = "last"
 
@@ -45,53 +45,57 @@ class MetricSpec:
     """Unit of the value; empty for counts and pure numbers."""
     help: str
     weight: str | None = None
-    """Metric that weights a mean or deviation. None weights all parts equally."""
+    """Metric that weights a mean or deviation. None weights all rows equally."""
     center: str | None = None
     """Metric with the mean that a deviation refers to."""
     is_per_environment: bool = False
     """True if each environment of a run has its own value."""
 
 
-def _environment_spec(
-    reduction: Reduction, unit: str, text: str, weight: str | None = None, center: str | None = None
+def _make_environment_spec(
+    reduction: Reduction,
+    unit: str,
+    description: str,
+    weight: str | None = None,
+    center: str | None = None,
 ) -> MetricSpec:
-    return MetricSpec(reduction, unit, text, weight, center, is_per_environment=True)
+    return MetricSpec(reduction, unit, description, weight, center, is_per_environment=True)
 
 
-def _mean_per(weight: str, unit: str, text: str) -> MetricSpec:
-    return _environment_spec(Reduction.MEAN, unit, text, weight)
+def _make_mean(weight: str, unit: str, description: str) -> MetricSpec:
+    return _make_environment_spec(Reduction.MEAN, unit, description, weight)
 
 
-def _mean_per_episode(unit: str, text: str) -> MetricSpec:
-    return _mean_per("num_episodes_scored", unit, text)
+def _make_episode_mean(unit: str, description: str) -> MetricSpec:
+    return _make_mean("num_episodes_scored", unit, description)
 
 
-def _mean_per_game(unit: str, text: str) -> MetricSpec:
-    return _mean_per("num_games", unit, text)
+def _make_game_mean(unit: str, description: str) -> MetricSpec:
+    return _make_mean("num_games", unit, description)
 
 
-def _mean_per_token(unit: str, text: str) -> MetricSpec:
-    return MetricSpec(Reduction.MEAN, unit, text, "num_tokens_trained")
+def _make_token_mean(unit: str, description: str) -> MetricSpec:
+    return MetricSpec(Reduction.MEAN, unit, description, "num_tokens_trained")
 
 
-def _count(text: str) -> MetricSpec:
-    return _environment_spec(Reduction.SUM, "", text)
+def _make_count(description: str) -> MetricSpec:
+    return _make_environment_spec(Reduction.SUM, "", description)
 
 
-def _total(text: str, unit: str = "") -> MetricSpec:
-    return MetricSpec(Reduction.SUM, unit, text)
+def _make_total(description: str, unit: str = "") -> MetricSpec:
+    return MetricSpec(Reduction.SUM, unit, description)
 
 
-def _seconds(text: str) -> MetricSpec:
-    return _total(text, "s")
+def _make_duration(description: str) -> MetricSpec:
+    return _make_total(description, "s")
 
 
-def _interval_bound(unit: str, text: str) -> MetricSpec:
+def _make_interval_bound(unit: str, description: str) -> MetricSpec:
     # Intervals cannot be averaged, so the last evaluation counts.
-    return _environment_spec(Reduction.LAST, unit, text)
+    return _make_environment_spec(Reduction.LAST, unit, description)
 
 
-_REWARD_TERM = _mean_per_episode("reward", "Reward term of an episode, without its weight.")
+_REWARD_TERM = _make_episode_mean("reward", "Reward term of an episode, without its weight.")
 
 
 class _Metric(StrEnum):
@@ -100,7 +104,7 @@ class _Metric(StrEnum):
     spec: MetricSpec
 
     def __new__(cls, name: str, spec: MetricSpec) -> _Metric:
-        """Create a member: a string with the attribute `spec`."""
+        """Create a member, which is a string with the attribute `spec`."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.spec = spec
@@ -110,10 +114,10 @@ class _Metric(StrEnum):
 class TrainMetric(_Metric):
     """Metrics of one training step."""
 
-    REWARD_MEAN = auto(), _mean_per_episode("reward", "Reward of an episode.")
+    REWARD_MEAN = auto(), _make_episode_mean("reward", "Reward of an episode.")
     REWARD_STD = (
         auto(),
-        _environment_spec(
+        _make_environment_spec(
             Reduction.DEVIATION,
             "reward",
             "Standard deviation of the episodes' rewards.",
@@ -123,81 +127,86 @@ class TrainMetric(_Metric):
     )
     WIN_RATE = (
         auto(),
-        _mean_per("num_episodes_finished", "share", "Share of episodes that succeeded."),
+        _make_mean("num_episodes_finished", "share", "Share of episodes that succeeded."),
     )
-    NUM_WINS = auto(), _count("Episodes whose environment reported a success.")
-    NUM_DRAWS = auto(), _count("Episodes without success and with a return of 0.")
-    NUM_LOSSES = auto(), _count("Episodes without success and with a return other than 0.")
-    NUM_EPISODES = auto(), _count("Episodes that were played.")
-    NUM_EPISODES_FINISHED = auto(), _count("Episodes with a return.")
-    NUM_EPISODES_SCORED = auto(), _count("Episodes with a reward.")
-    NUM_EPISODES_LOST = auto(), _count("Episodes that the infrastructure ended.")
-    NUM_EPISODES_FAILED = auto(), _count("Episodes in which code raised an error.")
-    NUM_EPISODES_INVALID = auto(), _count("Episodes that ended with text that is not an action.")
-    NUM_EPISODES_TRUNCATED = auto(), _count("Episodes that a limit cut off.")
-    NUM_TURNS_MEAN = auto(), _mean_per("num_episodes", "turns", "Turns of an episode.")
-    NUM_TOOL_CALLS = auto(), _count("Tool calls, including failed calls.")
+    NUM_WINS = auto(), _make_count("Episodes whose environment reported a success.")
+    NUM_DRAWS = auto(), _make_count("Episodes without success and with a return of 0.")
+    NUM_LOSSES = auto(), _make_count("Episodes without success and with a return other than 0.")
+    NUM_EPISODES = auto(), _make_count("Episodes that were played.")
+    NUM_EPISODES_FINISHED = auto(), _make_count("Episodes with a return.")
+    NUM_EPISODES_SCORED = auto(), _make_count("Episodes with a reward.")
+    NUM_EPISODES_LOST = auto(), _make_count("Episodes that the infrastructure ended.")
+    NUM_EPISODES_FAILED = auto(), _make_count("Episodes in which code raised an error.")
+    NUM_EPISODES_INVALID = (
+        auto(),
+        _make_count("Episodes that ended with text that is not an action."),
+    )
+    NUM_EPISODES_TRUNCATED = auto(), _make_count("Episodes that a limit cut off.")
+    NUM_TURNS_MEAN = auto(), _make_mean("num_episodes", "turns", "Turns of an episode.")
+    NUM_TOOL_CALLS = auto(), _make_count("Tool calls, including failed calls.")
     NUM_TOOL_CALLS_FAILED = (
         auto(),
-        _count("Tool calls that returned an error, or could not be parsed or executed."),
+        _make_count("Tool calls that returned an error, or could not be parsed or executed."),
     )
-    NUM_EPISODES_WITH_TOOL_CALLS = auto(), _count("Episodes with tool calls.")
+    NUM_EPISODES_WITH_TOOL_CALLS = auto(), _make_count("Episodes with tool calls.")
     NUM_BRANCHES = (
         auto(),
-        _count("Sequences that branch off from another sequence of their episode (agents)."),
+        _make_count("Sequences that branch off from another sequence of their episode (agents)."),
     )
     NUM_FAILED_AGENTS = (
         "num_dead_agents",
-        _count("Episodes whose agent failed or exceeded its time limit."),
+        _make_count("Episodes whose agent failed or exceeded its time limit."),
     )
-    NUM_GROUPS = auto(), _count("Groups that were played.")
+    NUM_GROUPS = auto(), _make_count("Groups that were played.")
     NUM_ZERO_VARIANCE_GROUPS = (
         "num_groups_dead",
-        _count("Groups whose rewards are all equal."),
+        _make_count("Groups whose rewards are all equal."),
     )
-    NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two episodes with a reward.")
-    NUM_GROUPS_STALE = auto(), _count("Groups that were dropped because of their staleness.")
-    NUM_GROUPS_ROLLED_BACK = auto(), _count("Groups that were lost when the learner died.")
+    NUM_GROUPS_VOID = auto(), _make_count("Groups with fewer than two episodes with a reward.")
+    NUM_GROUPS_STALE = auto(), _make_count("Groups that were dropped because of their staleness.")
+    NUM_GROUPS_ROLLED_BACK = auto(), _make_count("Groups that were lost when the learner died.")
     ZERO_VARIANCE_GROUP_RATIO = (
         auto(),
-        _mean_per("num_groups", "share", "Share of groups whose rewards are all equal."),
+        _make_mean("num_groups", "share", "Share of groups whose rewards are all equal."),
     )
-    NUM_GROUPS_TRAINED = auto(), _count("Groups in the batch.")
+    NUM_GROUPS_TRAINED = auto(), _make_count("Groups in the batch.")
     STALENESS_MEAN = (
         auto(),
-        _mean_per("num_groups_trained", "versions", "Mean staleness of the groups in the batch."),
+        _make_mean("num_groups_trained", "versions", "Mean staleness of the groups in the batch."),
     )
     STALENESS_MAX = (
         auto(),
-        _environment_spec(Reduction.MAX, "versions", "Largest staleness of a group in the batch."),
+        _make_environment_spec(
+            Reduction.MAX, "versions", "Largest staleness of a group in the batch."
+        ),
     )
-    NUM_TOKENS_GENERATED = auto(), _count("Tokens that were sampled.")
-    NUM_UNLOCKS = auto(), _count("Number of times that the curriculum opened the environment.")
+    NUM_TOKENS_GENERATED = auto(), _make_count("Tokens that were sampled.")
+    NUM_UNLOCKS = auto(), _make_count("Number of times that the curriculum opened the environment.")
     NUM_ENVIRONMENTS_OPEN = (
         auto(),
         MetricSpec(Reduction.LAST, "environments", "Open environments of the curriculum."),
     )
     LOSS = auto(), MetricSpec(Reduction.MEAN, "", "Loss.")
-    VALUE_LOSS = auto(), _mean_per_token("", "Loss of the value head.")
+    VALUE_LOSS = auto(), _make_token_mean("", "Loss of the value head.")
     EXPLAINED_VARIANCE = (
         auto(),
-        _mean_per_token(
+        _make_token_mean(
             "share", "Share of the variance of the returns that the value head explains."
         ),
     )
-    MISMATCH_KL = auto(), _mean_per_token("nats", "KL divergence between sampler and learner.")
-    REFERENCE_KL = auto(), _mean_per_token("nats", "KL divergence from the reference model.")
-    ENTROPY = auto(), _mean_per_token("nats", "Entropy of the policy per sampled token.")
+    MISMATCH_KL = auto(), _make_token_mean("nats", "KL divergence between sampler and learner.")
+    REFERENCE_KL = auto(), _make_token_mean("nats", "KL divergence from the reference model.")
+    ENTROPY = auto(), _make_token_mean("nats", "Entropy of the policy per sampled token.")
     POLICY_KL = (
         auto(),
         MetricSpec(
             Reduction.MEAN,
             "nats",
-            "KL divergence of a network after a training step from before, per environment step.",
+            "KL divergence of a network from its previous state, per environment step.",
             "num_env_steps",
         ),
     )
-    CLIP_RATIO = auto(), _mean_per_token("share", "Share of sampled tokens with a clipped ratio.")
+    CLIP_RATIO = auto(), _make_token_mean("share", "Share of sampled tokens with a clipped ratio.")
     MASKED_SEQUENCE_RATIO = (
         auto(),
         MetricSpec(
@@ -209,63 +218,63 @@ class TrainMetric(_Metric):
     )
     MASKED_TOKEN_RATIO = (
         auto(),
-        _mean_per_token("share", "Share of sampled tokens that the correction masked."),
+        _make_token_mean("share", "Share of sampled tokens that the correction masked."),
     )
     GRAD_NORM = auto(), MetricSpec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
     NUM_SKIPPED_UPDATES = (
         auto(),
-        _total("Updates that were skipped because their gradient was not finite."),
+        _make_total("Updates that were skipped because their gradient was not finite."),
     )
     LEARNING_RATE = auto(), MetricSpec(Reduction.LAST, "", "Learning rate of the step.")
-    NUM_TOKENS_TRAINED = auto(), _total("Sampled tokens in the loss.")
-    NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, including prompts.")
+    NUM_TOKENS_TRAINED = auto(), _make_total("Sampled tokens in the loss.")
+    NUM_TOKENS_IN_BATCH = auto(), _make_total("Tokens of all samples, including prompts.")
     NUM_TOKENS_FORWARDED = (
         auto(),
-        _total("Tokens that the learner's model computed, including padding."),
+        _make_total("Tokens that the learner's model computed, including padding."),
     )
-    NUM_ENV_STEPS = auto(), _total("Environment steps that a network was trained on.")
+    NUM_ENV_STEPS = auto(), _make_total("Environment steps that a network was trained on.")
     BUFFER_DEPTH_GROUPS = (
         auto(),
         MetricSpec(Reduction.LAST, "groups", "Groups in the buffer after the batch was taken."),
     )
-    STEP_S = auto(), _seconds("Time from the end of a step to the end of the next step.")
-    WAIT_FOR_BATCH_S = auto(), _seconds("Time that the learner waited for a batch.")
-    TRAIN_S = auto(), _seconds("Time of the forward and backward passes and the optimizer.")
+    STEP_S = auto(), _make_duration("Time from the end of a step to the end of the next step.")
+    WAIT_FOR_BATCH_S = auto(), _make_duration("Time that the learner waited for a batch.")
+    TRAIN_S = auto(), _make_duration("Time of the forward and backward passes and the optimizer.")
     ROLLOUT_IDLE_S = (
         auto(),
-        _seconds("Time that sampling paused because of the staleness limit."),
+        _make_duration("Time that sampling paused because of the staleness limit."),
     )
     WEIGHT_SYNC_S = (
         auto(),
-        _seconds("Time from the last update until all workers sample with its weights."),
+        _make_duration("Time from the last update until all workers sample with its weights."),
     )
-    PUBLISH_S = auto(), _seconds("Time that the learner took to publish the weights.")
-    DELIVER_S = auto(), _seconds("Time until all workers had loaded the published weights.")
+    PUBLISH_S = auto(), _make_duration("Time that the learner took to publish the weights.")
+    DELIVER_S = auto(), _make_duration("Time until all workers had loaded the published weights.")
     WEIGHT_FETCH_S = (
         auto(),
-        _seconds("Time that the slowest worker took to fetch and check a version."),
+        _make_duration("Time that the slowest worker took to fetch and check a version."),
     )
     SAMPLER_PAUSE_S = (
         auto(),
-        _seconds("Longest time that a worker paused sampling for new weights."),
+        _make_duration("Longest time that a worker paused sampling for new weights."),
     )
-    WEIGHT_SYNC_BYTES = auto(), _total("Size of the published version.", "bytes")
-    WEIGHT_FETCH_BYTES = auto(), _total("Bytes that all workers fetched.", "bytes")
+    WEIGHT_SYNC_BYTES = auto(), _make_total("Size of the published version.", "bytes")
+    WEIGHT_FETCH_BYTES = auto(), _make_total("Bytes that all workers fetched.", "bytes")
     CANARY_ERROR = (
         auto(),
         MetricSpec(Reduction.MAX, "nats", "Largest canary error of any worker so far."),
     )
     NUM_CANARY_FAILURES = (
         auto(),
-        _total("Failed canary checks: the worker did not sample with the published weights."),
+        _make_total("Failed canary checks: the worker did not sample with the published weights."),
     )
     NUM_ENVIRONMENT_RESTARTS = (
         auto(),
-        _total("Restarts of environment servers."),
+        _make_total("Restarts of environment servers."),
     )
-    NUM_LEARNER_RESTARTS = auto(), _total("Restarts of the learner's ranks.")
-    NUM_CHECKPOINTS = auto(), _total("Checkpoints that were written.")
-    CHECKPOINT_S = auto(), _seconds("Time that training paused for a checkpoint.")
+    NUM_LEARNER_RESTARTS = auto(), _make_total("Restarts of the learner's ranks.")
+    NUM_CHECKPOINTS = auto(), _make_total("Checkpoints that were written.")
+    CHECKPOINT_S = auto(), _make_duration("Time that training paused for a checkpoint.")
     TOKENS_PER_SECOND = (
         auto(),
         MetricSpec(Reduction.MEAN, "tokens/s", "Sampled tokens per second of the step.", "step_s"),
@@ -290,40 +299,40 @@ class TrainMetric(_Metric):
 class EvalMetric(_Metric):
     """Metrics of one evaluation."""
 
-    NUM_GAMES = auto(), _count("Episodes with a result.")
-    NUM_GAMES_VOID = auto(), _count("Void episodes, which have no result.")
+    NUM_GAMES = auto(), _make_count("Episodes with a result.")
+    NUM_GAMES_VOID = auto(), _make_count("Void episodes, which have no result.")
     WIN_RATE = (
         auto(),
-        _mean_per_game("share", "Share of episodes whose environment reported a success."),
+        _make_game_mean("share", "Share of episodes whose environment reported a success."),
     )
     WIN_RATE_CI95_LOW = (
         auto(),
-        _interval_bound("share", "Lower bound of the 95 % Wilson interval of the win rate."),
+        _make_interval_bound("share", "Lower bound of the 95 % Wilson interval of the win rate."),
     )
     WIN_RATE_CI95_HIGH = (
         auto(),
-        _interval_bound("share", "Upper bound of the 95 % Wilson interval of the win rate."),
+        _make_interval_bound("share", "Upper bound of the 95 % Wilson interval of the win rate."),
     )
     DRAW_RATE = (
         auto(),
-        _mean_per_game("share", "Share of episodes without success and with a return of 0."),
+        _make_game_mean("share", "Share of episodes without success and with a return of 0."),
     )
-    RETURN_MEAN = auto(), _mean_per_game("reward", "Mean return of an episode.")
+    RETURN_MEAN = auto(), _make_game_mean("reward", "Mean return of an episode.")
     RETURN_CI95_LOW = (
         auto(),
-        _interval_bound("reward", "Lower bound of the 95 % interval of the mean return."),
+        _make_interval_bound("reward", "Lower bound of the 95 % interval of the mean return."),
     )
     RETURN_CI95_HIGH = (
         auto(),
-        _interval_bound("reward", "Upper bound of the 95 % interval of the mean return."),
+        _make_interval_bound("reward", "Upper bound of the 95 % interval of the mean return."),
     )
     INVALID_RATE = (
         auto(),
-        _mean_per_game("share", "Share of episodes that ended with text that is not an action."),
+        _make_game_mean("share", "Share of episodes that ended with text that is not an action."),
     )
     GAP_CLOSED = (
         auto(),
-        _mean_per_game(
+        _make_game_mean(
             "share", "Share of the gap between the random and the optimal policy that is closed."
         ),
     )
@@ -389,43 +398,45 @@ class GatewayMetric(StrEnum):
 
 def prometheus_name(metric: TrainMetric | EvalMetric) -> str:
     """Return the metric's name in Prometheus, without the suffix `_total` of counters."""
-    group = "eval_" if isinstance(metric, EvalMetric) else ""
+    infix = "eval_" if isinstance(metric, EvalMetric) else ""
     name = metric.value.removeprefix("num_")
     if metric.spec.unit == "s":
         name = name.removesuffix("_s") + "_seconds"
-    return f"{_PROMETHEUS_PREFIX}{group}{name}"
+    return f"{_PROMETHEUS_PREFIX}{infix}{name}"
 
 
-def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the combined training metrics of parts, which are in chronological order.
+def combine_metrics(metric_rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the combined training metrics of rows, which are in chronological order.
 
-    Parts without a metric are skipped for that metric.
+    Rows without a metric are skipped for that metric.
     """
-    rows = list(parts)
+    rows = list(metric_rows)
     specs = {str(metric): metric.spec for metric in TrainMetric}
     values = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         spec = _REWARD_TERM if name.startswith(REWARD_TERM_PREFIX) else specs[name]
-        value = _combine(name, spec, rows)
+        value = _combine_values(name, spec, rows)
         if value is not None:
             values[name] = value
     return values
 
 
 def combine_metric(
-    metric: TrainMetric | EvalMetric | str, parts: Iterable[Mapping[str, float]]
+    metric: TrainMetric | EvalMetric | str, metric_rows: Iterable[Mapping[str, float]]
 ) -> float | None:
-    """Return one combined metric, or None if no part has it.
+    """Return one combined metric, or None if no row has it.
 
     Args:
         metric: a metric, or the name of a reward term's metric.
     """
     spec = metric.spec if isinstance(metric, _Metric) else _REWARD_TERM
-    return _combine(metric, spec, list(parts))
+    return _combine_values(metric, spec, list(metric_rows))
 
 
-def _combine(name: str, spec: MetricSpec, parts: Sequence[Mapping[str, float]]) -> float | None:
-    rows = [row for row in parts if name in row]
+def _combine_values(
+    name: str, spec: MetricSpec, metric_rows: Sequence[Mapping[str, float]]
+) -> float | None:
+    rows = [row for row in metric_rows if name in row]
     values = [row[name] for row in rows]
     if not values:
         return None
@@ -437,37 +448,37 @@ def _combine(name: str, spec: MetricSpec, parts: Sequence[Mapping[str, float]]) 
         case Reduction.LAST:
             return values[-1]
         case Reduction.MEAN:
-            return _mean(values, _weights(spec, rows))
+            return _compute_mean(values, _get_weights(spec, rows))
         case Reduction.DEVIATION:
-            return _deviation(values, spec, rows)
+            return _compute_deviation(values, spec, rows)
 
 
-def _weights(spec: MetricSpec, rows: Sequence[Mapping[str, float]]) -> list[float]:
+def _get_weights(spec: MetricSpec, rows: Sequence[Mapping[str, float]]) -> list[float]:
     if spec.weight is None or any(spec.weight not in row for row in rows):
         return [1.0] * len(rows)
     return [row[spec.weight] for row in rows]
 
 
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
+def _compute_mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
     total = math.fsum(weights)
     if total == 0:
         return None
-    weighted = (value * weight for value, weight in zip(values, weights, strict=True))
-    return math.fsum(weighted) / total
+    weighted_values = (value * weight for value, weight in zip(values, weights, strict=True))
+    return math.fsum(weighted_values) / total
 
 
-def _deviation(
+def _compute_deviation(
     values: Sequence[float], spec: MetricSpec, rows: Sequence[Mapping[str, float]]
 ) -> float | None:
     """Return the combined deviation: Var = weighted mean of var_i + (center_i - center)^2."""
-    weights = _weights(spec, rows)
+    weights = _get_weights(spec, rows)
     centers = [row[spec.center] for row in rows] if spec.center else [0.0] * len(rows)
-    center = _mean(centers, weights)
+    center = _compute_mean(centers, weights)
     if center is None:
         return None
     squares = [
-        value**2 + (part_center - center) ** 2
-        for value, part_center in zip(values, centers, strict=True)
+        value**2 + (row_center - center) ** 2
+        for value, row_center in zip(values, centers, strict=True)
     ]
-    variance = _mean(squares, weights)
+    variance = _compute_mean(squares, weights)
     return None if variance is None else math.sqrt(variance)

@@ -82,7 +82,8 @@ class RewardModelMetrics(_Record):
     num_test: int
     """Number of held-out comparisons."""
     num_answers: int
-    """Number of answers per comparison. A random guess is right once in num_answers times."""
+    """Number of answers per comparison. A random guess is right with probability
+    1 / num_answers."""
     num_left_out: int
     """Number of skipped comparisons, whose answers are all equal."""
     num_texts_cut: int

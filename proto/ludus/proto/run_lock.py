@@ -18,7 +18,7 @@ from ludus.proto.errors import ConfigError
 
 LOCK_FILE = "run.lock"
 
-_LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
+_LOCKED_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def _try_lock(file: IO[str], operation: int) -> bool:
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in _LOCKED_ERRORS
+        return error.errno not in _LOCKED_ERRNOS
     return True
 
 

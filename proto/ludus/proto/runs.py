@@ -321,8 +321,8 @@ def read_transcripts(run_dir: Path) -> list[Transcript]:
     return _read_lines(run_dir / TRANSCRIPTS_FILE, Transcript)
 
 
-def _read_lines(path: Path, record: type[RecordT]) -> list[RecordT]:
+def _read_lines(path: Path, record_type: type[RecordT]) -> list[RecordT]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    return [record.model_validate_json(line) for line in lines[:-1]]
+    return [record_type.model_validate_json(line) for line in lines[:-1]]

@@ -10,6 +10,6 @@ is the n-th test task.
 from __future__ import annotations
 
 FIRST_WARM_START_SEED = 2**30
-"""First seed of the warm start. Training uses the seeds below."""
+"""First seed of the warm start. Training uses smaller seeds."""
 FIRST_EVAL_SEED = 2**31
-"""First seed of evaluations and test tasks. Training and the warm start use the seeds below."""
+"""First seed of evaluations and test tasks. Training and the warm start use smaller seeds."""

@@ -9,24 +9,24 @@ from typing import Any
 from ludus.proto.errors import ConfigError
 
 
-def parse_value(raw: str, field: str) -> Any:
+def parse_value(text: str, field: str) -> Any:
     """Return the value of a field: parsed as JSON if possible, then as TOML, otherwise the text.
 
     Raises:
         ConfigError: the text starts like a list or a section, but is neither JSON nor TOML.
     """
     try:
-        return json.loads(raw)
+        return json.loads(text)
     except json.JSONDecodeError:
         pass
-    if not raw.lstrip().startswith(("[", "{", "'", '"')):
-        return raw
+    if not text.lstrip().startswith(("[", "{", "'", '"')):
+        return text
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
-        if raw.lstrip().startswith(("'", '"')):
-            return raw
+        if text.lstrip().startswith(("'", '"')):
+            return text
         raise ConfigError(
-            f"{field} must be a value in JSON or TOML, got '{raw}': {error}; for example"
+            f"{field} must be a value in JSON or TOML, got '{text}': {error}; for example"
             """ '[{"weight": 1.0}]', '[{weight = 1.0}]', or '"[a text]"' in quotes"""
         ) from None

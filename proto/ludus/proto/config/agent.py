@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from ludus.proto.config.section import ImportPath, PositiveInt, Seconds, Section
 
-_KINDS = {"command": "program", "url": "service", "function": "in_process"}
-"""Kind of agent by the field that only this kind has."""
+_KIND_BY_FIELD = {"command": "program", "url": "service", "function": "in_process"}
+"""Kind of an agent, by the field that only agents of this kind have."""
 
 
 class _Agent(Section):
@@ -20,9 +20,9 @@ class _Agent(Section):
     max_concurrent: PositiveInt = 64
     """Maximum number of agents that a rollout worker runs at once; further agents wait."""
     answer: Literal["json", "text", "last_message", "none"] = "json"
-    """Action of the environment step after the agent has finished: `answer` or `action` of the
-    JSON object that the agent returns, all of its text, the last completion of the policy, or no
-    step (docs/agents.md)."""
+    """Action of the environment step that follows when the agent has finished: `answer` or `action`
+    of the agent's JSON output, the agent's whole output as text, or the last completion of the
+    policy. "none" makes no step (docs/agents.md)."""
     host: str = "127.0.0.1"
     """Address that the endpoint of a rollout worker listens on. Use 0.0.0.0 if agents run on
     other machines."""
@@ -33,15 +33,15 @@ class CommandAgent(_Agent):
 
     kind: Literal["program"] = "program"
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Program and arguments. `{task}` in an argument is replaced by the task as JSON, `{text}` by
-    the text of the first observation."""
+    """Program and arguments. In an argument, `{task}` is replaced by the task as JSON, and `{text}`
+    by the text of the first observation."""
     folder: str = "."
     """Working directory of the program, which the program may read."""
     allow_read: tuple[str, ...] = ()
     """Further files and folders that the program may read."""
     pass_env: tuple[str, ...] = ()
-    """Environment variables of the rollout worker that the program gets, in addition to the
-    harmless ones."""
+    """Names of environment variables of the rollout worker that are passed to the program, in
+    addition to variables that are always safe, such as PATH."""
     max_concurrent: PositiveInt = 16
     """Maximum number of programs that a rollout worker runs at once; further programs wait."""
     sandbox: Literal["offered", "required", "off"] = "offered"
@@ -62,12 +62,16 @@ class UrlAgent(_Agent):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        split_url = urlsplit(url)
+        if (
+            split_url.scheme not in ("http", "https")
+            or not split_url.hostname
+            or split_url.username
+        ):
             raise ValueError(
                 "expected http://host:port/path or https://..., without credentials "
                 "(they come from the environment variable token_env), got "
-                f"'{parts.scheme}://{parts.hostname or ''}{parts.path}'"
+                f"'{split_url.scheme}://{split_url.hostname or ''}{split_url.path}'"
             )
         return url
 
@@ -81,17 +85,17 @@ class FunctionAgent(_Agent):
     thread."""
 
 
-def _add_kind(value: Any) -> Any:
-    """Add the kind that follows from the fields of the section."""
-    if not isinstance(value, dict) or "kind" in value:
-        return value
-    fields = [field for field in _KINDS if field in value]
-    if len(fields) != 1:
+def _add_kind(section: Any) -> Any:
+    """Add the kind of the agent, which follows from its fields."""
+    if not isinstance(section, dict) or "kind" in section:
+        return section
+    kind_fields = [name for name in _KIND_BY_FIELD if name in section]
+    if len(kind_fields) != 1:
         raise ValueError(
             "an agent needs exactly one of command = [...], url = '...' and function = "
-            f"'module:callable', got {' and '.join(fields) or 'none of them'}"
+            f"'module:callable', got {' and '.join(kind_fields) or 'none of them'}"
         )
-    return {"kind": _KINDS[fields[0]], **value}
+    return {"kind": _KIND_BY_FIELD[kind_fields[0]], **section}
 
 
 AgentConfig = Annotated[

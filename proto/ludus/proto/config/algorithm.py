@@ -15,10 +15,10 @@ from ludus.proto.config.section import (
     default_kind,
 )
 
-BelowRatio = Annotated[float, Field(gt=0, le=1)]
-"""Largest distance of a ratio below 1; 1 allows a ratio of 0."""
+LowerClipRange = Annotated[float, Field(gt=0, le=1)]
+"""Distance below 1 at which a ratio is clipped; 1 never clips it."""
 
-Cap = Annotated[float, Field(ge=1)]
+WeightCap = Annotated[float, Field(ge=1)]
 """Largest importance weight. A cap below 1 would scale down samples of the learner's own policy."""
 
 
@@ -26,7 +26,7 @@ class ClipLoss(Section):
     """PPO's clipped ratio per token, with clip-higher and dual clip."""
 
     kind: Literal["clip"] = "clip"
-    clip_low: BelowRatio = 0.2
+    clip_low: LowerClipRange = 0.2
     """Lower clipping range: the ratio is clipped to 1 - clip_low if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
     """Upper clipping range: the ratio is clipped to 1 + clip_high if the advantage is positive."""
@@ -39,17 +39,20 @@ class GspoLoss(Section):
     """One clipped ratio per sequence: the geometric mean of the token ratios."""
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: BelowRatio = 3e-4
+    clip_low: LowerClipRange = 3e-4
     """Lower clipping range: the sequence ratio is clipped to 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
     """Upper clipping range: the sequence ratio is clipped to 1 + clip_high."""
 
 
 class CispoLoss(Section):
-    """The log-prob weighted by a clipped ratio without gradient: every token has a gradient."""
+    """The log-prob, weighted by a clipped ratio that has no gradient.
+
+    Clipped tokens keep a gradient.
+    """
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: BelowRatio = 1.0
+    clip_low: LowerClipRange = 1.0
     """Lower clipping range: the ratio is clipped to 1 - clip_low. 1 does not clip it."""
     clip_high: PositiveFloat = 4.0
     """Upper clipping range: the ratio is clipped to 1 + clip_high."""
@@ -68,7 +71,7 @@ class TokenTis(Section):
     """Truncated importance weight per token, for the difference between sampler and learner."""
 
     kind: Literal["token_tis"] = "token_tis"
-    cap: Cap = 2.0
+    cap: WeightCap = 2.0
     """Largest importance weight."""
 
 
@@ -76,7 +79,7 @@ class SequenceTis(Section):
     """Truncated importance weight per sequence."""
 
     kind: Literal["sequence_tis"] = "sequence_tis"
-    cap: Cap = 5.0
+    cap: WeightCap = 5.0
     """Largest importance weight."""
 
 
@@ -84,7 +87,7 @@ class SequenceMask(Section):
     """Importance weight per sequence. Sequences above the cap are masked."""
 
     kind: Literal["sequence_mask"] = "sequence_mask"
-    cap: Cap = 3.0
+    cap: WeightCap = 3.0
     """Largest importance weight; sequences above it are masked."""
 
 
@@ -144,13 +147,13 @@ class _PolicyGradient(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence: k2 or k3 in the loss, k1 in the reward."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Use of the KL divergence: a term of the loss, or subtracted from the reward of each token."""
+    """Use of the KL divergence: a term of the loss, or a penalty on the reward of each token."""
     anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the run after which entropy_coef and kl_coef reach their final values."""
 
     @property
     def sampler_comparison(self) -> str | None:
-        """The field and value that compare the sampler's log-probs with the learner's."""
+        """The setting that compares log-probs of sampler and learner, as "field = value"."""
         if self.correction.kind != "off":
             return f"correction.kind = '{self.correction.kind}'"
         if self.old_logprobs == "rollout":
@@ -163,7 +166,7 @@ class _PolicyGradient(Section):
     def _check_ratios(self) -> Self:
         if self.old_logprobs == "rollout" and self.correction.kind != "off":
             raise ValueError(
-                "old_logprobs = 'rollout' already takes the ratio to the sampler, so "
+                "old_logprobs = 'rollout' already compares with the sampler, so "
                 f"correction.kind = '{self.correction.kind}' would count the difference twice; "
                 "set correction = {kind = 'off'} or old_logprobs = 'recompute'"
             )
@@ -226,8 +229,8 @@ class GrpoConfig(_PolicyGradient):
 
     @model_validator(mode="after")
     def _check_advantages(self) -> Self:
-        replaced = ("baseline", "scale", "credit")
-        defaults = {name: type(self).model_fields[name].default for name in replaced}
+        replaced_fields = ("baseline", "scale", "credit")
+        defaults = {name: type(self).model_fields[name].default for name in replaced_fields}
         changed_fields = [
             f"{name} = '{getattr(self, name)}'"
             for name, default in defaults.items()
@@ -280,8 +283,8 @@ class HeadCritic(Section):
 
     kind: Literal["head"] = "head"
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the head. Its course is that of the policy's learning rate. null takes
-    the policy's learning rate."""
+    """Peak learning rate of the head, which follows the schedule of the policy's learning rate.
+    null takes the policy's peak."""
 
 
 class ModelCritic(Section):
@@ -295,8 +298,8 @@ class ModelCritic(Section):
     """Initial critic: a folder or Hugging Face id of a language model or of a reward model, or the
     folder `critic` in the model of a checkpoint. null copies the policy."""
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the critic. Its course is that of the policy's learning rate. null
-    takes the policy's learning rate."""
+    """Peak learning rate of the critic, which follows the schedule of the policy's learning rate.
+    null takes the policy's peak."""
 
 
 CriticConfig = Annotated[

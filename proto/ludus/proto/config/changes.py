@@ -43,7 +43,7 @@ IGNORED_FIELDS = (
 )
 """Fields that change neither training nor evaluation, only where and how long a run runs."""
 
-_MAX_LISTED = 20
+_MAX_LISTED_CHANGES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,23 @@ class Change:
         return f"{self.field} was {self.old!r} and is {self.new!r}"
 
 
-def changes_between(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
+def find_changes(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
     """Return the changes that a user should see.
 
-    The run of a reward model must keep all fields that affect it.
+    A reward model's run must keep all fields that affect its training.
 
     Raises:
         ConfigError: a field changed that a run must keep.
     """
-    changes = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
-    shown_changes = [change for change in changes if not _is_in(change.field, IGNORED_FIELDS)]
+    changes = list(_find_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+    shown_changes = [
+        change for change in changes if not _is_in_sections(change.field, IGNORED_FIELDS)
+    ]
     refused_changes = shown_changes
     if not isinstance(new, RewardModelRun):
-        refused_changes = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
+        refused_changes = [
+            change for change in changes if _is_in_sections(change.field, REFUSED_FIELDS)
+        ]
     if refused_changes:
         raise ConfigError(
             "a resumed run must keep its model and its algorithm, but "
@@ -81,21 +85,21 @@ def changes_between(old: AnyRunConfig, new: AnyRunConfig) -> list[Change]:
 
 
 def describe_changes(changes: list[Change]) -> str:
-    """List the first changes, and count the others."""
-    listed = "; ".join(map(str, changes[:_MAX_LISTED]))
-    num_hidden = len(changes) - _MAX_LISTED
-    return listed if num_hidden <= 0 else f"{listed}; and {num_hidden} more"
+    """Return a list of the first changes as text, and the number of the others."""
+    listed_changes = "; ".join(map(str, changes[:_MAX_LISTED_CHANGES]))
+    num_hidden = len(changes) - _MAX_LISTED_CHANGES
+    return listed_changes if num_hidden <= 0 else f"{listed_changes}; and {num_hidden} more"
 
 
-def _is_in(field: str, sections: tuple[str, ...]) -> bool:
+def _is_in_sections(field: str, sections: tuple[str, ...]) -> bool:
     return any(field == section or field.startswith(section + ".") for section in sections)
 
 
-def _differences(field: str, old: Any, new: Any) -> Iterator[Change]:
+def _find_differences(field: str, old: Any, new: Any) -> Iterator[Change]:
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         if old != new:
             yield Change(field, old, new)
         return
     for key in {**old, **new}:
         path = f"{field}.{key}" if field else key
-        yield from _differences(path, old.get(key), new.get(key))
+        yield from _find_differences(path, old.get(key), new.get(key))

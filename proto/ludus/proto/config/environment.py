@@ -83,7 +83,7 @@ class _Environment(Section):
     many episodes in one call."""
     agent: AgentConfig | None = None
     policies: ImportPath | None = None
-    """Function that makes fixed policies for comparison: (options) -> {name: policy}."""
+    """Function that returns fixed policies for comparison: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
     """Names of the fixed policies that play the same seeds as an evaluation. `random` is always
     available."""
@@ -97,7 +97,8 @@ class _Environment(Section):
     rewards: tuple[RewardTermConfig, ...] = (RewardTerm(),)
     """Terms of the reward; the reward of an episode is their weighted sum."""
     weight: PositiveFloat = 1.0
-    """Share of the groups that play this environment, relative to the other environments."""
+    """Relative number of groups that play this environment, compared with the weights of the other
+    environments."""
     max_turns: PositiveInt | None = None
     """Maximum number of turns. null takes rollout.max_turns."""
     max_tokens: PositiveInt | None = None
@@ -109,9 +110,9 @@ class _Environment(Section):
     """Time in seconds that a lost server may be unreachable, or nearly all episodes may fail,
     before the run stops."""
     resume: bool = False
-    """Replay lost episodes up to the point where their server was lost, instead of skipping them:
-    for servers on preemptible machines. The environment must be deterministic, and its tools must
-    not change anything outside their session."""
+    """Replay lost episodes up to the point where their server was lost, instead of skipping them.
+    Useful for servers on preemptible machines. The environment must be deterministic, and its tools
+    must not change anything outside their session."""
 
     @model_validator(mode="after")
     def _check_renderer(self) -> Self:
@@ -141,7 +142,7 @@ class _Environment(Section):
         if unknown_names and self.policies is None:
             raise ValueError(
                 f"baselines = {unknown_names} needs environment.policies, for example "
-                f"'openspiel_env.policies:fixed_policies'; '{RANDOM_POLICY}' alone does not"
+                f"'openspiel_env.policies:fixed_policies'; only '{RANDOM_POLICY}' works without it"
             )
         return self
 
@@ -152,11 +153,11 @@ class _Environment(Section):
                 "rewards needs at least one term; [{}] is the return of the environment"
             )
         names = [reward_term_name(term) for term in self.rewards]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
+        repeated_names = sorted({name for name in names if names.count(name) > 1})
+        if repeated_names:
             raise ValueError(
-                f"rewards has two terms with the name '{repeated[0]}'; set a different name in "
-                "one of them"
+                f"rewards has two terms with the name '{repeated_names[0]}'; set a different name "
+                "in one of them"
             )
         return self
 
@@ -198,8 +199,8 @@ class _Environment(Section):
     @property
     def rollout_runner(self) -> str | None:
         """The name of the registered runner in `rollout`."""
-        parts = (self.rollout or "").split(":")
-        return parts[0] if len(parts) == 3 else None
+        names = (self.rollout or "").split(":")
+        return names[0] if len(names) == 3 else None
 
     @property
     def rollout_function(self) -> str | None:
@@ -223,7 +224,8 @@ class ClientTls(Section):
     """TLS settings of the connections to a server. Every node reads the files."""
 
     ca_file: str | None = None
-    """Certificate authority of the server's certificate. null trusts those of the system."""
+    """File of the certificate authority that signed the server's certificate. null trusts the
+    authorities of the system."""
     cert_file: str | None = None
     """Client certificate, for servers that require it."""
     key_file: str | None = None
@@ -278,36 +280,44 @@ class Curriculum(Section):
     """Success rate of the hardest open environment at which the next environment opens. Every
     environment except the last must report the success of its episodes (docs/environments.md)."""
     window_groups: PositiveInt = 64
-    """Number of newest groups of an environment that its success rate is computed from."""
+    """Number of newest groups of an environment from which its success rate is computed."""
     mastered_weight: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Factor of the weights of the environments before the hardest open environment."""
+    """Factor that multiplies the weights of all open environments except the hardest."""
 
 
-def environment_name(tree: dict[str, Any]) -> str:
+def environment_name(section: dict[str, Any]) -> str:
     """Return the default name of a single environment, from its game, package or address."""
-    options = tree.get("options")
+    options = section.get("options")
     game = options.get("game") if isinstance(options, dict) else None
-    source = game or tree.get("package")
-    if source is None and "address" in tree:
-        text = _address_name(str(tree["address"]))
+    game_or_package = game or section.get("package")
+    if game_or_package is None and "address" in section:
+        raw_name = _address_name(str(section["address"]))
     else:
-        text = str(source or "openspiel_env").rstrip("/").rpartition("/")[2].rpartition(":")[2]
-    name = "".join(char if char.isalnum() or char in "_-" else "-" for char in text).strip("_-")
+        raw_name = (
+            str(game_or_package or "openspiel_env")
+            .rstrip("/")
+            .rpartition("/")[2]
+            .rpartition(":")[2]
+        )
+    name = "".join(char if char.isalnum() or char in "_-" else "-" for char in raw_name).strip("_-")
     return (name.removesuffix("_env") or "environment")[:47]
 
 
 def _address_name(address: str) -> str:
-    """Return the last part of a URL's path, or its host; with the port if the host is a number."""
+    """Return the last segment of a URL's path, or the host if there is no path.
+
+    The host has its port if it is an IP address.
+    """
     try:
-        parts = urlsplit(address)
-        host = parts.hostname or ""
+        split_address = urlsplit(address)
+        host = split_address.hostname or ""
     except ValueError:
         return "environment"
-    path = parts.path.rstrip("/").removesuffix("/ws")
+    path = split_address.path.rstrip("/").removesuffix("/ws")
     if path:
         return path.rpartition("/")[2]
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return host
-    return parts.netloc.rpartition("@")[2]
+    return split_address.netloc.rpartition("@")[2]

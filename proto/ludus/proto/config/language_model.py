@@ -50,8 +50,8 @@ class TrainingConfig(TrainingSection):
     max_staleness: NonNegativeInt = 1
     """Largest staleness of a sample, in policy versions."""
     window_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Lead that a finished group may have over an older group that is still being played, as a
-    share of all groups in flight."""
+    """Largest lead that a finished group may have over an older group that is still being played,
+    as a share of all groups in flight."""
     max_learner_restarts: NonNegativeInt = 3
     """Number of times that the learner's ranks are restarted from the newest checkpoint when a
     rank dies."""
@@ -79,7 +79,7 @@ class EvalConfig(EvalSection):
     """Time limit in seconds of one evaluation in one environment. After that, the run stops."""
 
 
-def _default_environments() -> dict[str, LocalEnvironment | RemoteEnvironment]:
+def _make_default_environments() -> dict[str, LocalEnvironment | RemoteEnvironment]:
     return {"openspiel": LocalEnvironment()}
 
 
@@ -91,7 +91,7 @@ class LanguageModelRun(TrainingRun):
     preset: Literal["torchforge", "trl", "dapo"] | None = None
     """Settings of another project, used for every field that the file does not set."""
     environments: dict[EnvironmentName, EnvironmentConfig] = Field(
-        default_factory=_default_environments, min_length=1
+        default_factory=_make_default_environments, min_length=1
     )
     """Environments by name. A single environment may be written as section `environment`."""
     curriculum: Curriculum | None = None
@@ -104,7 +104,7 @@ class LanguageModelRun(TrainingRun):
     learner: LearnerConfig = LearnerConfig()
     training: TrainingConfig = TrainingConfig()
     weights: WeightStoreConfig = RayWeightStore()
-    """The way of the weights from the learner to the rollout workers."""
+    """The store that brings the weights from the learner to the rollout workers."""
     eval: EvalConfig = EvalConfig()
     placement: PlacementConfig = PlacementConfig()
 
@@ -119,26 +119,26 @@ class LanguageModelRun(TrainingRun):
         self._check_distribution()
         self._check_batch_rollouts()
         self._check_workers()
-        self._check_limits()
+        self._check_timeouts()
         self._check_epochs()
         return self
 
     def _check_minibatches(self) -> None:
-        groups, parts = self.training.groups_per_step, self.learner.num_minibatches
-        if groups % parts:
+        num_groups, num_minibatches = self.training.groups_per_step, self.learner.num_minibatches
+        if num_groups % num_minibatches:
             raise ValueError(
-                f"training.groups_per_step = {groups} cannot be split into "
-                f"learner.num_minibatches = {parts} equal parts; set groups_per_step to "
-                f"a multiple, for example {(groups // parts + 1) * parts}"
+                f"training.groups_per_step = {num_groups} cannot be split into "
+                f"learner.num_minibatches = {num_minibatches} equal parts; set groups_per_step to "
+                f"a multiple, for example {(num_groups // num_minibatches + 1) * num_minibatches}"
             )
 
     def _check_weight_decay(self) -> None:
-        rate, decay = self.learning_rate, self.learner.weight_decay
-        if rate * decay >= 1:
+        learning_rate, weight_decay = self.learning_rate, self.learner.weight_decay
+        if learning_rate * weight_decay >= 1:
             raise ValueError(
-                f"learner.weight_decay = {decay:g} times learner.learning_rate = {rate:g} is the "
-                "share of every weight that each step removes, and must be less than 1; lower "
-                "weight_decay, which usually is between 0 and 0.1"
+                f"learner.weight_decay = {weight_decay:g} times learner.learning_rate = "
+                f"{learning_rate:g} is the share of every weight that each step removes, and must "
+                "be less than 1; lower weight_decay, which usually is between 0 and 0.1"
             )
 
     def _check_tokens(self) -> None:
@@ -149,28 +149,31 @@ class LanguageModelRun(TrainingRun):
             )
         for name, environment in self.environments.items():
             section = self.environment_section(name)
-            num_tokens = environment.max_tokens or self.rollout.max_tokens
-            completion = environment.max_completion_tokens or self.rollout.max_completion_tokens
-            if num_tokens > self.rollout.max_tokens:
+            max_tokens = environment.max_tokens or self.rollout.max_tokens
+            max_completion_tokens = (
+                environment.max_completion_tokens or self.rollout.max_completion_tokens
+            )
+            if max_tokens > self.rollout.max_tokens:
                 raise ValueError(
-                    f"{section}.max_tokens = {num_tokens} is more than "
+                    f"{section}.max_tokens = {max_tokens} is more than "
                     f"rollout.max_tokens = {self.rollout.max_tokens}, the length that the model "
                     "is loaded for; lower the first or raise the second"
                 )
-            if completion >= num_tokens:
+            if max_completion_tokens >= max_tokens:
                 raise ValueError(
-                    f"{section}: max_completion_tokens = {completion} leaves no room for a prompt "
-                    f"in max_tokens = {num_tokens}; lower the first or raise the second"
+                    f"{section}: max_completion_tokens = {max_completion_tokens} leaves no room "
+                    f"for a prompt in max_tokens = {max_tokens}; lower the first or raise the "
+                    "second"
                 )
 
     def _check_engine(self) -> None:
         if not isinstance(self.generator, VllmGenerator):
             return
-        limit, num_gpus = self.generator.max_model_tokens, self.generator.tensor_parallel_size
-        if limit is not None and limit < self.rollout.max_tokens:
+        token_limit, num_gpus = self.generator.max_model_tokens, self.generator.tensor_parallel_size
+        if token_limit is not None and token_limit < self.rollout.max_tokens:
             raise ValueError(
-                f"generator.max_model_tokens = {limit} is less than rollout.max_tokens = "
-                f"{self.rollout.max_tokens}, and vLLM would reject longer sequences; raise the "
+                f"generator.max_model_tokens = {token_limit} is less than rollout.max_tokens "
+                f"= {self.rollout.max_tokens}, and vLLM would reject longer sequences; raise the "
                 "first, lower the second, or leave max_model_tokens out"
             )
         if num_gpus > 1 and self.rollout.num_gpus_per_worker != num_gpus:
@@ -183,25 +186,28 @@ class LanguageModelRun(TrainingRun):
     def _check_temperatures(self) -> None:
         if not isinstance(self.generator, VllmGenerator):
             return
-        for section, value in (
+        for section, temperature in (
             ("rollout", self.rollout.temperature),
             ("eval", self.eval.temperature),
         ):
-            if value > MAX_VLLM_TEMPERATURE:
+            if temperature > MAX_VLLM_TEMPERATURE:
                 raise ValueError(
-                    f"{section}.temperature = {value:g} is more than vLLM's maximum, "
+                    f"{section}.temperature = {temperature:g} is more than vLLM's maximum, "
                     f"{MAX_VLLM_TEMPERATURE:g}; lower it, or set generator.kind = 'transformers'"
                 )
 
     def _check_sessions(self) -> None:
         rollout = self.rollout
-        needed = rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size
+        num_sessions = rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size
         for environment in self.environments.values():
-            if isinstance(environment, LocalEnvironment) and needed > environment.max_sessions:
+            if (
+                isinstance(environment, LocalEnvironment)
+                and num_sessions > environment.max_sessions
+            ):
                 raise ValueError(
-                    f"rollout.num_workers * num_groups_in_flight * group_size = {needed} sessions, "
-                    f"but environment.max_sessions = {environment.max_sessions}; raise it to "
-                    f"{needed}"
+                    f"rollout.num_workers * num_groups_in_flight * group_size = {num_sessions} "
+                    f"sessions, but environment.max_sessions = {environment.max_sessions}; raise "
+                    f"it to {num_sessions}"
                 )
 
     def _check_workers(self) -> None:
@@ -212,38 +218,38 @@ class LanguageModelRun(TrainingRun):
                 "second"
             )
 
-    def _check_limits(self) -> None:
-        group_s, idle_s = self.rollout.group_timeout_s, self.training.idle_timeout_s
-        if group_s >= idle_s:
+    def _check_timeouts(self) -> None:
+        group_timeout_s, idle_timeout_s = self.rollout.group_timeout_s, self.training.idle_timeout_s
+        if group_timeout_s >= idle_timeout_s:
             raise ValueError(
-                f"training.idle_timeout_s = {idle_s:g} must be longer than "
-                f"rollout.group_timeout_s = {group_s:g}, or the run stops while a group is still "
-                "being played; raise idle_timeout_s"
+                f"training.idle_timeout_s = {idle_timeout_s:g} must be longer than "
+                f"rollout.group_timeout_s = {group_timeout_s:g}, or the run stops while a group is "
+                "still being played; raise idle_timeout_s"
             )
 
     def _check_epochs(self) -> None:
-        epochs = self.training.num_epochs
-        if epochs is None:
+        num_epochs = self.training.num_epochs
+        if num_epochs is None:
             return
         if len(self.environments) > 1:
             raise ValueError(
-                f"training.num_epochs = {epochs:g} counts the tasks of one environment, but the "
-                f"run has {len(self.environments)}; set training.num_steps instead, or put all "
+                f"training.num_epochs = {num_epochs:g} counts the tasks of one environment, but "
+                f"the run has {len(self.environments)}; set training.num_steps instead, or put all "
                 "rows into one data set"
             )
         if self.algorithm.zero_variance_groups == "replace":
             raise ValueError(
-                f"training.num_epochs = {epochs:g} trains on every task, but "
+                f"training.num_epochs = {num_epochs:g} trains on every task, but "
                 "algorithm.zero_variance_groups = 'replace' skips groups of equal rewards; set it "
                 "to 'keep', or set training.num_steps instead"
             )
 
     def _check_batch_rollouts(self) -> None:
-        has_runner = any(each.plays_in_batches for each in self.environments.values())
+        has_runner = any(environment.plays_in_batches for environment in self.environments.values())
         if self.rollout.generate_port is not None and not has_runner:
             raise ValueError(
-                f"rollout.generate_port = {self.rollout.generate_port} is opened by a registered "
-                "runner only, but no environment names one in rollout; remove generate_port"
+                f"rollout.generate_port = {self.rollout.generate_port} needs a registered "
+                "runner, but rollout of no environment names a runner; remove generate_port"
             )
         for name, environment in self.environments.items():
             if environment.plays_in_batches and self.rollout.group_seed != "shared":
@@ -255,28 +261,28 @@ class LanguageModelRun(TrainingRun):
                 )
 
     def _check_distribution(self) -> None:
-        """Refuse to compare log-probs of a distribution that the learner does not compute."""
-        comparison, changed = self.algorithm.sampler_comparison, self.rollout.changed_distribution
-        if changed is None or not comparison:
+        """Raise an error if log-probs of a changed distribution are compared with the learner's."""
+        comparison, setting = self.algorithm.sampler_comparison, self.rollout.changed_distribution
+        if setting is None or not comparison:
             return
-        field, value, effect = changed
-        neutral = type(self.rollout).model_fields[field].default
+        field, value, effect = setting
+        default_value = type(self.rollout).model_fields[field].default
         raise ValueError(
             f"rollout.{field} = {value} samples from a {effect} distribution, whose log-probs "
             f"cannot be compared with the learner's, but algorithm.{comparison} compares them; set "
-            f"rollout.{field} = {neutral:g}, or algorithm.correction.kind = 'off', geometric_mask "
-            "= null and old_logprobs = 'recompute'"
+            f"rollout.{field} = {default_value:g}, or algorithm.correction.kind = 'off', "
+            "geometric_mask = null and old_logprobs = 'recompute'"
         )
 
     @property
     def learning_rate(self) -> float:
         """The peak learning rate."""
-        rate = self.learner.learning_rate
-        return self.model.default_learning_rate if rate is None else rate
+        configured_rate = self.learner.learning_rate
+        return self.model.default_learning_rate if configured_rate is None else configured_rate
 
     @property
     def environment(self) -> LocalEnvironment | RemoteEnvironment:
-        """The first environment, for views that show only one."""
+        """The first environment, for output that shows only one."""
         return next(iter(self.environments.values()))
 
     def environment_section(self, name: str) -> str:

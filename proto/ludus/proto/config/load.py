@@ -24,7 +24,7 @@ JsonObject = dict[str, Any]
 
 
 def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> AnyRunConfig:
-    """Return the configuration of a run of any kind in a file, after overrides.
+    """Read the configuration of any kind of run from a file, and apply overrides.
 
     Args:
         path: .toml, .yaml, .yml or .json file. None uses the defaults.
@@ -41,14 +41,14 @@ def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> Any
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a run of `ludus train`; see `load_any_run_config`."""
+    """Read the configuration of a run of `ludus train`; see `load_any_run_config`."""
     return require_policy(load_any_run_config(path, overrides))
 
 
 def run_config_from(
     tree: JsonObject, overrides: Sequence[str] = (), *, source: str = "the configuration"
 ) -> RunConfig:
-    """Return the configuration of a run of `ludus train` in a tree of sections, after overrides.
+    """Build the configuration of a run of `ludus train` from a tree of sections and overrides.
 
     Args:
         source: name of the tree in messages.
@@ -62,10 +62,10 @@ def run_config_from(
 def load_reward_model_config(
     source: Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> RewardModelRun:
-    """Return the configuration of a run of `ludus train-reward`, after overrides.
+    """Read the configuration of a run of `ludus train-reward`, and apply overrides.
 
     Args:
-        source: .toml, .yaml, .yml or .json file, or the fields.
+        source: .toml, .yaml, .yml or .json file, or the fields of the run.
     """
     overrides = ["kind=reward_model", *overrides]
     if isinstance(source, Path):
@@ -82,7 +82,7 @@ def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRun
     try:
         return ANY_RUN.validate_python(tree)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
+        lines = [_explain_mistake(mistake) for mistake in error.errors()]
         if "environment" in tree:
             # The user did not write the default name of a single environment.
             lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
@@ -92,7 +92,7 @@ def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRun
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
     """Set the value of each override in `tree`.
 
-    Another `kind` of a section removes the section's other fields, which belong to the old kind.
+    A new `kind` of a section removes the section's other fields, which belong to the old kind.
     """
     for override in overrides:
         keys, value = parse_override(override)
@@ -106,18 +106,18 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
                 )
             node = child
         is_section_kind = keys[-1] == "kind" and len(keys) > 1
-        if is_section_kind and value != node.get("kind", _find_default_kind(keys[:-1])):
+        if is_section_kind and value != node.get("kind", _find_initial_kind(keys[:-1])):
             node.clear()
         node[keys[-1]] = value
 
 
-def parse_override(text: str) -> tuple[list[str], Any]:
+def parse_override(override: str) -> tuple[list[str], Any]:
     """Return the keys and the value of an assignment `a.b=value`."""
-    name, separator, value_text = text.partition("=")
+    name, separator, value_text = override.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):
         raise ConfigError(
-            f"--set expected section.field=value, got '{text}'; "
+            f"--set expected section.field=value, got '{override}'; "
             "for example --set training.num_steps=20"
         )
     return keys, parse_value(value_text, f"--set {name}")
@@ -134,7 +134,7 @@ def _read_file(path: Path) -> JsonObject:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
     try:
-        tree = _parse(path.suffix.lower(), text)
+        tree = _parse_text(path.suffix.lower(), text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
         raise ConfigError(f"cannot parse '{path}': {error}") from None
     if not isinstance(tree, dict):
@@ -145,7 +145,7 @@ def _read_file(path: Path) -> JsonObject:
     return tree
 
 
-def _parse(suffix: str, text: str) -> Any:
+def _parse_text(suffix: str, text: str) -> Any:
     match suffix:
         case ".toml":
             return tomllib.loads(text)
@@ -157,53 +157,53 @@ def _parse(suffix: str, text: str) -> Any:
             raise ConfigError(f"expected a .toml, .yaml or .json file, got '{suffix}'")
 
 
-def _explain(detail: ErrorDetails) -> str:
-    """Return the line of a message about one mistake."""
-    location = [str(part) for part in detail["loc"]]
-    path, sections = _follow(location, list(models_in(AnyRunConfig)))
-    value = detail["input"]
-    match detail["type"]:
+def _explain_mistake(mistake: ErrorDetails) -> str:
+    """Describe one mistake in a line of the error message."""
+    location = [str(key) for key in mistake["loc"]]
+    path, sections = _name_field(location, list(find_sections(AnyRunConfig)))
+    value = mistake["input"]
+    match mistake["type"]:
         case "extra_forbidden":
             return f"  {path}: unknown key{_suggest_key(location[-1], sections)}"
         case "missing":
             return f"  {path}: required, but not set"
         case "value_error":
             prefix = f"{path}: " if path else ""
-            return f"  {prefix}{detail['msg'].removeprefix('Value error, ')}"
+            return f"  {prefix}{mistake['msg'].removeprefix('Value error, ')}"
         case "union_tag_invalid":
-            expected = (detail.get("ctx") or {}).get("expected_tags", "")
+            expected = (mistake.get("ctx") or {}).get("expected_tags", "")
             field = f"{path}.kind" if path else "kind"
             return f"  {field}: expected one of {expected}, got {value.get('kind')!r}"
         case _:
-            return f"  {path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {value!r}"
+            return f"  {path}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {value!r}"
 
 
-def _follow(
+def _name_field(
     location: Sequence[str], sections: list[type[BaseModel]]
 ) -> tuple[str, list[type[BaseModel]]]:
-    """Return a field's name as users write it, and the sections that may have its last part.
+    """Return a field's name as users write it, and the sections that may contain the field.
 
-    pydantic adds the kind of each variant to the location; users do not write it.
+    pydantic adds the kind of each variant to the location. Users do not write the kind there.
     """
     names: list[str] = []
-    for depth, part in enumerate(location):
-        variants = [section for section in sections if _kind(section) == part]
-        if variants and not any(part in section.model_fields for section in sections):
+    for depth, key in enumerate(location):
+        variants = [section for section in sections if _get_default_kind(section) == key]
+        if variants and not any(key in section.model_fields for section in sections):
             sections = variants
             continue
-        names.append(part)
-        if not any(part in section.model_fields for section in sections):
+        names.append(key)
+        if not any(key in section.model_fields for section in sections):
             continue  # a key or an index in a field with several sections
         if depth < len(location) - 1:
             fields = [
-                section.model_fields[part] for section in sections if part in section.model_fields
+                section.model_fields[key] for section in sections if key in section.model_fields
             ]
-            sections = [model for field in fields for model in models_in(field.annotation)]
+            sections = [model for field in fields for model in find_sections(field.annotation)]
     return ".".join(names), sections
 
 
-def _find_default_kind(path: Sequence[str]) -> str | None:
-    """Return the kind of a section that does not set `kind`."""
+def _find_initial_kind(path: Sequence[str]) -> str | None:
+    """Return the kind that a section has in a run with default settings."""
     section: Any = LanguageModelRun()
     for key in path:
         section = getattr(section, key, None)
@@ -215,14 +215,14 @@ def _suggest_key(key: str, sections: Sequence[type[BaseModel]]) -> str:
     return f"; {did_you_mean(key, names) or 'known keys: ' + ', '.join(names)}"
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def find_sections(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the configuration sections that a field of this type may contain."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from models_in(argument)
+        yield from find_sections(argument)
 
 
-def _kind(section: type[BaseModel]) -> str | None:
+def _get_default_kind(section: type[BaseModel]) -> str | None:
     field = section.model_fields.get("kind")
     return None if field is None else str(field.default)

@@ -24,7 +24,7 @@ from ludus.proto.config.section import (
 from ludus.proto.config.training_run import EvalSection, TrainingRun, TrainingSection
 
 GYMNASIUM_PREFIX = "gymnasium:"
-"""Prefix of the package of an environment that Gymnasium makes."""
+"""Prefix of `package` if `gymnasium.make` creates the environment."""
 
 
 class _NetworkEnvironment(Section):
@@ -39,8 +39,8 @@ class LocalNetworkEnvironment(_NetworkEnvironment):
 
     kind: Literal["local"] = "local"
     package: str
-    """Gymnasium environment, for example gymnasium:CartPole-v1. Serve other environments, and
-    use kind = "remote"."""
+    """Gymnasium environment, for example gymnasium:CartPole-v1. For other environments, start a
+    server and use kind = "remote"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make."""
 
@@ -70,12 +70,12 @@ class NetworkModel(Section):
     """An actor and a critic: torch modules that take observations as tensors."""
 
     make: ImportPath | None = None
-    """Function that makes both modules: (observation_space, action_space) -> (actor, critic).
-    null makes perceptrons."""
+    """Function that returns both modules: (observation_space, action_space) -> (actor, critic).
+    null creates perceptrons."""
     hidden: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (64, 64)
     """Widths of the hidden layers of each perceptron."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
-    """Activation function between these layers."""
+    """Activation function of the hidden layers."""
     initial_std: PositiveFloat = 1.0
     """Initial standard deviation of continuous actions, as a share of half their range if they
     have a range. It is trained, and is the same in all states."""
@@ -136,7 +136,7 @@ class NetworkPpoConfig(Section):
     """Divide rewards by the standard deviation of the discounted returns so far."""
     target_kl: PositiveFloat | None = None
     """KL divergence from the old policy, in nats per step, above which no further pass starts.
-    null always makes all passes."""
+    null makes all passes."""
     target_return: float | None = None
     """Mean return at which training stops early. An evaluation must reach it, and then
     eval.num_games other episodes must confirm it. null trains all steps."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_KIND = "language_model"
+_PRESET_KIND = "language_model"
 """Kind of the runs that have presets, and of runs that do not set `kind`."""
-_GRPO: Mapping[str, Any] = {
+_GRPO_SETTINGS: Mapping[str, Any] = {
     "kind": "grpo",
     "baseline": "mean",
     "scale": "group",
@@ -31,8 +31,8 @@ _GRPO: Mapping[str, Any] = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # https://github.com/meta-pytorch/torchforge and OpenEnv's examples/grpo_blackjack. The ratio
-    # there is exp(lp - sg[lp]) = 1, so it is never clipped, and stale samples are not corrected.
-    # Optimizer and weight decay are torchtitan's. A batch has 8 samples.
+    # there is exp(logprob - stop_gradient(logprob)) = 1, so it is never clipped, and stale samples
+    # are not corrected. Optimizer and weight decay are torchtitan's. A batch has 8 samples.
     "torchforge": {
         "rollout": {
             "group_size": 4,
@@ -43,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "max_turns": 10,
         },
         "algorithm": {
-            **_GRPO,
+            **_GRPO_SETTINGS,
             "zero_variance_groups": "keep",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
             "correction": {"kind": "off"},
@@ -83,7 +83,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "max_completion_tokens": 256,
         },
         "algorithm": {
-            **_GRPO,
+            **_GRPO_SETTINGS,
             "zero_variance_groups": "keep",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
             "correction": {"kind": "sequence_mask", "cap": 3.0},
@@ -117,7 +117,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "top_p": 1.0,
         },
         "algorithm": {
-            **_GRPO,
+            **_GRPO_SETTINGS,
             "zero_variance_groups": "replace",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
             "correction": {"kind": "off"},
@@ -142,16 +142,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def apply_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` with the settings of its preset in all fields that it does not set."""
+    """Return `tree` with the settings of its preset in all fields that `tree` does not set."""
     preset = tree.get("preset")
     settings = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     # Presets are settings of language-model runs; a run of another kind rejects `preset`.
-    kind = tree.get("kind", _KIND)
-    return merge_sections({"kind": _KIND, **settings}, {**tree, "kind": kind})
+    kind = tree.get("kind", _PRESET_KIND)
+    return merge_sections({"kind": _PRESET_KIND, **settings}, {**tree, "kind": kind})
 
 
 def merge_sections(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, with the fields of `defaults` that are missing, section by section.
+    """Return `values`, with missing fields filled in from `defaults`, section by section.
 
     A section of another kind replaces the default section, because their fields differ.
     """

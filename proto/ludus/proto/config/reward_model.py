@@ -37,8 +37,8 @@ class RewardModelRun(Section):
     output: Path = Path("reward_model")
     """Folder of the trained reward model."""
     format: Literal["auto", "chat", "text"] = "auto"
-    """Text of a prompt and a completion: "chat" uses the tokenizer's chat template, "text" joins
-    the two. "auto" uses the chat template if the tokenizer has one."""
+    """Way to join a prompt and its completion: "chat" uses the tokenizer's chat template, "text"
+    puts one after the other. "auto" uses the chat template if the tokenizer has one."""
     test_size: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Share of the comparisons that is held out. Comparisons with the same prompt stay
     together."""

@@ -25,7 +25,7 @@ AnyRunConfig = Annotated[
 """Configuration of a run of `ludus train` or `ludus train-reward`."""
 
 ANY_RUN: TypeAdapter[LanguageModelRun | NetworkRun | RewardModelRun] = TypeAdapter(AnyRunConfig)
-"""Validator of AnyRunConfig."""
+"""Validator of any run configuration."""
 
 
 def validate_run_json(text: str | bytes) -> RunConfig:
@@ -52,11 +52,11 @@ def require_policy(run: AnyRunConfig) -> RunConfig:
     return run
 
 
-def require_language_model(run: RunConfig, user: str) -> LanguageModelRun:
+def require_language_model(run: RunConfig, caller: str) -> LanguageModelRun:
     """Return the run if it trains a language model.
 
     Args:
-        user: the command or class that supports language models only, for the message.
+        caller: name of the command or class that needs a language model, for the message.
 
     Raises:
         ConfigError: the run is of another kind.
@@ -64,6 +64,6 @@ def require_language_model(run: RunConfig, user: str) -> LanguageModelRun:
     if isinstance(run, LanguageModelRun):
         return run
     raise ConfigError(
-        f"{user} supports language-model runs only, but run '{run.name}' has kind = "
+        f"{caller} supports language-model runs only, but run '{run.name}' has kind = "
         f"'{run.kind}'; train it with `ludus train`"
     )

@@ -73,7 +73,7 @@ NumGpus = Annotated[float, Field(ge=0), AfterValidator(_check_gpu_share)]
 def default_kind(kind: str) -> BeforeValidator:
     """Return a validator that reads a section without `kind` as the variant `kind`."""
 
-    def fill_in(value: Any) -> Any:
-        return {"kind": kind, **value} if isinstance(value, dict) else value
+    def add_kind(section: Any) -> Any:
+        return {"kind": kind, **section} if isinstance(section, dict) else section
 
-    return BeforeValidator(fill_in)
+    return BeforeValidator(add_kind)

@@ -154,7 +154,7 @@ class VllmGenerator(Section):
 
 
 class TransformersGenerator(Section):
-    """Hugging Face transformers. Needs no further package, and is best for tiny models."""
+    """Hugging Face transformers. Needs no additional package, and is best for tiny models."""
 
     kind: Literal["transformers"] = "transformers"
     max_batch_size: PositiveInt = 1024
@@ -214,7 +214,7 @@ class RolloutConfig(Section):
 
     @property
     def changed_distribution(self) -> tuple[str, float, str] | None:
-        """Field, value and effect of the setting that changes the distribution of the samples.
+        """Name, value and effect of the setting that changes the distribution of the samples.
 
         None if samples come from the model's distribution at the sampling temperature.
         """
@@ -307,8 +307,8 @@ class CanaryConfig(Section):
     0 turns the comparison with the usual difference off."""
     max_breaches: PositiveInt = 4
     """Number of consecutive failed checks of one worker, including its replacements, that stop the
-    run. After the first, the worker gets no traffic and fetches the weights from scratch. After
-    the second, it is replaced, or the run stops if no other worker passes."""
+    run. After its first failed check, the worker gets no traffic and fetches the weights from
+    scratch. After its second, it is replaced, or the run stops if no other worker passes."""
 
 
 class _WeightStore(Section):
@@ -356,7 +356,7 @@ class S3WeightStore(_WeightStore):
     bucket: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
     """Name of an existing bucket."""
     prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!_.*'()/-]{0,256}$")] = "ludus"
-    """First part of all keys. The name and id of the run follow."""
+    """Prefix of all keys. The name and id of the run follow it."""
     endpoint: str | None = None
     """URL of the store, for example http://127.0.0.1:9000. null takes Amazon S3."""
     region: str = "us-east-1"
@@ -384,7 +384,7 @@ WeightStoreConfig = Annotated[
 
 
 class PlacementConfig(Section):
-    """Placement of the run's actors on the nodes of a Ray cluster. One machine ignores it."""
+    """Placement of the run's actors on the nodes of a Ray cluster. No effect on one machine."""
 
     learner_ranks: Literal["pack", "strict_pack"] = "pack"
     """Placement of the learner's ranks: "pack" takes as few nodes as possible, "strict_pack" takes

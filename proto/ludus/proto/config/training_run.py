@@ -51,8 +51,8 @@ class EvalSection(Section):
     """Sampling temperature. 0 always takes the most probable action; 1 plays the policy as it is
     trained."""
     seed: int = FIRST_EVAL_SEED
-    """First seed of the evaluation, at least 2**31. Training and the warm start use the seeds
-    below."""
+    """First seed of the evaluation, at least 2**31. Training and the warm start use
+    smaller seeds."""
 
     @field_validator("seed")
     @classmethod
@@ -60,13 +60,13 @@ class EvalSection(Section):
         if seed < FIRST_EVAL_SEED:
             raise ValueError(
                 f"expected at least {FIRST_EVAL_SEED} (2**31), got {seed}; training and the warm "
-                "start use the seeds below, and an evaluation needs episodes that the policy has "
+                "start use smaller seeds, and an evaluation needs episodes that the policy has "
                 "never seen"
             )
         if seed > _LAST_EVAL_SEED:
             raise ValueError(
                 f"expected at most {_LAST_EVAL_SEED} (2**63), got {seed}; servers accept seeds of "
-                "64 bits, and the other episodes use the seeds after this one"
+                "64 bits, and later episodes use larger seeds"
             )
         return seed
 
@@ -97,7 +97,7 @@ class WandbSink(Section):
     project: str = "ludus"
     """Project of the run."""
     entity: str | None = None
-    """Team or user. null takes the owner of the key."""
+    """Team or user. null takes the owner of the API key."""
     mode: Literal["online", "offline"] = "online"
     """Connection mode. "offline" writes to the run folder; send the files later with
     `wandb sync`."""
@@ -129,7 +129,7 @@ class TrainingRun(Section):
 
     @property
     def folder(self) -> Path:
-        """Absolute path of the run's folder, so that it is the same for every process."""
+        """Absolute path of the run's folder, which every process can use."""
         return Path(self.output_dir).absolute() / self.name
 
     @model_validator(mode="before")

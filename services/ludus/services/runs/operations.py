@@ -22,7 +22,7 @@ from ludus.proto.config import (
     run_config_from,
     validate_run_json,
 )
-from ludus.proto.config.changes import changes_between
+from ludus.proto.config.changes import find_changes
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
@@ -139,5 +139,5 @@ async def load_resumable_config(
             "checkpoints; remove this option"
         )
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
-    changes_between(validate_run_json(previous_config), config)
+    find_changes(validate_run_json(previous_config), config)
     return config

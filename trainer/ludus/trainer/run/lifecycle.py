@@ -26,7 +26,7 @@ from typing import Generic
 from pydantic import BaseModel, ValidationError
 
 from ludus.proto.config import ANY_RUN, AnyRunConfig
-from ludus.proto.config.changes import Change, changes_between, describe_changes
+from ludus.proto.config.changes import Change, find_changes, describe_changes
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
 from ludus.proto.runs import (
@@ -127,7 +127,7 @@ def find_config_changes(path: Path, run: AnyRunConfig) -> list[Change]:
             f"'{path / CONFIG_FILE}' must contain the configuration that the run started with, but "
             f"cannot be read: {error}; restore the file, or start another run"
         ) from None
-    return changes_between(previous_run, run)
+    return find_changes(previous_run, run)
 
 
 class RunFolder:
