@@ -26,7 +26,7 @@ from typing import Generic
 from pydantic import BaseModel, ValidationError
 
 from ludus.proto.config import ANY_RUN, AnyRunConfig
-from ludus.proto.config.changes import Change, find_changes, describe_changes
+from ludus.proto.config.changes import Change, describe_changes, find_changes
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
 from ludus.proto.runs import (
