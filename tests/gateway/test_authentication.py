@@ -21,8 +21,11 @@ from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
-from ludus.services.gateway.tenancy.tenants import current_tenant
-from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.tenancy.tenants import get_current_tenant
+from ludus.services.gateway.wires.authentication import (
+    AuthenticationMiddleware,
+    AuthenticationInterceptor,
+)
 from ludus.services.gateway.wires.http_app import build_gateway_app
 from tests.gateway.gateways import NAME, num_sessions, run_gateway
 from tests.gateway.http_server import serving
@@ -63,7 +66,7 @@ def build_app() -> FastAPI:
     @environment.get("/who")
     async def caller(request: Request) -> dict[str, Any]:
         return {
-            "tenant": current_tenant().name,
+            "tenant": get_current_tenant().name,
             "path": request.scope["path"],
             "raw_path": request.scope["raw_path"].decode(),
             "root_path": request.scope["root_path"],
@@ -72,7 +75,7 @@ def build_app() -> FastAPI:
     @environment.websocket("/ws")
     async def socket(websocket: WebSocket) -> None:
         await websocket.accept()
-        await websocket.send_text(current_tenant().name)
+        await websocket.send_text(get_current_tenant().name)
         await websocket.close()
 
     @app.get("/health")
@@ -82,7 +85,7 @@ def build_app() -> FastAPI:
     @app.post("/drain")
     @app.get("/admin/servers")
     async def admin() -> str:
-        return current_tenant().name
+        return get_current_tenant().name
 
     app.mount("/envs/cards", environment)
     return app
@@ -90,7 +93,7 @@ def build_app() -> FastAPI:
 
 @pytest.fixture
 async def port(access: TenantAccess) -> AsyncIterator[int]:
-    async with serving(Authenticate(build_app(), access)) as port:
+    async with serving(AuthenticationMiddleware(build_app(), access)) as port:
         yield port
 
 
@@ -168,7 +171,7 @@ async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int
 
 
 async def test_gateway_without_tokens_serves_every_caller() -> None:
-    app = Authenticate(build_app(), TenantAccess())
+    app = AuthenticationMiddleware(build_app(), TenantAccess())
     async with (
         serving(app) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
@@ -186,7 +189,7 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
             answer = await client.post(f"/envs/{NAME}/reset")
         assert (answer.status_code, num_sessions(servers)) == (401, 0)
     with pytest.raises(AuthenticationError, match="behind Authenticate"):
-        current_tenant()
+        get_current_tenant()
 
 
 async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: TenantAccess) -> None:
@@ -206,7 +209,7 @@ async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: Tenant
     headers = [(b"authorization", f"Bearer {ALICE}".encode())]
     for path in ("/proxy/health", "/proxy/drain", "/proxy/envs/cards"):
         scope = {"type": "http", "path": path, "root_path": "/proxy", "headers": headers}
-        await Authenticate(app, access)(scope, no_tokens, send)
+        await AuthenticationMiddleware(app, access)(scope, no_tokens, send)
     assert run_gateway == ["/proxy/health", "/proxy/envs/cards"]
     assert sent[0]["status"] == 403
 
@@ -215,12 +218,12 @@ async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: Tenant
 
 
 async def unary(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    return current_tenant().name.encode()
+    return get_current_tenant().name.encode()
 
 
 async def write(requests: Any, context: grpc.aio.ServicerContext) -> None:
     async for request in requests:
-        await context.write(request + current_tenant().name.encode())
+        await context.write(request + get_current_tenant().name.encode())
 
 
 class Service(grpc.GenericRpcHandler):
@@ -235,7 +238,7 @@ class Service(grpc.GenericRpcHandler):
 
 @asynccontextmanager
 async def grpc_channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server(interceptors=[AuthenticateCalls(access)])
+    server = grpc.aio.server(interceptors=[AuthenticationInterceptor(access)])
     server.add_generic_rpc_handlers((Service(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -323,7 +326,7 @@ async def test_no_token_reaches_a_log_at_any_level(
     for name in (*loggers, "websockets", "starlette", "fastapi", "grpc", "grpc._cython", "ludus"):
         caplog.set_level(logging.DEBUG, name)
     # Logs of the clients httpx and websockets.client are not checked.
-    app = Authenticate(build_app(), access)
+    app = AuthenticationMiddleware(build_app(), access)
     async with serving(app, log_level="trace") as port, grpc_channel(access) as channel:
         for token in (ALICE, wrong):
             await raw_exchange(
@@ -393,5 +396,5 @@ async def test_garbage_is_always_refused_and_never_an_exception(
         "headers": headers,
         "extensions": {"websocket.http.response": {}},
     }
-    await Authenticate(app, ONE_TENANT)(scope, receive, send)
+    await AuthenticationMiddleware(app, ONE_TENANT)(scope, receive, send)
     assert not sent or sent[0]["status"] == 401

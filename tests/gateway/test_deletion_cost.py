@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.services.gateway.kubernetes.deletion_cost import (
-    ANNOTATION,
+    COST_ANNOTATION,
     DeletionCostWriter,
     choose_bucket,
 )
@@ -40,7 +40,7 @@ class Bench:
     def cost(self, pod: str) -> str | None:
         annotations = self.cluster.get("v1", "pods", NAMESPACE, pod)["metadata"]["annotations"]
         assert annotations["kept"] == "yes"
-        return annotations.get(ANNOTATION)
+        return annotations.get(COST_ANNOTATION)
 
     @property
     def patched(self) -> list[str]:

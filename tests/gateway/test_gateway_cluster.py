@@ -7,7 +7,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError
 from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
+from ludus.services.gateway.kubernetes.deletion_cost import COST_ANNOTATION
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
@@ -58,9 +58,9 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             on_a = [s for s in opened if s.session_id.split("~")[1] == named_server_id("a")]
             assert 0 < len(on_a) < 8
-            loads.update(sessions.fleet.pod_loads())
+            loads.update(sessions.fleet.read_pod_loads())
             assert set(loads) == {"a", "b"}
-            await eventually(lambda: ANNOTATION in str(cluster.get(*pods, "a")))
+            await eventually(lambda: COST_ANNOTATION in str(cluster.get(*pods, "a")))
 
             cluster.put(make_slice("a", pod_slice, ready=False, terminating=True))
             await eventually(lambda: sessions.environment_load.num_draining_servers == 1)

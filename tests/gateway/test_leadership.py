@@ -39,7 +39,12 @@ def contender(api: KubernetesApi, name: str, clock: Clock, offset_s: float = 0.0
     """A contender for the Lease with a wrong clock."""
     patient_s = 9.9  # also the maximum duration of an attempt
     return Leadership(
-        api, NAMESPACE, "gateway", name, renew_s=patient_s, clock=lambda: clock() + offset_s
+        api,
+        NAMESPACE,
+        "gateway",
+        name,
+        renew_interval_s=patient_s,
+        clock=lambda: clock() + offset_s,
     )
 
 
@@ -221,7 +226,7 @@ async def test_successive_gateways_can_lead(cluster: FakeKubernetes, api: Kubern
     clock = Clock()
 
     def start(name: str) -> Leadership:
-        return Leadership(api, NAMESPACE, "gateway", name, renew_s=0.2, clock=clock)
+        return Leadership(api, NAMESPACE, "gateway", name, renew_interval_s=0.2, clock=clock)
 
     async with start("b") as heir:
         await eventually(lambda: heir.is_leader)
@@ -247,7 +252,9 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
     clock = Clock()
     dead = contender(api, "dead", clock)
     assert await dead.compete()
-    async with Leadership(api, NAMESPACE, "gateway", "heir", renew_s=0.1, clock=clock) as heir:
+    async with Leadership(
+        api, NAMESPACE, "gateway", "heir", renew_interval_s=0.1, clock=clock
+    ) as heir:
         for passed_s in (14.9, 0.2):
             num_looks = cluster.num_requests("get")
             await eventually(lambda previous=num_looks: cluster.num_requests("get") > previous + 2)
@@ -261,7 +268,7 @@ async def test_a_dead_leader_is_followed_when_its_lease_is_over(
 async def test_unresponsive_api_server_does_not_delay_the_shutdown(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
-    async with Leadership(api, NAMESPACE, "gateway", "a", renew_s=0.1) as leader:
+    async with Leadership(api, NAMESPACE, "gateway", "a", renew_interval_s=0.1) as leader:
         await eventually(lambda: leader.is_leader)
         cluster.delay_s = 60.0
         leaving_s = time.monotonic()
@@ -285,7 +292,7 @@ async def test_gateway_without_credentials_keeps_retrying() -> None:
         num_requests.append(1)
         raise ConfigError("expected a service account, got none; mount one")
 
-    async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", renew_s=0.02):
+    async with Leadership(KubernetesApi(load), NAMESPACE, "gateway", "a", renew_interval_s=0.02):
         await eventually(lambda: len(num_requests) >= 3)
 
 

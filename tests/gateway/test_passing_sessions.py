@@ -125,8 +125,8 @@ async def test_lost_session_of_another_gateway_is_removed_from_its_connection():
         tracked = get_sessions(gateway).tracked
         session_id = await elsewhere.open()
         await call(stream, session_id)
-        assert tracked.num_connected == 1
+        assert tracked.num_connected_sessions == 1
         await server.core.close(session_id)
         reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
         assert reply.error.code == "SESSION_LOST"
-        assert tracked.num_connected == 0
+        assert tracked.num_connected_sessions == 0

@@ -27,11 +27,11 @@ def test_sessions_are_reserved_all_or_none_and_released(quotas: Quotas) -> None:
     with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as caught:
         quotas.reserve(alice, 2)
     assert caught.value.retry_after_s > 0
-    assert quotas.num_sessions(alice) == 3
+    assert quotas.count_sessions(alice) == 3
     quotas.reserve(alice)
     quotas.release(alice, 2)
     quotas.reserve(alice, 2)
-    assert quotas.num_sessions(alice) == 4
+    assert quotas.count_sessions(alice) == 4
 
 
 def test_group_larger_than_the_quota_gets_no_retry_delay(quotas: Quotas) -> None:
@@ -71,7 +71,7 @@ def test_opens_come_at_their_rate_after_a_burst_of_one_second(quotas: Quotas, cl
     assert caught.value.retry_after_s == pytest.approx(0.25)
     clock.now_s += 0.25
     quotas.reserve(alice)
-    assert quotas.num_sessions(alice) == 5
+    assert quotas.count_sessions(alice) == 5
 
 
 def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:

@@ -79,4 +79,4 @@ async def test_a_refusal_leaves_the_quota_as_it_was():
         for _ in range(3):
             with pytest.raises(EnvError):
                 await sessions.open(SEEDED)
-        assert gateway.quotas.num_sessions(tenant) == 1
+        assert gateway.quotas.count_sessions(tenant) == 1

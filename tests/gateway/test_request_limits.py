@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.security.tracing import current_request_id
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.wires.requests import AddRequestIds, choose_request_id
+from ludus.services.gateway.wires.requests import RequestIdMiddleware, choose_request_id
 from tests.gateway.gateways import NAME, CountingEnv, http_client, run_gateway
 from tests.gateway.http_server import serving
 
@@ -86,7 +86,7 @@ async def test_slow_body_is_refused_after_the_timeout(monkeypatch: pytest.Monkey
 # -- ids -------------------------------------------------------------------------------------
 
 
-def build_app() -> AddRequestIds:
+def build_app() -> RequestIdMiddleware:
     app = FastAPI()
 
     @app.get("/who")
@@ -103,7 +103,7 @@ def build_app() -> AddRequestIds:
         await websocket.send_text(websocket.headers["x-request-id"])
         await websocket.close()
 
-    return AddRequestIds(app)
+    return RequestIdMiddleware(app)
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ async def test_configuration_enables_sandboxes(tmp_path, monkeypatch) -> None:
         async with Gateway(make_config(environments={NAME: environment})) as gateway:
             sessions = get_sessions(gateway)
             # A description needs a sandbox, which the first open then uses.
-            await sessions.admission.wait_described()
+            await sessions.admission.wait_until_described()
             opened = await sessions.open(SEEDED)
             assert len(cluster.claims) == 1
             await sessions.step(opened.session_id, b'{"add": 1}', 1)

@@ -50,8 +50,8 @@ class StaticEnvironment(_Section):
     @classmethod
     def _check_addresses(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
-            scheme, separator, location = address.partition("://")
-            if scheme not in ("grpc", "grpcs") or not separator or ":" not in location:
+            scheme, separator, host_and_port = address.partition("://")
+            if scheme not in ("grpc", "grpcs") or not separator or ":" not in host_and_port:
                 raise ValueError(
                     f"an address must be grpc://host:port or grpcs://host:port, got {address!r}"
                 )
@@ -72,9 +72,9 @@ class SubprocessEnvironment(_Section):
     max_sessions: Annotated[int, Field(ge=1)] = 256
     """Maximum number of sessions per server."""
     isolation: Isolation | None = None
-    """Isolation of a server's sessions; None selects it by environment."""
+    """Isolation of a server's sessions; None chooses it for the environment."""
     arguments: tuple[str, ...] = ()
-    """Further arguments for each server, for example ["--idle-timeout-s", "60"]."""
+    """Additional arguments for each server, for example ["--idle-timeout-s", "60"]."""
 
 
 class KubernetesEnvironment(_Section):
@@ -84,8 +84,8 @@ class KubernetesEnvironment(_Section):
     service: Annotated[str, Field(min_length=1, max_length=63)]
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
     lease: str = Field(default="", max_length=63)
-    """Name of the Lease for this environment. The gateway that holds the Lease marks the pods that
-    a scale-in should remove first. Empty disables the marks."""
+    """Name of this environment's Lease. The gateway that holds it annotates pods so that a scale-in
+    removes the pods with the fewest sessions first. Empty disables the annotations."""
 
 
 class SandboxEnvironment(_Section):
@@ -111,12 +111,12 @@ class SessionsSection(_Section):
     linger_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that a session survives the loss of its gateway or gRPC client."""
     idle_timeout_s: _Seconds = 600.0
-    """Seconds without a call after which a session counts as ended, if its server does not report
-    an idle timeout."""
+    """Seconds without a call after which a session is assumed to have ended. Applies only if its
+    server does not report an idle timeout."""
     id_lifetime_s: _Seconds = 86_400.0
-    """Seconds that a session id is valid."""
+    """Lifetime of a session id, in seconds."""
     queue_size: Annotated[int, Field(ge=0)] = 1024
-    """Maximum number of opens that wait at the same time; further opens are refused immediately."""
+    """Maximum number of opens that wait at the same time; additional opens are refused."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """Maximum time that an open waits for a free session, in seconds; 0 refuses immediately."""
     max_group_size: Annotated[int, Field(ge=1)] = 1024
@@ -134,11 +134,11 @@ class ServersSection(_Section):
     key_file: Path | None = None
     """Private key of `cert_file`."""
     server_name: str = ""
-    """Name in the servers' certificates if it differs from the host of their addresses, as it does
-    for pods. Empty means the host."""
+    """Name in the servers' certificates, if it is not the host of their addresses (for pods, it is
+    not). Empty means the host."""
     poll_interval_s: _Seconds = 1.0
     unreachable_after_s: _Seconds = 3.0
-    """Seconds of silence after which a server gets no new sessions."""
+    """Seconds without a response after which a server gets no new sessions."""
     retry_within_s: _Seconds = 5.0
     """Maximum time that a call waits for a broken connection, in seconds."""
     call_timeout_s: _Seconds = 600.0
@@ -157,10 +157,10 @@ class ServersSection(_Section):
 
     @cached_property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS credentials. None uses TLS only with grpcs:// addresses."""
+        """TLS credentials. If None, only grpcs:// addresses use TLS."""
         if self.cert_file is not None and self.key_file is not None:
-            identity = TlsFiles(self.cert_file, self.key_file)
-            return client_channel_credentials(self.ca_file, identity)
+            client_certificate = TlsFiles(self.cert_file, self.key_file)
+            return client_channel_credentials(self.ca_file, client_certificate)
         return client_channel_credentials(self.ca_file) if self.ca_file else None
 
 
@@ -183,7 +183,7 @@ class GatewayConfig(_Section):
     tenants_file: Path | None = None
     """File with the tokens, scopes and quotas of several tenants."""
     session_key_env: str = SESSION_KEY_VARIABLE
-    """Environment variable with the key that gateways and servers share to sign session ids."""
+    """Environment variable with the key that signs session ids, shared by gateways and servers."""
     max_connection_age_s: Annotated[float, Field(ge=0)] = 0.0
     """Maximum age of a gRPC connection, in seconds. Older connections are closed so that clients
     also reach new gateways; their sessions continue. 0 means no limit."""
@@ -198,25 +198,26 @@ class GatewayConfig(_Section):
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
         """Read the configuration from a TOML file; `overrides` replace its top-level fields."""
         try:
-            content = tomllib.loads(path.read_text())
+            raw_fields = tomllib.loads(path.read_text())
         except FileNotFoundError:
             raise NotFoundError(f"gateway configuration {path} does not exist") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from None
-        return cls.parse(content | (overrides or {}), str(path))
+        return cls.parse(raw_fields | (overrides or {}), str(path))
 
     @classmethod
-    def parse(cls, raw: JsonObject, source: str = "gateway") -> GatewayConfig:
-        """Validate raw values and return the configuration; messages contain their `source`."""
+    def parse(cls, raw_fields: JsonObject, source: str = "gateway") -> GatewayConfig:
+        """Validate the fields and return the configuration; error messages start with `source`."""
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate(raw_fields)
         except ValidationError as error:
             raise ConfigError(f"{source}: {explain(error)}") from None
 
-    def session_key(self) -> str:
+    def read_session_key(self) -> str:
         """Return the session key from the environment.
 
-        Without one, return a random key if this gateway starts all servers.
+        If the variable is not set, return a random key. This requires that the gateway starts all
+        servers itself.
 
         Raises:
             ConfigError: the key is missing and some servers are started elsewhere.
@@ -224,13 +225,13 @@ class GatewayConfig(_Section):
         key = os.environ.get(self.session_key_env, "")
         if key:
             return key
-        external = [
+        external_names = [
             name for name, section in self.environments.items() if section.kind != "subprocess"
         ]
-        if external:
+        if external_names:
             raise ConfigError(
                 f"{self.session_key_env} is not set; it must contain the session key (at least"
-                f" {MIN_KEY_BYTES} bytes) that the servers of '{external[0]}' also use; create one"
-                f" with: export {self.session_key_env}=$(openssl rand -hex 32)"
+                f" {MIN_KEY_BYTES} bytes) that the servers of '{external_names[0]}' also use; create"
+                f" one with: export {self.session_key_env}=$(openssl rand -hex 32)"
             )
         return secrets.token_hex(32)

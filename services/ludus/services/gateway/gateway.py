@@ -45,10 +45,13 @@ from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySess
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
-from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.wires.authentication import (
+    AuthenticationInterceptor,
+    AuthenticationMiddleware,
+)
 from ludus.services.gateway.wires.grpc_service import GatewayServicer
 from ludus.services.gateway.wires.http_app import build_admin_app, build_gateway_app
-from ludus.services.gateway.wires.requests import AddRequestIds
+from ludus.services.gateway.wires.requests import RequestIdMiddleware
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ class Gateway:
             UserError: an environment's servers cannot be started.
         """
         config = self.config
-        self._key = config.session_key()
+        self._key = config.read_session_key()
         sockets = [bind(config.host, config.port, "port")]
         try:
             if config.admin_port is not None:
@@ -113,7 +116,7 @@ class Gateway:
                 config.host,
                 bound_grpc_port(config.port, config.grpc_port),
                 config.tls,
-                [AuthenticateCalls(self.access)],
+                [AuthenticationInterceptor(self.access)],
                 config.max_connection_age_s,
             )
             servicer = GatewayServicer(self.environments)
@@ -175,11 +178,11 @@ class Gateway:
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
 
-    def _build_app(self) -> AddRequestIds:
+    def _build_app(self) -> RequestIdMiddleware:
         # Derived from the session key, but useless as a session key if it leaks.
         mcp_key = hmac.digest(self._key.encode(), b"ludus mcp sessions", "sha256")
         app = build_gateway_app(self.environments, self.metrics, mcp_key)
-        return AddRequestIds(Authenticate(app, self.access))
+        return RequestIdMiddleware(AuthenticationMiddleware(app, self.access))
 
     def _set_addresses(self, grpc_port: int) -> None:
         host, secure = self.config.host, "s" if self.config.tls else ""
@@ -222,7 +225,7 @@ class Gateway:
                 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
                 from ludus.services.kubernetes.api import KubernetesApi
 
-                return EndpointSliceSource(KubernetesApi(), environment, fleet.pod_loads)
+                return EndpointSliceSource(KubernetesApi(), environment, fleet.read_pod_loads)
             case SandboxEnvironment():
                 from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
                 from ludus.services.kubernetes.api import KubernetesApi
@@ -256,7 +259,7 @@ class Gateway:
 
     async def _settle(self) -> None:
         fleets = [sessions.fleet for sessions in self.environments.values()]
-        await asyncio.gather(*(fleet.wait_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
+        await asyncio.gather(*(fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
         """Watch a source until cancelled; retry after failures that the user did not cause."""

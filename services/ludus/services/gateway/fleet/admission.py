@@ -31,7 +31,7 @@ class Supply(Protocol):
     def wake(self) -> None:
         """Check the demand now: an open started to wait, or a session ended."""
 
-    def shortage(self) -> str:
+    def explain_shortage(self) -> str:
         """Return the reason why opens still wait."""
 
 
@@ -132,14 +132,14 @@ class FleetAdmission:
         finally:
             self._on_wait(loop.time() - started_s)
         if shares is None:
-            raise self.capacity_error()
+            raise self.make_capacity_error()
         return shares
 
     def deadline_s(self) -> float:
         """Return the event-loop time at which an open that starts now is refused."""
         return asyncio.get_running_loop().time() + self._limits.queue_timeout_s
 
-    async def wait_described(self) -> None:
+    async def wait_until_described(self) -> None:
         """Wait until a server has described the environment.
 
         Raises:
@@ -151,11 +151,11 @@ class FleetAdmission:
         self.num_waiting_for_description += 1
         self._wake_supply()
         try:
-            is_described = await self.fleet.wait_described(within_s)
+            is_described = await self.fleet.wait_until_described(within_s)
         finally:
             self.num_waiting_for_description -= 1
         if not is_described and self.supply is not None:
-            raise self.capacity_error()
+            raise self.make_capacity_error()
         if not is_described:
             raise UnavailableError(
                 f"no server of environment '{self._environment}' has responded yet; check that its"
@@ -176,10 +176,10 @@ class FleetAdmission:
                 f" ids, check that they have the same session key: {links[0].last_refusal}"
             )
 
-    def capacity_error(self) -> CapacityError | UnavailableError:
+    def make_capacity_error(self) -> CapacityError | UnavailableError:
         """Return the error for an open that found no capacity."""
         if self.supply is not None:
-            return UnavailableError(self.supply.shortage(), retry_after_s=RETRY_AFTER_S)
+            return UnavailableError(self.supply.explain_shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.accepts_sessions]
         num_active = sum(link.max_sessions - link.num_free for link in links)
         capacity = sum(link.max_sessions for link in links)

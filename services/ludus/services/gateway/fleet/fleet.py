@@ -105,7 +105,7 @@ class Fleet:
         """Return the link to the server with this key in the source."""
         return self._links.get(key)
 
-    def pod_loads(self) -> dict[str, tuple[int, int]]:
+    def read_pod_loads(self) -> dict[str, tuple[int, int]]:
         """Return the number of sessions and the capacity of each reached server, by pod name."""
         return {
             link.endpoint.pod_name: (link.num_sessions, link.max_sessions)
@@ -113,7 +113,7 @@ class Fleet:
             if link.endpoint.pod_name and link.max_sessions
         }
 
-    def removal_reason(self, server_id: str) -> str:
+    def explain_removal(self, server_id: str) -> str:
         """Return the reason why a server is not in the list."""
         return self._removal_reasons.get(server_id) or (
             f"no server {server_id} is known here (it was stopped or replaced)"
@@ -162,7 +162,7 @@ class Fleet:
                     await self._changed.wait()
         return self.find_link(server_id)
 
-    async def wait_settled(self, timeout_s: float) -> None:
+    async def wait_until_settled(self, timeout_s: float) -> None:
         """Wait until the servers are listed and each was tried once, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -171,7 +171,7 @@ class Fleet:
                 for link in list(self._links.values()):
                     await link.first_attempt.wait()
 
-    async def wait_described(self, timeout_s: float) -> bool:
+    async def wait_until_described(self, timeout_s: float) -> bool:
         """Wait until a server has described the environment; return False on timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

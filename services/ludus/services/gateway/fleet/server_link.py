@@ -142,7 +142,7 @@ class ServerLink:
         """True when sessions were placed here and all of them have ended."""
         return 0 < self.num_placed <= self.num_ended
 
-    def loss_reason(self, server_id: str, linger_s: float) -> str:
+    def explain_loss(self, server_id: str, linger_s: float) -> str:
         """Return the reason why the sessions of `server_id` are lost; empty while they may exist.
 
         Args:

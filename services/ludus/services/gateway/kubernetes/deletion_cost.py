@@ -1,12 +1,13 @@
-"""Deletion costs of pods, so that a scale-in removes those with the fewest sessions first.
+"""Deletion costs of pods, which make a scale-in remove the pods with the fewest sessions first.
 
     read_loads() --(num_sessions, capacity) by pod--> bucket --PATCH, if it changed--> annotation
 
 A shrinking ReplicaSet removes the pods with the lowest `pod-deletion-cost` first; a pod without
-the annotation counts as 0. Each write goes to the API server and wakes controllers. The cost is
-therefore a coarse bucket. Only the leading gateway writes it, after a change, at most every half
-minute per pod and a few times per second in total. The cost is a hint: evictions and node drains
-ignore it, and a pod that is removed with sessions drains them.
+the annotation counts as 0. Writes are expensive for the
+cluster, because they wake controllers. The cost is therefore rounded to a bucket, and only the
+leading gateway writes it, if it changed, at most every half minute per pod and ten times per second
+in total. The cost is only a hint: evictions and node drains ignore it, and a removed pod still
+drains its sessions.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ludus.services.kubernetes.api import KubernetesApi, resource_path
 
 _log = logging.getLogger(__name__)
 
-ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 ReadLoads = Callable[[], Mapping[str, tuple[int, int]]]
 """Function that returns (num_sessions, capacity) of the current pods, by pod name."""
 
 _NOT_FOUND = 404
-_OVERLOADED = 429
-_MIN_INTERVAL_S = 30.0
+_TOO_MANY_REQUESTS = 429
+_MIN_WRITE_INTERVAL_S = 30.0
 """Minimum time between two writes to one pod, in seconds."""
 
 
 def choose_bucket(num_sessions: int, capacity: int) -> int:
-    """Return the cost of a pod: its use of capacity in percent, rounded up to a quarter.
+    """Return a pod's cost, which is the used share of its capacity, rounded up to 25 %.
 
     0 -> 0, 1-25 % -> 25, 26-50 % -> 50, 51-75 % -> 75, above -> 100.
     """
@@ -45,18 +46,18 @@ def choose_bucket(num_sessions: int, capacity: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """The last write to a pod; `bucket` is None if it failed."""
+class _CostWrite:
+    """The last write to a pod; `bucket` is None if the write failed."""
 
     bucket: int | None
-    at_s: float
+    started_s: float
 
 
 class DeletionCostWriter:
-    """A writer of the annotations of an environment's pods, active while this gateway leads.
+    """A writer of cost annotations to an environment's pods, active while this gateway leads.
 
     Args:
-        sweep_interval_s: interval between two sweeps.
+        sweep_interval_s: interval between two sweeps, in seconds.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class DeletionCostWriter:
         self._sweep_interval_s = sweep_interval_s
         self._max_patches_per_s = max_patches_per_s
         self._clock = clock
-        self._written: dict[str, _Written] = {}
+        self._last_writes: dict[str, _CostWrite] = {}
 
     async def run(self) -> None:
-        """Sweep at intervals, until cancelled."""
+        """Call `sweep` at intervals, until cancelled."""
         while True:
             await self.sweep()
             await asyncio.sleep(self._sweep_interval_s)
@@ -88,47 +89,49 @@ class DeletionCostWriter:
     async def sweep(self) -> int:
         """Read the loads once, write the costs that changed, and return the number of writes."""
         if not self._is_leader():
-            self._written.clear()  # another leader may have written other costs
+            self._last_writes.clear()  # another leader may have written other costs
             return 0
         buckets = {pod: choose_bucket(*load) for pod, load in self._read_loads().items()}
-        self._written = {
-            pod: last_write for pod, last_write in self._written.items() if pod in buckets
+        self._last_writes = {
+            pod: last_write for pod, last_write in self._last_writes.items() if pod in buckets
         }
-        num_written = 0
+        num_writes = 0
         for pod in self._list_due_pods(buckets):
             if not self._is_leader():
                 break
             try:
-                await self._write(pod, buckets[pod])
-                num_written += 1
+                await self._write_cost(pod, buckets[pod])
+                num_writes += 1
             except ClusterError as error:
                 _log.warning("cannot write the deletion cost of pod %s: %s", pod, error)
-                if error.status in (0, _OVERLOADED) or error.status >= 500:
-                    break  # not specific to this pod: other writes would fail, too
+                if error.status in (0, _TOO_MANY_REQUESTS) or error.status >= 500:
+                    break  # writes to other pods would fail, too
             await asyncio.sleep(1.0 / self._max_patches_per_s)
-        return num_written
+        return num_writes
 
     def _list_due_pods(self, buckets: Mapping[str, int]) -> list[str]:
-        """Return the pods to write now, largest error of the cost first."""
-        earliest_s = self._clock() - _MIN_INTERVAL_S
-        errors: dict[str, int] = {}
+        """Return the pods whose cost may be written now, those with the largest error first."""
+        due_before_s = self._clock() - _MIN_WRITE_INTERVAL_S
+        cost_errors: dict[str, int] = {}
         for pod, bucket in buckets.items():
-            last_write = self._written.get(pod)
+            last_write = self._last_writes.get(pod)
             if last_write is None or (
-                last_write.bucket != bucket and last_write.at_s <= earliest_s
+                last_write.bucket != bucket and last_write.started_s <= due_before_s
             ):
-                # An unwritten pod counts as 0, unless an earlier leader wrote its cost.
-                errors[pod] = abs(bucket - (last_write.bucket or 0 if last_write else 0))
-        return sorted(errors, key=lambda pod: -errors[pod])
+                # A pod without an annotation has cost 0; an earlier leader's annotation is unknown.
+                cost_errors[pod] = abs(bucket - (last_write.bucket or 0 if last_write else 0))
+        return sorted(cost_errors, key=lambda pod: -cost_errors[pod])
 
-    async def _write(self, pod: str, bucket: int) -> None:
+    async def _write_cost(self, pod: str, bucket: int) -> None:
         started_s = self._clock()
-        self._written[pod] = _Written(None, started_s)
+        self._last_writes[pod] = _CostWrite(None, started_s)
         path = resource_path("v1", self._namespace, "pods", pod)
         try:
-            await self._api.merge(path, {"metadata": {"annotations": {ANNOTATION: str(bucket)}}})
+            await self._api.merge(
+                path, {"metadata": {"annotations": {COST_ANNOTATION: str(bucket)}}}
+            )
         except ClusterError as error:
             if error.status != _NOT_FOUND:
                 raise
-        # A pod that no longer exists counts as written until it leaves the loads.
-        self._written[pod] = _Written(bucket, started_s)
+        # A deleted pod (404) is recorded as written, so that the write is not repeated.
+        self._last_writes[pod] = _CostWrite(bucket, started_s)

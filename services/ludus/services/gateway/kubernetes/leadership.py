@@ -9,11 +9,12 @@ Two gateways never lead at the same time, and no gateway relies on another machi
   deadline, not a flag, so leadership also ends if the API server is unreachable or the event loop
   stalls.
 - Another gateway takes over at the earliest one full duration after it last *saw* the Lease
-  change. It saw the change after the PUT was sent, so the holder has stopped before. The times
-  in the Lease are only for people; wrong clocks do no harm.
+  change. This gateway saw the change after the holder had sent its PUT, so the holder has
+  already stopped leading. The times in the Lease are only for people; wrong clocks do no harm.
 
 A process that freezes between the check of `is_leader` and its action may act too late. The
-leader only annotates pods, which may safely happen twice. Do not use it for anything else.
+leader only annotates pods, which two gateways may do at once. Do not use this class for anything
+else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 _LEADING_FRACTION = 2 / 3
 _RELEASE_TIMEOUT_S = 2.0
 LEASE_DURATION_S = 15
-"""Seconds without renewal after which another contender may take the Lease."""
+"""Seconds after its last renewal until another contender may take the Lease."""
 
 
 class Leadership:
@@ -49,8 +50,8 @@ class Leadership:
         name: name of the Lease; the same for all contenders.
         contender: readable name of this contender, such as the pod's name. A random suffix is
             added, because two contenders with the same name would both lead.
-        renew_s: interval between two renewals, or between two checks of another holder's Lease;
-            less than 2/3 of `LEASE_DURATION_S`.
+        renew_interval_s: seconds between two renewals, or between two checks of another holder's
+            Lease. Must be less than 2/3 of `LEASE_DURATION_S`.
     """
 
     def __init__(
@@ -60,19 +61,19 @@ class Leadership:
         name: str,
         contender: str,
         *,
-        renew_s: float = 5.0,
+        renew_interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = f"{contender}_{secrets.token_hex(4)}"
         self._api = api
         self._namespace, self._name = namespace, name
-        self._renew_s = renew_s
+        self._renew_interval_s = renew_interval_s
         self._clock = clock
         self._leading_until_s = -math.inf
-        self._seen_version = ""
-        self._seen_change_s = -math.inf
+        self._last_version = ""
+        self._last_change_s = -math.inf
         self._was_leader = False
-        self._is_healthy = True
+        self._has_api_responded = True
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -91,32 +92,33 @@ class Leadership:
         await self.release()
 
     async def compete(self) -> bool:
-        """Try once to take or keep the Lease, and return whether this contender leads."""
-        timeout_s = self._renew_s
+        """Try once to take or renew the Lease, and return whether this contender leads."""
+        timeout_s = self._renew_interval_s
         if self.is_leader:
             timeout_s = min(timeout_s, max(0.0, self._leading_until_s - self._clock()))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._try_to_lead()
-            self._is_healthy = True
+            self._has_api_responded = True
         except (ClusterError, ConfigError, TimeoutError) as error:
-            if self._is_healthy:
+            if self._has_api_responded:
                 reason = str(error) or f"no response within {timeout_s:.1f} s"
                 _log.warning("lease %s/%s: %s", self._namespace, self._name, reason)
-            self._is_healthy = False
-        self._log_change()
+            self._has_api_responded = False
+        self._log_leadership_change()
         return self.is_leader
 
     async def release(self) -> None:
         """Stop leading, and release the Lease if the API server responds."""
         self._leading_until_s = -math.inf
-        self._log_change()
-        with contextlib.suppress(ClusterError, ConfigError, TimeoutError):  # then the Lease expires
+        self._log_leadership_change()
+        # If the release fails, the Lease expires.
+        with contextlib.suppress(ClusterError, ConfigError, TimeoutError):
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                lease = await self._read()
+                lease = await self._read_lease()
                 if lease is not None and lease["spec"].get("holderIdentity") == self.identity:
-                    body = self._make_body(lease, release=True)
-                    await self._api.replace(self._path(self._name), body)
+                    body = self._make_lease(lease, release=True)
+                    await self._api.replace(self._make_path(self._name), body)
 
     async def _compete_forever(self) -> None:
         while True:
@@ -124,78 +126,79 @@ class Leadership:
             await asyncio.sleep(self._choose_pause_s())
 
     def _choose_pause_s(self) -> float:
-        renew_s = self._renew_s
+        renew_interval_s = self._renew_interval_s
         if not self.is_leader:
-            return renew_s * random.uniform(0.9, 1.1)
-        if not self._is_healthy:
-            renew_s /= 5  # the deadline is close
-        return min(renew_s, max(0.0, self._leading_until_s - self._clock()))
+            return renew_interval_s * random.uniform(0.9, 1.1)
+        if not self._has_api_responded:
+            renew_interval_s /= 5  # retry sooner, because the deadline is close
+        return min(renew_interval_s, max(0.0, self._leading_until_s - self._clock()))
 
     async def _try_to_lead(self) -> None:
-        lease = await self._read()
-        if lease is not None and not self._may_take(lease):
+        lease = await self._read_lease()
+        if lease is not None and not self._may_take_lease(lease):
             self._leading_until_s = -math.inf
             return
         sent_s = self._clock()
         try:
-            body = self._make_body(lease)
+            body = self._make_lease(lease)
             if lease is None:
-                stored_lease = await self._api.create(self._path(), body)
+                stored_lease = await self._api.create(self._make_path(), body)
             else:
-                stored_lease = await self._api.replace(self._path(self._name), body)
+                stored_lease = await self._api.replace(self._make_path(self._name), body)
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
             return  # another contender was faster; the next attempt reads its Lease
-        self._observe(stored_lease)
+        self._record_version(stored_lease)
         self._leading_until_s = sent_s + LEASE_DURATION_S * _LEADING_FRACTION
 
-    async def _read(self) -> JsonObject | None:
+    async def _read_lease(self) -> JsonObject | None:
         try:
-            lease = await self._api.read(self._path(self._name))
+            lease = await self._api.read(self._make_path(self._name))
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
         lease.setdefault("spec", {})
-        self._observe(lease)
+        self._record_version(lease)
         return lease
 
-    def _observe(self, lease: JsonObject) -> None:
-        # The time is taken after the response, because a late time is safe and an early one is not.
-        if lease["metadata"]["resourceVersion"] != self._seen_version:
-            self._seen_version = lease["metadata"]["resourceVersion"]
-            self._seen_change_s = self._clock()
+    def _record_version(self, lease: JsonObject) -> None:
+        # The clock is read after the response, because a time that is too late is safe and one that
+        # is too early is not.
+        if lease["metadata"]["resourceVersion"] != self._last_version:
+            self._last_version = lease["metadata"]["resourceVersion"]
+            self._last_change_s = self._clock()
 
-    def _may_take(self, lease: JsonObject) -> bool:
+    def _may_take_lease(self, lease: JsonObject) -> bool:
         holder = lease["spec"].get("holderIdentity")
         if not holder or holder == self.identity:
             return True
         duration_s = lease["spec"].get("leaseDurationSeconds") or LEASE_DURATION_S
-        return bool(self._clock() >= self._seen_change_s + duration_s)
+        return bool(self._clock() >= self._last_change_s + duration_s)
 
-    def _make_body(self, lease: JsonObject | None, *, release: bool = False) -> JsonObject:
-        """Build the Lease to store: held by this contender, or released."""
+    def _make_lease(self, lease: JsonObject | None, *, release: bool = False) -> JsonObject:
+        """Build the Lease to store, either held by this contender or released."""
         old_spec = lease["spec"] if lease is not None else {}
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        is_new = old_spec.get("holderIdentity") != self.identity
+        now_text = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        is_new_holder = old_spec.get("holderIdentity") != self.identity
         spec: JsonObject = {
             "leaseDurationSeconds": 1 if release else LEASE_DURATION_S,
-            "renewTime": now,
-            "acquireTime": now if is_new else old_spec.get("acquireTime") or now,
+            "renewTime": now_text,
+            "acquireTime": now_text if is_new_holder else old_spec.get("acquireTime") or now_text,
             "leaseTransitions": (old_spec.get("leaseTransitions") or 0)
-            + (lease is not None and is_new),
+            + (lease is not None and is_new_holder),
         }
         if not release:
             spec["holderIdentity"] = self.identity
-        # A PUT replaces the whole object, so keep the labels of the chart that created it.
+        # A PUT replaces the whole object, so the metadata keeps the labels set by the chart.
         metadata = lease["metadata"] if lease is not None else {"name": self._name}
         return {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
 
-    def _path(self, name: str = "") -> str:
+    def _make_path(self, name: str = "") -> str:
         return resource_path(_API_VERSION, self._namespace, "leases", name)
 
-    def _log_change(self) -> None:
+    def _log_leadership_change(self) -> None:
         if self.is_leader != self._was_leader:
             self._was_leader = not self._was_leader
             _log.info("%s %s", self.identity, "leads" if self._was_leader else "no longer leads")

@@ -146,7 +146,7 @@ class SandboxSource:
         """Check the demand now: an open started to wait, or a session ended."""
         self._wake_event.set()
 
-    def shortage(self) -> str:
+    def explain_shortage(self) -> str:
         """Return the reason why opens still wait."""
         if self._problem:
             return self._problem

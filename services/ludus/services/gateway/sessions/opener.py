@@ -95,7 +95,7 @@ class SessionOpener:
             is_late = asyncio.get_running_loop().time() >= deadline_s
             if is_late and attempt >= _MIN_ATTEMPTS:
                 break
-        raise self._admission.capacity_error()
+        raise self._admission.make_capacity_error()
 
     def _sign_id(self, link: ServerLink, tenant: Tenant) -> str:
         return self._key.sign(

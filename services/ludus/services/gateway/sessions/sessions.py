@@ -54,7 +54,7 @@ from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import (
     GATEWAY_TENANT,
     Tenant,
-    current_tenant,
+    get_current_tenant,
     set_current_tenant,
 )
 
@@ -382,7 +382,7 @@ class GatewaySessions:
                 " try again later"
             )
         if link is None:
-            reason = self.fleet.removal_reason(route.server_id)
+            reason = self.fleet.explain_removal(route.server_id)
             raise SessionLostError(f"session lost: {reason}; open a new one")
         return link
 
@@ -471,7 +471,7 @@ class GatewaySessions:
 
     def _authorize(self) -> Tenant:
         """Return the caller with its current rights, which may be newer than its connection."""
-        tenant = current_tenant()
+        tenant = get_current_tenant()
         return tenant if tenant is GATEWAY_TENANT else self._access.admit(tenant)
 
     async def _make_room(self, size: int) -> None:

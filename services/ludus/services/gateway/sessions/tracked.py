@@ -87,7 +87,7 @@ class TrackedSessions:
         return iter(self._by_id.values())
 
     @property
-    def num_connected(self) -> int:
+    def num_connected_sessions(self) -> int:
         """Number of sessions that a connection uses, including sessions of other gateways."""
         return len(self._connections)
 
@@ -177,7 +177,7 @@ class TrackedSessions:
         """Remove the sessions of lost servers, and report their number."""
         num_lost: Counter[str] = Counter()
         for session_id, tracked in list(self._by_id.items()):
-            reason = tracked.link.loss_reason(tracked.server_id, tracked.linger_s)
+            reason = tracked.link.explain_loss(tracked.server_id, tracked.linger_s)
             if reason:
                 num_lost[reason] += 1
                 self.remove(session_id, SessionTombstone(SessionEnd.LOST, reason))

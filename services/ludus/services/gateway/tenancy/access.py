@@ -38,22 +38,22 @@ from ludus.services.gateway.tenancy.tenants import (
     Tenants,
     TenantsFile,
     check_token,
-    token_digest,
+    hash_token,
 )
 
 _log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 4096
-_CHECK_EVERY_S = 1.0
+_MIN_CHECK_INTERVAL_S = 1.0
 """Minimum time between two checks of the tenants file for changes, in seconds."""
-_REMEDY = (
+_TOKEN_REMEDY = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
     " http://name:<token>@gateway/..."
 )
 
 
 class AuthFailure(StrEnum):
-    """The reason why a call was refused."""
+    """A reason for refusing a call."""
 
     MISSING = "missing"
     MALFORMED = "malformed"
@@ -70,46 +70,50 @@ class _OpenConnection:
 
 
 class TenantAccess:
-    """The tenants of a gateway and the checks of their tokens.
+    """The tenants of a gateway, and the authentication of their callers.
 
     Args:
         tenants: tenants of the gateway. None admits every caller as `ANONYMOUS`.
-        source: file from which the tenants are read again after a change.
+        source: file from which the tenants are reloaded after a change.
         clock: monotonic clock in seconds.
     """
 
     def __init__(
         self,
         tenants: Tenants | None = None,
-        source: TenantsFile | None = None,
+        tenants_file: TenantsFile | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_failure: Callable[[AuthFailure], None] = lambda failure: None
-        """Function that is called with the reason of every refusal, for metrics."""
+        """Function that is called with the reason for each refusal, for metrics."""
         self._tenants = tenants
-        self._source = source
+        self._tenants_file = tenants_file
         self._clock = clock
-        self._next_check_s = clock() + _CHECK_EVERY_S
+        self._next_check_s = clock() + _MIN_CHECK_INTERVAL_S
         self._connections: set[_OpenConnection] = set()
 
     @classmethod
     def from_token(cls, token: str) -> TenantAccess:
         """Return a TenantAccess with one token that has every scope."""
-        digest = token_digest(check_token(token, "the gateway's token"))
+        digest = hash_token(check_token(token, "the gateway's token"))
         return cls(Tenants({"": ANONYMOUS}, {digest: ANONYMOUS}))
 
     @classmethod
     def from_file(cls, path: Path, *, clock: Callable[[], float] = time.monotonic) -> TenantAccess:
-        """Read the tenants from a TOML file, and again after each change.
+        """Read the tenants from a TOML file, and reload them after each change of the file.
 
-        A change that is not valid is logged, and the previous tenants remain.
+        If a changed file is invalid, an error is logged and the previous tenants remain.
         """
-        source = TenantsFile(path)
-        return cls(source.read(), source, clock=clock)
+        tenants_file = TenantsFile(path)
+        return cls(tenants_file.read(), tenants_file, clock=clock)
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
-        """Check that a gateway with this access may listen on the host."""
+        """Check that the gateway may listen on the host.
+
+        Raises:
+            ConfigError: other machines could call the gateway without a token.
+        """
         if self._tenants is None and not insecure and not _is_loopback(host):
             raise ConfigError(
                 f"listening on {host}, which other machines can reach, needs tenants or a token;"
@@ -125,44 +129,44 @@ class TenantAccess:
         Raises:
             AuthenticationError: the token is missing, malformed or unknown.
         """
-        self._refresh()
+        self._reload_changed_file()
         if self._tenants is None:
             return ANONYMOUS
         if not authorization:
-            raise self._refusal(AuthFailure.MISSING, "no Authorization header")
+            raise self._count_refusal(AuthFailure.MISSING, "no Authorization header")
         token = read_authorization(authorization[0]) if len(authorization) == 1 else None
         if token is None:
-            raise self._refusal(AuthFailure.MALFORMED, "a malformed Authorization header")
+            raise self._count_refusal(AuthFailure.MALFORMED, "a malformed Authorization header")
         tenant = _find_tenant(self._tenants, token)
         if tenant is None:
-            raise self._refusal(AuthFailure.UNKNOWN, "an unknown token")
+            raise self._count_refusal(AuthFailure.UNKNOWN, "an unknown token")
         return tenant
 
     def has_token(self, token: str) -> bool:
-        """Return whether a tenant of this gateway has the token."""
+        """Return whether the token belongs to a tenant of this gateway."""
         tenants = self._tenants
         return tenants is not None and _find_tenant(tenants, token.encode()) is not None
 
     def admit(self, tenant: Tenant) -> Tenant:
-        """Return the tenant of a long-lived connection with its current scopes and limits.
+        """Return a connected tenant with its current scopes and limits, which may have changed.
 
         Raises:
-            AuthenticationError: the tenant or its token was removed after it authenticated.
+            AuthenticationError: the tenant or its token was removed after the connection was made.
             PermissionDeniedError: the tenant no longer has the scope `step`.
         """
-        current_tenant = self._renew(tenant)
-        self.require(current_tenant, Scope.STEP)
-        return current_tenant
+        get_current_tenant = self._find_current_tenant(tenant)
+        self.require_scope(get_current_tenant, Scope.STEP)
+        return get_current_tenant
 
-    def _renew(self, tenant: Tenant) -> Tenant:
-        self._refresh()
+    def _find_current_tenant(self, tenant: Tenant) -> Tenant:
+        self._reload_changed_file()
         if self._tenants is None:
             return tenant
-        current_tenant = self._tenants.by_name.get(tenant.name)
-        if current_tenant is None:
+        get_current_tenant = self._tenants.by_name.get(tenant.name)
+        if get_current_tenant is None:
             raise AuthenticationError(f"tenant {tenant.name!r} was removed from this gateway")
         if not tenant.token_digest:
-            return current_tenant
+            return get_current_tenant
         owner = self._tenants.by_digest.get(tenant.token_digest)
         if owner is None or owner.name != tenant.name:
             raise AuthenticationError(
@@ -195,8 +199,8 @@ class TenantAccess:
                 self._connections.remove(connection)
                 connection.close(error)
 
-    def require(self, tenant: Tenant, scope: Scope) -> None:
-        """Check that the tenant has the scope, and count a refusal.
+    def require_scope(self, tenant: Tenant, scope: Scope) -> None:
+        """Check that the tenant has the scope; count the refusal if it does not.
 
         Raises:
             PermissionDeniedError: the tenant does not have the scope.
@@ -209,32 +213,36 @@ class TenantAccess:
                 " tenant in the gateway's tenants file"
             )
 
-    def _refusal(self, kind: AuthFailure, problem: str) -> AuthenticationError:
-        self.on_failure(kind)
-        return AuthenticationError(f"expected a token of this gateway, got {problem}; {_REMEDY}")
+    def _count_refusal(self, failure: AuthFailure, problem: str) -> AuthenticationError:
+        self.on_failure(failure)
+        return AuthenticationError(
+            f"expected a token of this gateway, got {problem}; {_TOKEN_REMEDY}"
+        )
 
-    def _refresh(self) -> None:
-        if self._source is None or self._clock() < self._next_check_s:
+    def _reload_changed_file(self) -> None:
+        if self._tenants_file is None or self._clock() < self._next_check_s:
             return
-        self._next_check_s = self._clock() + _CHECK_EVERY_S
-        if not self._source.has_changed():
+        self._next_check_s = self._clock() + _MIN_CHECK_INTERVAL_S
+        if not self._tenants_file.has_changed():
             return
         try:
-            self._tenants = self._source.read()
+            self._tenants = self._tenants_file.read()
         except UserError as error:
             _log.error(
                 "cannot read the changed tenants file, keeping the previous tenants: %s", error
             )
         else:
-            _log.info("read %d tenants from %s", len(self._tenants.by_name), self._source.path)
+            _log.info(
+                "read %d tenants from %s", len(self._tenants.by_name), self._tenants_file.path
+            )
 
 
-def read_authorization(value: str | bytes) -> bytes | None:
+def read_authorization(header: str | bytes) -> bytes | None:
     """Return the token in an Authorization header, or None if the header is malformed."""
-    header = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
-    if len(header) > _MAX_HEADER_BYTES:
+    header_bytes = header if isinstance(header, bytes) else header.encode("utf-8", "replace")
+    if len(header_bytes) > _MAX_HEADER_BYTES:
         return None
-    scheme, _, credentials = header.strip().partition(b" ")
+    scheme, _, credentials = header_bytes.strip().partition(b" ")
     credentials = credentials.strip()
     if scheme.lower() == b"bearer":
         return credentials or None
@@ -249,12 +257,10 @@ def read_authorization(value: str | bytes) -> bytes | None:
 
 def _find_tenant(tenants: Tenants, token: bytes) -> Tenant | None:
     owner: Tenant | None = None
-    digest_of_token = token_digest(token)
-    for (
-        digest,
-        tenant,
-    ) in tenants.by_digest.items():  # no early exit: the time must not reveal which token matched
-        if hmac.compare_digest(digest, digest_of_token):
+    caller_digest = hash_token(token)
+    # The loop has no early exit, so that the response time does not reveal which token matched.
+    for digest, tenant in tenants.by_digest.items():
+        if hmac.compare_digest(digest, caller_digest):
             owner = tenant
     return owner
 

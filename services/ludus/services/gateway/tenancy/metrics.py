@@ -3,13 +3,13 @@
     sessions, wires --plain counters--> GatewayMetrics --at each scrape--> /metrics
     fleets ----------read_loads()-----------^
 
-Counting a call costs a few additions; everything else happens at the scrape. Every series of an
-environment starts at zero, so that rates and alerts never see a series appear. Labels come from
-fixed sets: no label contains a session, tenant or token.
+Counting a call costs a few additions; everything else happens at the scrape. Every series exists
+from the start with value zero, because a rate or an alert would miss the first increase of a series
+that appears later. Labels have fixed values and never contain a session, tenant or token.
 
-All gateways of a release report the same servers, so values from servers must not be summed.
-docs/security.md has the queries. Scale on the sessions to provide for, divided by the maximum
-sessions of one server.
+All gateways of a release report the same servers, so their values for servers must not be summed.
+docs/security.md has the queries. An autoscaler divides the number of pending and active sessions by
+the maximum number of sessions per server.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ class EnvironmentLoad:
 
     environment: str
     num_pending: int = 0
-    """Sessions that waiting opens have requested."""
+    """Number of sessions that clients have requested and not yet received."""
     num_active: int = 0
-    """Sessions on servers that accept new sessions."""
+    """Number of sessions on servers that accept new sessions."""
     num_draining: int = 0
-    """Sessions on servers that accept no new sessions."""
+    """Number of sessions on servers that accept no new sessions."""
     capacity: int = 0
-    """Maximum sessions on servers that accept new ones; 0 if each session gets its own server."""
+    """Maximum number of sessions on servers that accept new sessions; 0 if each session gets a new
+    server."""
     num_servers: int = 0
-    """Connected servers that accept new sessions."""
+    """Number of connected servers that accept new sessions."""
     num_draining_servers: int = 0
-    """Connected servers that accept no new sessions."""
+    """Number of connected servers that accept no new sessions."""
     num_unreachable_servers: int = 0
-    """Listed servers that do not respond."""
+    """Number of listed servers that do not respond."""
 
 
 class CallKind(StrEnum):
@@ -76,7 +77,7 @@ class CallKind(StrEnum):
 
 
 class OpenOutcome(StrEnum):
-    """The outcome of an open."""
+    """The outcome of a request to open sessions."""
 
     OPENED = "opened"
     NO_CAPACITY = "no_capacity"
@@ -86,7 +87,7 @@ class OpenOutcome(StrEnum):
     FAILED = "failed"
 
 
-_OUTCOMES: dict[str, OpenOutcome] = {
+_OUTCOME_BY_CODE: dict[str, OpenOutcome] = {
     OK: OpenOutcome.OPENED,
     ErrorCode.CAPACITY_REACHED: OpenOutcome.NO_CAPACITY,
     ErrorCode.RATE_LIMITED: OpenOutcome.RATE_LIMITED,
@@ -120,32 +121,32 @@ _HISTOGRAMS: dict[GatewayMetric, tuple[str, dict[str, Iterable[str]], Sequence[f
 
 
 class _Histogram:
-    """Counts by bucket; the last bucket has no upper bound."""
+    """A histogram of durations; its last bucket has no upper bound."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+    def __init__(self, upper_bounds: Sequence[float]) -> None:
+        self._upper_bounds = upper_bounds
+        self._counts = [0] * (len(upper_bounds) + 1)
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a duration."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
+        """Add a duration to its bucket."""
+        self._counts[bisect_left(self._upper_bounds, seconds)] += 1
         self._sum += seconds
 
-    def sample(self) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulative buckets and the sum, in the form of the exposition format."""
-        totals = accumulate(list(self._counts))
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(names, totals, strict=True)), self._sum
+    def read_buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Return (upper bound, cumulative count) of each bucket, and the sum of the durations."""
+        cumulative_counts = accumulate(list(self._counts))
+        bucket_labels = [*(str(float(bound)) for bound in self._upper_bounds), "+Inf"]
+        return list(zip(bucket_labels, cumulative_counts, strict=True)), self._sum
 
 
 class GatewayMetrics:
-    """Counters and gauges; counts on the event loop, and a scrape may read from any thread.
+    """The metrics of a gateway. Call the counting methods on the event loop only.
 
     Args:
-        environments: the names of the environments, which are the values of the label `env`.
+        environments: names of the environments, which are the values of the label `env`.
         read_loads: returns the load of each environment; called at each scrape.
     """
 
@@ -154,14 +155,17 @@ class GatewayMetrics:
         environments: Iterable[str],
         read_loads: Callable[[], Sequence[EnvironmentLoad]] = tuple,
     ) -> None:
-        names = self._environments = tuple(environments)
+        environment_names = self._environments = tuple(environments)
         self._counts = {
-            metric: dict.fromkeys(product(names, *labels.values()), 0)
+            metric: dict.fromkeys(product(environment_names, *labels.values()), 0)
             for metric, (_, labels) in _COUNTERS.items()
         }
         self._histograms = {
-            metric: {key: _Histogram(bounds) for key in product(names, *labels.values())}
-            for metric, (_, labels, bounds) in _HISTOGRAMS.items()
+            metric: {
+                label_values: _Histogram(upper_bounds)
+                for label_values in product(environment_names, *labels.values())
+            }
+            for metric, (_, labels, upper_bounds) in _HISTOGRAMS.items()
         }
         self._auth_failures = dict.fromkeys(AuthFailure, 0)
         self._read_loads = read_loads
@@ -186,18 +190,18 @@ class GatewayMetrics:
     def count_open(
         self, environment: str, code: str, num_sessions: int, seconds: float | None = None
     ) -> None:
-        """Count an open of sessions that were requested together; see `count_call`."""
+        """Count a request to open one or more sessions; see `count_call`."""
         call = CallKind.OPEN if num_sessions == 1 else CallKind.OPEN_GROUP
         self.count_call(environment, call, code, seconds)
-        outcome = _OUTCOMES.get(code, OpenOutcome.FAILED)
+        outcome = _OUTCOME_BY_CODE.get(code, OpenOutcome.FAILED)
         self._counts[GatewayMetric.OPENS][environment, outcome] += num_sessions
 
-    def record_wait(self, environment: str, seconds: float) -> None:
-        """Record the time that an open waited in the queue, with or without success."""
-        self._histograms[GatewayMetric.QUEUE_WAIT_SECONDS][environment,].observe(seconds)
+    def record_wait(self, environment: str, wait_s: float) -> None:
+        """Record how long an open waited in the queue, whether or not it succeeded."""
+        self._histograms[GatewayMetric.QUEUE_WAIT_SECONDS][environment,].observe(wait_s)
 
     def count_lost(self, environment: str, num_sessions: int) -> None:
-        """Count sessions that ended although their callers did not end them."""
+        """Count sessions that were lost with their server."""
         self._counts[GatewayMetric.SESSIONS_LOST][environment, "server_lost"] += num_sessions
 
     def count_auth_failure(self, failure: AuthFailure) -> None:
@@ -207,7 +211,7 @@ class GatewayMetrics:
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body of `/metrics` and its content type.
 
-        A thread renders the body, which takes some milliseconds per environment.
+        A thread renders the body, because that takes some milliseconds per environment.
 
         Args:
             accept: the scraper's `Accept` header, which may request OpenMetrics.
@@ -221,25 +225,25 @@ class GatewayMetrics:
         yield InfoMetricFamily(
             GatewayMetric.BUILD,
             "Versions of the gateway and of Python.",
-            value={"version": _version(), "python": platform.python_version()},
+            value={"version": _read_version(), "python": platform.python_version()},
         )
-        failures = CounterMetricFamily(
+        auth_failures = CounterMetricFamily(
             GatewayMetric.AUTH_FAILURES, "Calls refused because of their token.", labels=["kind"]
         )
-        for kind, num in self._auth_failures.items():
-            failures.add_metric([kind], num)
-        yield failures
+        for failure, num_calls in self._auth_failures.items():
+            auth_failures.add_metric([failure], num_calls)
+        yield auth_failures
         yield from self._collect_loads()
         for metric, (help_text, labels) in _COUNTERS.items():
-            counter = CounterMetricFamily(metric, help_text, labels=["env", *labels])
-            for key, num in self._counts[metric].items():
-                counter.add_metric(key, num)
-            yield counter
+            counter_family = CounterMetricFamily(metric, help_text, labels=["env", *labels])
+            for label_values, num_calls in self._counts[metric].items():
+                counter_family.add_metric(label_values, num_calls)
+            yield counter_family
         for metric, (help_text, labels, _) in _HISTOGRAMS.items():
-            durations = HistogramMetricFamily(metric, help_text, labels=["env", *labels])
-            for key, histogram in self._histograms[metric].items():
-                durations.add_metric(key, *histogram.sample())
-            yield durations
+            histogram_family = HistogramMetricFamily(metric, help_text, labels=["env", *labels])
+            for label_values, histogram in self._histograms[metric].items():
+                histogram_family.add_metric(label_values, *histogram.read_buckets())
+            yield histogram_family
 
     def _collect_loads(self) -> Iterator[Metric]:
         sessions = GaugeMetricFamily(
@@ -268,8 +272,8 @@ class GatewayMetrics:
         yield from (sessions, capacity, servers)
 
 
-def _version() -> str:
+def _read_version() -> str:
     try:
         return version("ludus-services")
-    except PackageNotFoundError:  # runs from a checkout
+    except PackageNotFoundError:  # the code runs from a checkout
         return "unknown"

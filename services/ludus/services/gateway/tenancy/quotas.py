@@ -1,8 +1,8 @@
 """Quotas of tenants: concurrent sessions, opens per second and steps per second.
 
-Each rate is a token bucket with one second of tokens. A group larger than the bucket needs a full
-bucket and leaves it negative, so that groups of any size pass at the tenant's rate. Each gateway
-process counts separately.
+Each rate is limited by a token bucket that holds the tokens of one second. A group that is larger
+than the bucket waits until the bucket is full, then makes its count negative. Groups of any size
+therefore pass at the tenant's rate. Each gateway process counts separately.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from ludus.proto.errors import InvalidCallError, RateLimitError
 from ludus.services.gateway.tenancy.tenants import Tenant
 
 _SESSIONS_RETRY_S = 1.0
-"""Retry delay for a refused open; it is unknown when the tenant will close a session."""
+"""Retry delay for a refused open, in seconds. It is a guess, because the gateway does not know when
+the tenant will close a session."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens of one rate; below zero after a large group."""
+    """A token bucket of one rate; its number of tokens is negative after a large group."""
 
     tokens: float
     updated_s: float
 
-    def take(self, num: int, rate_per_s: float, now_s: float) -> float:
-        """Take tokens and return 0, or return the seconds until they are available."""
+    def take(self, num_tokens: int, rate_per_s: float, now_s: float) -> float:
+        """Take tokens and return 0, or return the seconds until there are enough tokens."""
         burst = max(1.0, rate_per_s)
         self.tokens = min(burst, self.tokens + (now_s - self.updated_s) * rate_per_s)
         self.updated_s = now_s
-        num_missing_tokens = min(float(num), burst) - self.tokens
-        if num_missing_tokens > 1e-9:  # rounding must not make a caller that waited wait again
+        num_missing_tokens = min(float(num_tokens), burst) - self.tokens
+        if num_missing_tokens > 1e-9:  # tolerates rounding, so that no caller waits twice
             return num_missing_tokens / rate_per_s
-        self.tokens -= num
+        self.tokens -= num_tokens
         return 0.0
 
 
@@ -45,7 +46,7 @@ class _Usage:
 
 
 class Quotas:
-    """Counters of each tenant's use; only for one event loop.
+    """Counters of each tenant's sessions and calls, for use on one event loop.
 
     Args:
         clock: monotonic clock in seconds.
@@ -55,16 +56,16 @@ class Quotas:
         self._clock = clock
         self._usage: defaultdict[str, _Usage] = defaultdict(_Usage)
 
-    def num_sessions(self, tenant: Tenant) -> int:
+    def count_sessions(self, tenant: Tenant) -> int:
         """Return the tenant's current number of sessions."""
         return self._usage[tenant.name].num_sessions
 
     def reserve(self, tenant: Tenant, num_sessions: int = 1) -> None:
-        """Reserve sessions of the tenant's quota, all or none; `release` returns them.
+        """Reserve sessions of the tenant's quota, all or none, until `release`.
 
         Raises:
             RateLimitError: the quota has too few sessions left, or the rate is too high.
-            InvalidCallError: more at once than the tenant may ever have.
+            InvalidCallError: the number of sessions exceeds the tenant's maximum.
         """
         limits, usage = tenant.limits, self._usage[tenant.name]
         max_sessions = limits.max_sessions
@@ -91,7 +92,7 @@ class Quotas:
         usage.num_sessions = max(0, usage.num_sessions - num_sessions)
 
     def count_step(self, tenant: Tenant) -> None:
-        """Count a step, or another call that counts as one.
+        """Count a step, or another call that the quota treats as a step.
 
         Raises:
             RateLimitError: the rate is too high; the error contains the retry delay.
@@ -100,15 +101,17 @@ class Quotas:
         if rate_per_s is not None:
             self._take_tokens(tenant, "steps", 1, rate_per_s)
 
-    def _take_tokens(self, tenant: Tenant, resource: str, num: int, rate_per_s: float) -> None:
+    def _take_tokens(
+        self, tenant: Tenant, resource: str, num_tokens: int, rate_per_s: float
+    ) -> None:
         now_s = self._clock()
         full_bucket = _Bucket(max(1.0, rate_per_s), now_s)
         bucket = self._usage[tenant.name].buckets.setdefault(resource, full_bucket)
-        wait_s = bucket.take(num, rate_per_s, now_s)
+        wait_s = bucket.take(num_tokens, rate_per_s, now_s)
         if wait_s > 0:
             raise RateLimitError(
                 f"tenant {tenant.name!r} exceeded its limit of {rate_per_s:g} {resource} per second"
-                f" with {num} more; retry in {wait_s:.3g} s, or raise {resource}_per_s in the"
-                " gateway's tenants file",
+                f" with {num_tokens} more; retry in {wait_s:.3g} s, or raise {resource}_per_s in"
+                " the gateway's tenants file",
                 retry_after_s=wait_s,
             )

@@ -1,9 +1,9 @@
-"""Tenants of a gateway: their tokens, scopes and limits, and the file that lists them.
+"""Tenants of a gateway with their tokens, scopes and limits, and the file that lists them.
 
     tenants.toml --TenantsFile.read--> Tenants (SHA-256 of each token -> Tenant)
 
-The file contains no token. It contains a token's SHA-256 digest, or names the environment
-variable or file with the token. Messages never quote a value that could be a token.
+The file contains no tokens. For each token it contains the SHA-256 digest, or names the environment
+variable or the file with the token. Messages never quote a value that could be a token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ludus.proto.errors import AuthenticationError, ConfigError, NotFoundError, 
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 512
 _MAX_FILE_BYTES = 4 * 1024 * 1024
-_MAKE_TOKEN = "create one with: openssl rand -hex 32"
-_TOKEN_FIELDS = (
+_TOKEN_REMEDY = "create one with: openssl rand -hex 32"
+_TOKEN_FIELDS_HELP = (
     'token_env = "NAME" (an environment variable), token_file = "PATH", or token_sha256 ='
     ' "DIGEST" from: printf %s "$TOKEN" | sha256sum'
 )
@@ -34,7 +34,7 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
 class Scope(StrEnum):
-    """The kind of calls that a token permits."""
+    """A kind of call that a token permits."""
 
     STEP = "step"
     """Open, play and close the tenant's own sessions."""
@@ -55,8 +55,8 @@ class TenantLimits:
 class Tenant:
     """The owner of calls and sessions.
 
-    Every wire authenticates once per request or connection and stores the tenant in a context
-    variable. Tasks that the wire starts inherit it.
+    Every wire authenticates each request or connection once and stores the tenant in a context
+    variable, which is inherited by the tasks that the wire starts.
     """
 
     name: str
@@ -64,30 +64,31 @@ class Tenant:
     scopes: frozenset[Scope] = frozenset(Scope)
     limits: TenantLimits = TenantLimits()
     token_digest: bytes = field(default=b"", repr=False, compare=False)
-    """SHA-256 digest of the token of this call; empty if the tenant is not from a file."""
+    """SHA-256 digest of the token that the caller sent; empty without a tenants file."""
 
 
 ANONYMOUS = Tenant("")
 """The tenant of every caller if no tenants are configured; it has every scope."""
 GATEWAY_TENANT = Tenant("gateway itself")
-"""The tenant of calls that the gateway makes itself; other tenants' names contain no space."""
-_CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
+"""The tenant of the gateway's own calls. No tenant of a file can have this name, because of the
+space."""
+_CURRENT_TENANT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
 
 
-def current_tenant() -> Tenant:
+def get_current_tenant() -> Tenant:
     """Return the tenant of the request that is being served."""
     try:
-        return _CURRENT.get()
+        return _CURRENT_TENANT.get()
     except LookupError:
         raise AuthenticationError(
-            "the request was not checked for a token; put its wire behind Authenticate or"
+            "the request was not authenticated; put its wire behind Authenticate or"
             " AuthenticateCalls"
         ) from None
 
 
 def set_current_tenant(tenant: Tenant) -> None:
-    """Set the current tenant of this task and of the tasks that it starts."""
-    _CURRENT.set(tenant)
+    """Set the current tenant of this task and of the tasks that it will start."""
+    _CURRENT_TENANT.set(tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Tenants:
 
 
 class _TenantEntry(BaseModel):
-    """One `[[tenants]]` table."""
+    """One `[[tenants]]` table of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -116,11 +117,11 @@ class _TenantEntry(BaseModel):
     @model_validator(mode="after")
     def _check_token_is_set(self) -> _TenantEntry:
         if not (self.token_env or self.token_file or self.token_sha256):
-            raise ValueError(f"the tenant needs a token; set {_TOKEN_FIELDS}")
+            raise ValueError(f"the tenant needs a token; set {_TOKEN_FIELDS_HELP}")
         return self
 
 
-class _Document(BaseModel):
+class _TenantsDocument(BaseModel):
     """A complete tenants file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -129,29 +130,30 @@ class _Document(BaseModel):
 
 
 class TenantsFile:
-    """A tenants file and its token files, all of which may change."""
+    """A tenants file and its token files, which may change while the gateway runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._watched: tuple[Path, ...] = (path,)
+        self._watched_paths: tuple[Path, ...] = (path,)
         self._signature: tuple[Any, ...] = ()
 
     def has_changed(self) -> bool:
         """Return whether a file changed after the last `read`."""
-        return file_signatures(self._watched) != self._signature
+        return file_signatures(self._watched_paths) != self._signature
 
     def read(self) -> Tenants:
         """Read the tenants."""
-        # Signed before the contents are read, so that the next check sees a change made meanwhile.
+        # The signature is computed before the contents are read, so that a change during the
+        # read is found by the next check.
         signature = file_signatures((self.path,))
-        self._signature = file_signatures(self._watched)
+        self._signature = file_signatures(self._watched_paths)
         entries = self._parse()
         folder = self.path.parent
         token_files = tuple(folder / entry.token_file for entry in entries if entry.token_file)
-        self._watched = (self.path, *token_files)
+        self._watched_paths = (self.path, *token_files)
         self._signature = signature + file_signatures(token_files)
         by_name: dict[str, Tenant] = {}
-        owners: dict[bytes, Tenant] = {}
+        by_digest: dict[bytes, Tenant] = {}
         for index, entry in enumerate(entries):
             location = f"{self.path}: tenants[{index}] ({entry.name})"
             if entry.name in by_name:
@@ -162,50 +164,54 @@ class TenantsFile:
             limits = TenantLimits(entry.max_sessions, entry.opens_per_s, entry.steps_per_s)
             tenant = by_name[entry.name] = Tenant(entry.name, frozenset(entry.scopes), limits)
             for digest in _read_digests(entry, folder, location):
-                if digest in owners:
+                if digest in by_digest:
                     raise ConfigError(
-                        f"{location}: the token also belongs to tenant {owners[digest].name!r};"
-                        f" {_MAKE_TOKEN}"
+                        f"{location}: the token also belongs to tenant {by_digest[digest].name!r};"
+                        f" {_TOKEN_REMEDY}"
                     )
-                owners[digest] = replace(tenant, token_digest=digest)
-        return Tenants(by_name, owners)
+                by_digest[digest] = replace(tenant, token_digest=digest)
+        return Tenants(by_name, by_digest)
 
     def _parse(self) -> list[_TenantEntry]:
-        content = _read_bytes(self.path, "tenants file", str(self.path))
+        file_bytes = _read_bytes(self.path, "tenants file", str(self.path))
         try:
-            fields = tomllib.loads(content.decode())
+            fields = tomllib.loads(file_bytes.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             # The parser's message may quote a token, so only its position is shown.
-            _, _, position = str(error).rpartition("(")
+            _, _, problem = str(error).rpartition("(")
             is_toml_error = isinstance(error, tomllib.TOMLDecodeError)
-            position = position.rstrip(")") if is_toml_error else "not UTF-8"
+            problem = problem.rstrip(")") if is_toml_error else "not UTF-8"
             raise ConfigError(
                 f"{self.path}: expected TOML with [[tenants]] tables, got a syntax error"
-                f" ({position}); correct it"
+                f" ({problem}); correct it"
             ) from None
         try:
-            return _Document.model_validate(fields).tenants
+            return _TenantsDocument.model_validate(fields).tenants
         except ValidationError as error:
-            raise ConfigError(_explain(self.path, error)) from None
+            raise ConfigError(_explain_errors(self.path, error)) from None
 
 
-def token_digest(token: str | bytes) -> bytes:
-    """Return the SHA-256 digest by which tokens are compared."""
+def hash_token(token: str | bytes) -> bytes:
+    """Return the SHA-256 digest of a token; tokens are compared by their digests."""
     token_bytes = token if isinstance(token, bytes) else token.encode("utf-8", "replace")
     return hashlib.sha256(token_bytes).digest()
 
 
 def check_token(token: str, location: str) -> str:
-    """Return the token if it is hard to guess and valid in every header and URL."""
+    """Return the token if it is long enough, and valid in headers and URLs.
+
+    Raises:
+        ConfigError: the token is too short, too long, or contains an invalid character.
+    """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS:
         raise ConfigError(
             f"{location}: a token must have {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters, got"
-            f" {len(token)}; {_MAKE_TOKEN}"
+            f" {len(token)}; {_TOKEN_REMEDY}"
         )
     if not all(char.isascii() and (char.isalnum() or char in "-._~+=") for char in token):
         raise ConfigError(
             f"{location}: a token may only contain letters, digits and -._~+= because it can be"
-            f" part of a URL; {_MAKE_TOKEN}"
+            f" part of a URL; {_TOKEN_REMEDY}"
         )
     return token
 
@@ -219,15 +225,15 @@ def _read_digests(entry: _TenantEntry, folder: Path, location: str) -> list[byte
                 f"{location}: token_env: the environment variable {entry.token_env} is not set;"
                 " export it before the gateway starts"
             )
-        digests.append(token_digest(check_token(token.strip(), f"{location}: ${entry.token_env}")))
+        digests.append(hash_token(check_token(token.strip(), f"{location}: ${entry.token_env}")))
     if entry.token_file:
         path = folder / entry.token_file
-        content = _read_bytes(path, f"{location}: token_file with a token on each line", "it")
-        lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
+        file_bytes = _read_bytes(path, f"{location}: token_file with a token on each line", "it")
+        lines = [line.strip() for line in file_bytes.decode("utf-8", "replace").splitlines()]
         tokens = [line for line in lines if line]
         if not tokens:
-            raise ConfigError(f"{location}: token_file contains no token; {_MAKE_TOKEN}")
-        digests += (token_digest(check_token(token, f"{location}: token_file")) for token in tokens)
+            raise ConfigError(f"{location}: token_file contains no token; {_TOKEN_REMEDY}")
+        digests += (hash_token(check_token(token, f"{location}: token_file")) for token in tokens)
     hex_digests = entry.token_sha256 or []
     if isinstance(hex_digests, str):
         hex_digests = [hex_digests]
@@ -235,37 +241,44 @@ def _read_digests(entry: _TenantEntry, folder: Path, location: str) -> list[byte
     return digests
 
 
-def _read_bytes(path: Path, description: str, name: str) -> bytes:
+def _read_bytes(path: Path, description: str, shown_name: str) -> bytes:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{description}: {name} is larger than {_MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{description}: {shown_name} is larger than {_MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
-        kind: type[UserError] = NotFoundError if is_missing else ConfigError
-        raise kind(
-            f"{description}: cannot read {name}: {error.strerror}; create it or name another file"
+        error_class: type[UserError] = NotFoundError if is_missing else ConfigError
+        raise error_class(
+            f"{description}: cannot read {shown_name}: {error.strerror}; create it or name another"
+            " file"
         ) from error
 
 
-def _explain(path: Path, error: ValidationError) -> str:
+def _explain_errors(path: Path, error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_context=False)
     return "\n".join(f"{path}: {_explain_field(problem)}" for problem in problems[:8])
 
 
 def _explain_field(problem: Any) -> str:
     keys = [key for key in problem["loc"] if key not in ("constrained-str", "list")]
-    field_path = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).lstrip(".")
+    field_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(
+        "."
+    )
     name = str(keys[-1]) if keys else ""
     if problem["type"] == "extra_forbidden":
         if name in ("token", "tokens", "password", "secret"):
-            return f"{field_path}: this file must not contain a plain token; set {_TOKEN_FIELDS}"
-        names = ", ".join((_TenantEntry if len(keys) > 1 else _Document).model_fields)
+            return (
+                f"{field_path}: this file must not contain a plain token; set {_TOKEN_FIELDS_HELP}"
+            )
+        names = ", ".join((_TenantEntry if len(keys) > 1 else _TenantsDocument).model_fields)
         return f"{field_path}: unknown field {name!r}; use one of {names}"
     if "token_sha256" in keys:
-        return f"{field_path}: must be 64 hexadecimal digits; set {_TOKEN_FIELDS}"
+        return f"{field_path}: must be 64 hexadecimal digits; set {_TOKEN_FIELDS_HELP}"
     if name == "token_env":
-        return f"{field_path}: must name an environment variable in capitals; set {_TOKEN_FIELDS}"
+        return (
+            f"{field_path}: must name an environment variable in capitals; set {_TOKEN_FIELDS_HELP}"
+        )
     if name == "token_file" or problem["type"] == "value_error":
         return f"{field_path}: {problem['msg'].removeprefix('Value error, ')}"
     if isinstance(problem["input"], str | int | float) and name != "tenants":

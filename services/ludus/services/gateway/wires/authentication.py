@@ -40,7 +40,7 @@ _CONNECTION_LOGGERS = (
 )
 
 
-class Authenticate:
+class AuthenticationMiddleware:
     """ASGI middleware that refuses unauthorized requests with status 401 or 403."""
 
     def __init__(self, app: ASGIApp, access: TenantAccess) -> None:
@@ -58,7 +58,7 @@ class Authenticate:
         is_admin = any(path == prefix or path.startswith(f"{prefix}/") for prefix in ADMIN_PATHS)
         try:
             tenant = self._access.authenticate(*tokens)
-            self._access.require(tenant, Scope.ADMIN if is_admin else Scope.STEP)
+            self._access.require_scope(tenant, Scope.ADMIN if is_admin else Scope.STEP)
         except EnvError as error:
             await refuse(error, scope, receive, send)
             return
@@ -75,7 +75,7 @@ class Authenticate:
             await self._app(scope, receive, send)
 
 
-class AuthenticateCalls(grpc.aio.ServerInterceptor):
+class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     """A gRPC interceptor that refuses calls without a valid token with the scope `step`."""
 
     def __init__(self, access: TenantAccess) -> None:
@@ -98,7 +98,7 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
                 tenant = self._access.authenticate(*tokens)
-                self._access.require(tenant, Scope.STEP)
+                self._access.require_scope(tenant, Scope.STEP)
             except EnvError as error:
                 await abort(context, error)
             set_current_tenant(tenant)

@@ -50,7 +50,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         sessions = await self._find_environment(context)
         try:
-            await sessions.admission.wait_described()
+            await sessions.admission.wait_until_described()
             return describe_message(sessions.description)
         except EnvError as error:
             await abort(context, error)

@@ -22,7 +22,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import Environments, UnknownEnvironmentError
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
-from ludus.services.gateway.tenancy.tenants import current_tenant
+from ludus.services.gateway.tenancy.tenants import get_current_tenant
 from ludus.services.gateway.wires.requests import error_response, refuse
 
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
@@ -82,9 +82,9 @@ class _EnvironmentMounts:
             raise UnknownEnvironmentError(
                 f"{path} belongs to the gateway, not to an environment; remove /envs/{name}"
             )
-        key = (sessions.environment, current_tenant().name)
+        key = (sessions.environment, get_current_tenant().name)
         if key not in self._apps:
-            await sessions.admission.wait_described()
+            await sessions.admission.wait_until_described()
             app = build_app(sessions, mcp_key=self._mcp_key)
             app.router.redirect_slashes = False
             self._apps.setdefault(key, app)
@@ -126,7 +126,7 @@ def _add_environment_routes(app: FastAPI, environments: Environments) -> None:
     @app.get("/v1/envs/{name}")
     async def show_environment(name: _EnvironmentName) -> Response:
         sessions = environments.find(name)
-        await sessions.admission.wait_described()
+        await sessions.admission.wait_until_described()
         description = sessions.description
         return _json(
             _load_json(sessions.environment_load)

@@ -29,7 +29,7 @@ _RESPONSE_STARTS = frozenset(
 )
 
 
-class AddRequestIds:
+class RequestIdMiddleware:
     """ASGI middleware that adds a request id to each request and response.
 
     The id is the caller's `x-request-id` if it is valid, otherwise a new id.
