@@ -125,12 +125,12 @@ def test_missing_scope_is_reported_with_the_existing_scopes(access: TenantAccess
     seen: list[AuthFailure] = []
     access.on_failure = seen.append
     alice = access.authenticate(f"Bearer {ALICE}")
-    access.require(alice, Scope.STEP)
-    access.require(access.authenticate(f"Bearer {BOB}"), Scope.ADMIN)
+    access.require_scope(alice, Scope.STEP)
+    access.require_scope(access.authenticate(f"Bearer {BOB}"), Scope.ADMIN)
     with pytest.raises(
         PermissionDeniedError, match="scope admin, but tenant 'alice' has only step"
     ):
-        access.require(alice, Scope.ADMIN)
+        access.require_scope(alice, Scope.ADMIN)
     assert seen == [AuthFailure.SCOPE]
 
 
@@ -153,7 +153,7 @@ def test_a_single_token_may_do_everything() -> None:
     access = TenantAccess.from_token(ALICE)
     tenant = access.authenticate(f"Bearer {ALICE}")
     assert (tenant.name, tenant.limits) == ("", TenantLimits())
-    access.require(tenant, Scope.ADMIN)
+    access.require_scope(tenant, Scope.ADMIN)
     with pytest.raises(AuthenticationError):
         access.authenticate(f"Bearer {BOB}")
 

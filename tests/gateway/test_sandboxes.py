@@ -29,7 +29,7 @@ EAGER_S = 0.5
 
 @asynccontextmanager
 async def serving(
-    cluster: FakeSandboxes, unused_after_s: float = 60.0, **limits: object
+    cluster: FakeSandboxes, max_unused_s: float = 60.0, **limits: object
 ) -> AsyncIterator[GatewaySessions]:
     """Run a gateway with the cluster's sandboxes; yield its sessions."""
     environment = SandboxEnvironment(warm_pool=POOL, namespace=NAMESPACE, grpc_port=cluster.port)
@@ -40,7 +40,7 @@ async def serving(
         lambda key: running[0].fleet.find_link_by_key(key) if running else None,
         lambda: running[0].admission.num_requested if running else 0,
         3600.0,
-        unused_after_s=unused_after_s,
+        max_unused_s=max_unused_s,
         check_interval_s=0.05,
     )
     config = make_config("grpc://unused:1", sessions=limits, servers=FAST)
@@ -188,7 +188,7 @@ async def test_stopping_gateway_deletes_unused_claims(monkeypatch) -> None:
             opening = asyncio.create_task(sessions.open(SEEDED))
             await eventually(lambda: cluster.claims)
             opening.cancel()
-            await eventually(lambda: not sessions.admission.supply.creating)
+            await eventually(lambda: not sessions.admission.supply.creating_names)
         assert not cluster.claims
 
 

@@ -231,7 +231,7 @@ class GatewayConfig(_Section):
         if external_names:
             raise ConfigError(
                 f"{self.session_key_env} is not set; it must contain the session key (at least"
-                f" {MIN_KEY_BYTES} bytes) that the servers of '{external_names[0]}' also use; create"
-                f" one with: export {self.session_key_env}=$(openssl rand -hex 32)"
+                f" {MIN_KEY_BYTES} bytes) that the servers of '{external_names[0]}' also use;"
+                f" create one with: export {self.session_key_env}=$(openssl rand -hex 32)"
             )
         return secrets.token_hex(32)

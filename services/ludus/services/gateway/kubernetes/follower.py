@@ -1,10 +1,10 @@
-"""A follower of a list of cluster objects that survives failures of the API server.
+"""A follower of a list of cluster objects, which survives failures of the API server.
 
     API server --LIST--> on_list --WATCH--> on_event --the watch ends--> WATCH again
                             ^-------------- too old to continue ----------'
 
-No callback runs before the first LIST has succeeded. After that an unreachable API server changes
-nothing: the last known list stays valid.
+No callback except `on_failure` runs before the first LIST has succeeded. If the API server is
+unreachable later, the last known list stays valid.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _WATCH_TIMEOUT_S = 300
 """Maximum duration of a watch, in seconds. Each watch requests a random 80 to 100 % of it, so that
 gateways that started together do not reconnect together."""
 _STABLE_AFTER_S = 10.0
-"""Minimum duration of a successful watch without events, in seconds."""
+"""Duration in seconds after which a watch counts as successful, even without events."""
 _GONE = 410
 _BAD_VERSION_STATUSES = frozenset({400, 504})
-"""Statuses for a version unknown to the API server, for example after a restore."""
+"""Statuses of a resourceVersion that the API server does not know, for example after a restore."""
 _MAX_FAILURES = 3
-"""Consecutive failed watches after which the list is read again, whatever the failures."""
+"""Number of consecutive failed watches after which the list is read again."""
 
 
 class ListFollower:
-    """A follower of the objects at a path that match a label selector.
+    """A follower of the objects that are at a path and match a label selector.
 
     Args:
-        name: description of the objects, for the log.
+        description: description of the objects, for the log.
         on_list: called with all objects after each LIST.
-        on_event: called with each change, except bookmarks.
+        on_event: called with each event, except bookmarks.
         on_failure: called with the error of each failed request.
         pauses_s: the first and the longest pause before a retry, in seconds.
-        sleep: waits between two attempts.
+        sleep: function that waits between two attempts.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ListFollower:
         api: KubernetesApi,
         path: str,
         selector: str,
-        name: str,
+        description: str,
         on_list: Callable[[Sequence[JsonObject]], None],
         on_event: Callable[[WatchEvent], None],
         *,
@@ -64,14 +64,14 @@ class ListFollower:
     ) -> None:
         self._api = api
         self._path, self._query = path, {"labelSelector": selector}
-        self._name = name
+        self._description = description
         self._on_list, self._on_event, self._on_failure = on_list, on_event, on_failure
         self._pauses_s = pauses_s
         self._sleep = sleep
-        self._version = ""
-        """Version at which a watch continues; empty if the list must be read again."""
+        self._resume_version = ""
+        """resourceVersion from which a watch resumes; empty if the list must be read again."""
         self._logged_status = -1
-        """Status of the last logged failure; -1 while there is none."""
+        """Status of the failure that was logged last; -1 after a success."""
         self._num_failures = 0
         """Number of failed watches after the last message from the API server."""
 
@@ -79,12 +79,12 @@ class ListFollower:
         """Follow until cancelled, or until `on_list` or `on_event` raises a ConfigError."""
         pauses = doubling(*self._pauses_s)
         while True:
-            started_s, first_version = time.monotonic(), self._version
+            started_s, version_before = time.monotonic(), self._resume_version
             failure: ClusterError | None = None
             try:
-                if not self._version:
-                    await self._list()
-                await self._watch()
+                if not self._resume_version:
+                    await self._read_list()
+                await self._watch_changes()
             except (ClusterError, LookupError, TypeError) as error:
                 failure = (
                     error
@@ -94,7 +94,10 @@ class ListFollower:
                 self._record_failure(failure)
                 if self._on_failure is not None:
                     self._on_failure(failure)
-            if self._version != first_version or time.monotonic() - started_s >= _STABLE_AFTER_S:
+            if (
+                self._resume_version != version_before
+                or time.monotonic() - started_s >= _STABLE_AFTER_S
+            ):
                 pauses = doubling(*self._pauses_s)
                 if failure is None:
                     continue
@@ -102,16 +105,16 @@ class ListFollower:
             pause_s = min(max(next(pauses), retry_after_s), self._pauses_s[1])
             await self._sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _list(self) -> None:
-        objects = await self._api.read(self._path, self._query)
+    async def _read_list(self) -> None:
+        list_object = await self._api.read(self._path, self._query)
         self._record_success()
-        self._on_list(objects.get("items") or ())
-        self._version = str((objects.get("metadata") or {}).get("resourceVersion", ""))
+        self._on_list(list_object.get("items") or ())
+        self._resume_version = str((list_object.get("metadata") or {}).get("resourceVersion", ""))
 
-    async def _watch(self) -> None:
+    async def _watch_changes(self) -> None:
         watch = self._api.watch(
             self._path,
-            version=self._version,
+            version=self._resume_version,
             timeout_s=round(_WATCH_TIMEOUT_S * random.uniform(0.8, 1.0)),
             query=self._query,
         )
@@ -119,28 +122,28 @@ class ListFollower:
             async for event in events:
                 self._record_success()
                 metadata = event.object.get("metadata") or {}
-                self._version = str(metadata.get("resourceVersion") or self._version)
+                self._resume_version = str(metadata.get("resourceVersion") or self._resume_version)
                 if event.type != EventType.BOOKMARK:
                     self._on_event(event)
 
     def _record_failure(self, error: ClusterError) -> None:
-        is_watch = bool(self._version)
-        self._num_failures += is_watch
-        if is_watch and (error.status == _GONE or self._is_bad_version(error)):
-            _log.info("%s: the watch cannot continue; listing again", self._name)
-            self._version = ""
+        was_watching = bool(self._resume_version)
+        self._num_failures += was_watching
+        if was_watching and (error.status == _GONE or self._is_bad_version(error)):
+            _log.info("%s: the watch cannot continue; listing again", self._description)
+            self._resume_version = ""
         elif error.status != self._logged_status:
             self._logged_status = error.status
-            _log.warning("%s: keeping the last known list: %s", self._name, error)
+            _log.warning("%s: keeping the last known list: %s", self._description, error)
 
     def _is_bad_version(self, error: ClusterError) -> bool:
-        names_version = (
+        is_version_error = (
             error.status in _BAD_VERSION_STATUSES or "resource version" in str(error).lower()
         )
-        return names_version or self._num_failures >= _MAX_FAILURES
+        return is_version_error or self._num_failures >= _MAX_FAILURES
 
     def _record_success(self) -> None:
         self._num_failures = 0
         if self._logged_status >= 0:
             self._logged_status = -1
-            _log.info("%s: the API server responds again", self._name)
+            _log.info("%s: the API server responds again", self._description)

@@ -4,16 +4,16 @@
     fleet <--publish-- claims with an address <--ListFollower-- API server
     ended sessions --wake--> SandboxSource --delete--> SandboxClaim and its pod
 
-A gateway claims one sandbox per waiting session, places one session on each sandbox, and deletes
-the claim after that session has ended. A session therefore never sees data of another session. All
-gateways list all claims, so that each of them can route calls to any session. A gateway places
-sessions only on its own claims.
+A gateway claims one sandbox per requested session, places one session on each sandbox, and deletes
+the claim after that session has ended. A session therefore never sees the data of another session.
+All gateways list all claims, so that each of them can route calls to any session. A gateway places
+sessions only on sandboxes that it claimed itself.
 
-Some sessions end without notice to the gateway: they are idle, their linger time is over, they
-were played through another gateway, or their gateway died. The server's own session count reveals
-them. If a server reports no session for `unused_after_s`, the first gateway that notices deletes
-the claim. The controller deletes remaining claims when the ids of their sessions have expired.
-Claims belong to their pool and are deleted with it.
+The gateway is not told about every end of a session: a session may time out on its server, or end
+through another gateway, and the gateway that claimed the sandbox may have died. Gateways therefore
+poll the number of sessions. If a server reports no session for `max_unused_s`, the first gateway
+that notices deletes the claim. The controller deletes any other claim when the ids of its sessions
+have expired. A claim is owned by its pool, so it is deleted with the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 POOL_LABEL, GATEWAY_LABEL = "ludus.dev/warm-pool", "ludus.dev/gateway"
 _NOT_FOUND = 404
-_POOLS = "sandboxwarmpools"
+_POOL_RESOURCE = "sandboxwarmpools"
 _RETRY_S = 1.0
 """Delay after a failed request, in seconds."""
 STOP_TIMEOUT_S = 2.0
@@ -50,13 +50,13 @@ _MAX_PARALLEL_REQUESTS = 16
 
 @dataclass(frozen=True, slots=True)
 class SandboxClaim:
-    """A sandbox claim from the view of one gateway."""
+    """A sandbox claim, as seen by one gateway."""
 
     name: str
-    is_own: bool
-    """True if this gateway created the claim."""
+    is_from_this_gateway: bool
+    """True if this gateway, and not another, created the claim."""
     host: str = ""
-    """Address of the claim's pod; empty while it has none."""
+    """IP address of the claim's pod; empty while it has none."""
     is_ready: bool = False
     is_ending: bool = False
     reason: str = ""
@@ -71,23 +71,23 @@ class SandboxClaim:
             http_address="",
             is_ready=self.is_ready,
             is_terminating=self.is_ending,
-            max_opens=1 if self.is_own else 0,
+            max_opens=1 if self.is_from_this_gateway else 0,
         )
 
 
-def parse_claim(raw: JsonObject, identity: str) -> SandboxClaim:
-    """Return the claim in a SandboxClaim object, from the view of the gateway `identity`."""
-    metadata, status = raw["metadata"], raw.get("status") or {}
+def parse_claim(claim_object: JsonObject, identity: str) -> SandboxClaim:
+    """Parse a SandboxClaim object, as seen by the gateway `identity`."""
+    metadata, status = claim_object["metadata"], claim_object.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
-    ready = conditions.get("Ready", {})
+    ready_condition = conditions.get("Ready", {})
     addresses = (status.get("sandbox") or {}).get("podIPs") or [""]
     return SandboxClaim(
         metadata["name"],
-        is_own=(metadata.get("labels") or {}).get(GATEWAY_LABEL) == identity,
+        is_from_this_gateway=(metadata.get("labels") or {}).get(GATEWAY_LABEL) == identity,
         host=addresses[0],
-        is_ready=ready.get("status") == "True",
+        is_ready=ready_condition.get("status") == "True",
         is_ending=metadata.get("deletionTimestamp") is not None,
-        reason=ready.get("message", ""),
+        reason=ready_condition.get("message", ""),
     )
 
 
@@ -95,12 +95,12 @@ class SandboxSource:
     """An `EndpointSource` that creates and deletes claims of one warm pool on demand.
 
     Args:
-        api: client that `close` closes.
-        find_link: returns the link to the server of a claim.
-        num_requested: returns the number of sessions that waiting opens requested.
+        api: API client, which `close` closes.
+        find_link: returns the link to a claim's server, by the claim's name.
+        read_num_requested: returns the number of sessions that waiting opens requested.
         lifetime_s: maximum lifetime of a claim, in seconds.
-        unused_after_s: seconds without a session after which a claim is deleted.
-        check_interval_s: interval between two checks for such claims, in seconds.
+        max_unused_s: seconds without a session after which a claim is deleted.
+        check_interval_s: seconds between two checks for claims to create or delete.
     """
 
     def __init__(
@@ -108,52 +108,52 @@ class SandboxSource:
         api: KubernetesApi,
         environment: SandboxEnvironment,
         find_link: Callable[[str], ServerLink | None],
-        num_requested: Callable[[], int],
+        read_num_requested: Callable[[], int],
         lifetime_s: float,
         *,
-        unused_after_s: float = 30.0,
+        max_unused_s: float = 30.0,
         check_interval_s: float = 1.0,
     ) -> None:
         self._api = api
-        self._environment, self._pool = environment, environment.warm_pool
-        self._find_link, self._num_requested = find_link, num_requested
+        self._environment, self._pool_name = environment, environment.warm_pool
+        self._find_link, self._read_num_requested = find_link, read_num_requested
         self._lifetime = timedelta(seconds=lifetime_s)
-        self._unused_after_s, self._check_interval_s = unused_after_s, check_interval_s
+        self._max_unused_s, self._check_interval_s = max_unused_s, check_interval_s
         self._identity = f"{socket.gethostname()[-50:].strip('-.')}-{secrets.token_hex(4)}"
         self._path = resource_path(API_VERSION, environment.namespace, "sandboxclaims")
         self._follower = ListFollower(
             api,
             self._path,
-            f"{POOL_LABEL}={self._pool}",
-            f"claims of {environment.namespace}/{self._pool}",
+            f"{POOL_LABEL}={self._pool_name}",
+            f"claims of {environment.namespace}/{self._pool_name}",
             self._handle_list,
             self._handle_event,
             on_failure=self._record_follow_failure,
         )
         self._claims: dict[str, SandboxClaim] = {}
-        self.creating: set[str] = set()
+        self.creating_names: set[str] = set()
         """Names of the claims that are being created."""
         self._is_listed = False
-        self._published: list[ServerEndpoint] | None = None
+        self._published_endpoints: list[ServerEndpoint] | None = None
         self._publish: Publish | None = None
         self._problem = ""
         self._retry_at_s = 0.0
         self._wake_event = asyncio.Event()
-        self._requests = asyncio.Semaphore(_MAX_PARALLEL_REQUESTS)
+        self._request_slots = asyncio.Semaphore(_MAX_PARALLEL_REQUESTS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
-        """Check the demand now: an open started to wait, or a session ended."""
+        """Check the demand now, because an open started to wait or a session ended."""
         self._wake_event.set()
 
     def explain_shortage(self) -> str:
-        """Return the reason why opens still wait."""
+        """Return the reason why no sandbox became ready, with a remedy."""
         if self._problem:
             return self._problem
-        claims = [claim for claim in self._list_unused() if not claim.is_ready]
+        claims = [claim for claim in self._list_unused_claims() if not claim.is_ready]
         reason = next((claim.reason for claim in claims if claim.reason), "no reason given")
         return (
-            f"no sandbox of warm pool '{self._pool}' became ready in time (waiting claims:"
+            f"no sandbox of warm pool '{self._pool_name}' became ready in time (waiting claims:"
             f" {len(claims)}; {reason}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
         )
 
@@ -166,9 +166,11 @@ class SandboxSource:
         finally:
             claim_task.cancel()
             await asyncio.gather(claim_task, return_exceptions=True)
-            # No other gateway places sessions on these claims.
-            claims = self._list_unused()
-            self._start_deletes([claim for claim in claims if claim.name not in self.creating])
+            # No other gateway would use the unused claims.
+            claims = self._list_unused_claims()
+            self._start_deletes(
+                [claim for claim in claims if claim.name not in self.creating_names]
+            )
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
 
@@ -178,12 +180,16 @@ class SandboxSource:
             task.cancel()
         await self._api.close()
 
-    # -- known claims ------------------------------------------------------------------
+    # -- listed claims ----------------------------------------------------------------
 
-    def _handle_list(self, items: Sequence[JsonObject]) -> None:
-        claims = [parse_claim(item, self._identity) for item in items]
-        creating = {name: claim for name, claim in self._claims.items() if name in self.creating}
-        self._claims = creating | {claim.name: claim for claim in claims}
+    def _handle_list(self, claim_objects: Sequence[JsonObject]) -> None:
+        listed_claims = [
+            parse_claim(claim_object, self._identity) for claim_object in claim_objects
+        ]
+        claims_in_creation = {
+            name: claim for name, claim in self._claims.items() if name in self.creating_names
+        }
+        self._claims = claims_in_creation | {claim.name: claim for claim in listed_claims}
         self._is_listed, self._problem = True, ""
         self._publish_changes()
 
@@ -201,8 +207,8 @@ class SandboxSource:
         assert self._publish is not None, "`watch` has started"
         port = self._environment.grpc_port
         endpoints = [claim.make_endpoint(port) for claim in self._claims.values() if claim.host]
-        if endpoints != self._published:
-            self._published = endpoints
+        if endpoints != self._published_endpoints:
+            self._published_endpoints = endpoints
             self._publish(endpoints)
 
     def _record_follow_failure(self, error: ClusterError) -> None:
@@ -214,7 +220,8 @@ class SandboxSource:
                 f"this cluster does not have agent-sandbox with its extensions ({API_VERSION});"
                 " install it, or set mode: shared"
             )
-            self._publish_changes()  # so that other environments of the gateway do not wait
+            # An empty list, so that the start of the gateway does not wait for the first one.
+            self._publish_changes()
 
     # -- creation and deletion of claims -----------------------------------------------
 
@@ -227,16 +234,18 @@ class SandboxSource:
                 self._start_deletes(
                     [claim for claim in self._claims.values() if self._should_delete(claim)]
                 )
-                self._start_claims(self._num_requested() - len(self._list_unused()))
+                self._start_claims(self._read_num_requested() - len(self._list_unused_claims()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake_event.wait(), self._check_interval_s)
 
-    def _list_unused(self) -> list[SandboxClaim]:
-        """Return this gateway's claims that never had a session."""
+    def _list_unused_claims(self) -> list[SandboxClaim]:
+        """Return the claims of this gateway on which no session was placed yet."""
         return [
             claim
             for claim in self._claims.values()
-            if claim.is_own and not claim.is_ending and not _is_used(self._find_link(claim.name))
+            if claim.is_from_this_gateway
+            and not claim.is_ending
+            and not _is_used(self._find_link(claim.name))
         ]
 
     def _should_delete(self, claim: SandboxClaim) -> bool:
@@ -246,56 +255,62 @@ class SandboxSource:
         if link.is_used_up:
             return True
         if link.is_connected:
-            return link.unused_s > self._unused_after_s
+            return link.unused_s > self._max_unused_s
         # A gateway that cannot reach pods must not delete claims that other gateways use.
-        may_delete = claim.is_own or not claim.is_ready
+        may_delete = claim.is_from_this_gateway or not claim.is_ready
         unused_s = asyncio.get_running_loop().time() - link.last_used_s
-        return may_delete and unused_s > self._unused_after_s
+        return may_delete and unused_s > self._max_unused_s
 
     def _start_claims(self, num_claims: int) -> None:
         if num_claims <= 0:
             return
-        names = [f"{self._pool[:52]}-{secrets.token_hex(5)}" for _ in range(num_claims)]
-        self._claims |= {name: SandboxClaim(name, is_own=True) for name in names}
-        self.creating.update(names)
+        names = [f"{self._pool_name[:52]}-{secrets.token_hex(5)}" for _ in range(num_claims)]
+        self._claims |= {name: SandboxClaim(name, is_from_this_gateway=True) for name in names}
+        self.creating_names.update(names)
         self._start_task(self._create_claims(names))
 
     async def _create_claims(self, names: list[str]) -> None:
-        path = resource_path(API_VERSION, self._environment.namespace, _POOLS, self._pool)
+        path = resource_path(
+            API_VERSION, self._environment.namespace, _POOL_RESOURCE, self._pool_name
+        )
         try:
-            # Read each time, because claims with the uid of a replaced pool would be deleted.
+            # Read each time: if the pool was replaced, claims with its old uid would be deleted.
             pool = await self._api.read(path)
         except ClusterError as error:
             self._record_failure(error, names)
         else:
             await asyncio.gather(*(self._create_claim(name, pool) for name in names))
-        self.creating.difference_update(names)
+        self.creating_names.difference_update(names)
 
     async def _create_claim(self, name: str, pool: JsonObject) -> None:
         try:
-            async with self._requests:
-                await self._api.create(self._path, self._make_body(name, pool))
+            async with self._request_slots:
+                await self._api.create(self._path, self._make_claim_object(name, pool))
             self._problem = ""
         except ClusterError as error:
             self._record_failure(error, [name])
 
-    def _make_body(self, name: str, pool: JsonObject) -> JsonObject:
-        end = datetime.now(UTC) + self._lifetime
-        owner = {"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "name": self._pool}
+    def _make_claim_object(self, name: str, pool: JsonObject) -> JsonObject:
+        shutdown_time = datetime.now(UTC) + self._lifetime
+        owner_reference = {
+            "apiVersion": API_VERSION,
+            "kind": "SandboxWarmPool",
+            "name": self._pool_name,
+        }
         return {
             "apiVersion": API_VERSION,
             "kind": "SandboxClaim",
             "metadata": {
                 "name": name,
                 "namespace": self._environment.namespace,
-                "labels": {POOL_LABEL: self._pool, GATEWAY_LABEL: self._identity},
-                "ownerReferences": [owner | {"uid": pool["metadata"]["uid"]}],
+                "labels": {POOL_LABEL: self._pool_name, GATEWAY_LABEL: self._identity},
+                "ownerReferences": [owner_reference | {"uid": pool["metadata"]["uid"]}],
             },
             "spec": {
-                "warmPoolRef": {"name": self._pool},
+                "warmPoolRef": {"name": self._pool_name},
                 "lifecycle": {
                     "shutdownPolicy": "Delete",
-                    "shutdownTime": end.strftime("%Y-%m-%dT%H:%M:%SZ"),
+                    "shutdownTime": shutdown_time.strftime("%Y-%m-%dT%H:%M:%SZ"),
                 },
             },
         }
@@ -303,12 +318,12 @@ class SandboxSource:
     def _start_deletes(self, claims: Iterable[SandboxClaim]) -> None:
         for claim in claims:
             self._claims[claim.name] = replace(claim, is_ending=True)
-            self._start_task(self._delete(claim))
-        self._publish_changes()  # so that no session is placed there
+            self._start_task(self._delete_claim(claim))
+        self._publish_changes()  # so that no session is placed on a deleted claim
 
-    async def _delete(self, claim: SandboxClaim) -> None:
+    async def _delete_claim(self, claim: SandboxClaim) -> None:
         try:
-            async with self._requests:
+            async with self._request_slots:
                 await self._api.delete(f"{self._path}/{claim.name}")
         except ClusterError as error:
             if error.status != _NOT_FOUND:
@@ -320,8 +335,8 @@ class SandboxSource:
         for name in names:
             self._claims.pop(name, None)
         if not self._problem:
-            _log.warning("cannot change claims of warm pool '%s': %s", self._pool, error)
-        self._problem = f"cannot claim a sandbox of warm pool '{self._pool}': {error}"
+            _log.warning("cannot change claims of warm pool '%s': %s", self._pool_name, error)
+        self._problem = f"cannot claim a sandbox of warm pool '{self._pool_name}': {error}"
         self._retry_at_s = asyncio.get_running_loop().time() + _RETRY_S
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:

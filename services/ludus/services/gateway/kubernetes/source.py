@@ -1,15 +1,15 @@
-"""A source for the environment servers behind a Kubernetes Service.
+"""A source that lists the environment servers behind a Kubernetes Service.
 
     ListFollower --changed slices--> slices by name --merge by pod--> publish(endpoints)
     loads -------DeletionCostWriter-----------> annotations of the pods, if this gateway leads
 
-A Service's endpoints are spread over EndpointSlices of about 100 pods each. During a rebalance a
-pod may be in two slices, or briefly have old conditions. Each change therefore rebuilds the whole
-list from all slices. For 2,000 pods this takes about a millisecond.
+A Service's endpoints are spread over EndpointSlices of about 100 pods each. While slices
+are rebalanced, a pod may be in two slices, or briefly have outdated conditions. Each change
+therefore rebuilds the whole list from all slices, which takes about a millisecond for 2,000 pods.
 
 Nothing is published before the first LIST has succeeded, so a gateway never becomes ready with an
-incomplete list. After that an unreachable API server changes nothing: the last list stays valid,
-and sessions continue.
+incomplete list. If the API server is unreachable later, the last list stays valid and sessions
+continue.
 
 Meaning of a pod's conditions:
 
@@ -18,7 +18,7 @@ Meaning of a pod's conditions:
     any    false    false        unready: keeps its sessions, accepts no new ones
     any    any      true         terminating: keeps its sessions until it is gone
 
-One gateway of a release has the Lease and writes annotations; all of them route calls.
+Only the gateway that holds the Lease writes annotations; all gateways route calls.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, 
 _log = logging.getLogger(__name__)
 
 _API_VERSION = "discovery.k8s.io/v1"
-_HTTP, _GRPC = "http", "grpc"
+_HTTP_PORT_NAME, _GRPC_PORT_NAME = "http", "grpc"
 """Names of a Service's ports."""
-_H2C = "kubernetes.io/h2c"
+_H2C_PROTOCOL = "kubernetes.io/h2c"
 """The appProtocol of a port for HTTP/2 without TLS, which gRPC uses."""
 _FAMILY_RANKS = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
-"""Rank of address types; a dual-stack pod is reached at the address with the highest rank."""
+"""Ranks of address types. A dual-stack pod is called at its address with the highest rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class SliceEndpoints:
     name: str
     family_rank: int
     revision: int
-    """Version of the slice; if two slices contain a pod, the higher version is newer."""
+    """Resource version of the slice. If two slices contain a pod, the higher version is newer."""
     endpoints: tuple[ServerEndpoint, ...]
 
 
@@ -66,10 +66,10 @@ class EndpointSliceSource:
     """An `EndpointSource` for the pods behind a Service.
 
     Args:
-        api: client that `close` closes.
-        read_loads: returns the number of sessions and the capacity by pod.
+        api: API client, which `close` closes.
+        read_loads: returns (number of sessions, capacity) by pod name.
         pauses_s: the first and the longest pause before a retry, in seconds.
-        sleep: waits between two attempts.
+        sleep: function that waits between two attempts.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EndpointSliceSource:
     ) -> None:
         self._api = api
         self._read_loads = read_loads
-        self._namespace, self._lease = environment.namespace, environment.lease
+        self._namespace, self._lease_name = environment.namespace, environment.lease
         self._service = f"{environment.namespace}/{environment.service}"
         self._follower = ListFollower(
             api,
@@ -96,26 +96,26 @@ class EndpointSliceSource:
             sleep=sleep,
         )
         self._slices: dict[str, SliceEndpoints] = {}
-        self._published: dict[str, ServerEndpoint] | None = None
+        self._published_endpoints: dict[str, ServerEndpoint] | None = None
         self._publish: Publish | None = None
 
     async def watch(self, publish: Publish) -> None:
         """Publish the pods, and write their deletion costs while leading, until cancelled.
 
         Raises:
-            ConfigError: the first LIST contains no valid slice. A slice that is not valid later
-                is logged and keeps its last valid state.
+            ConfigError: the first LIST contains slices, but no valid slice. A slice that becomes
+                invalid later is logged, and its last valid version stays in use.
         """
         self._publish = publish
-        if not self._lease:
+        if not self._lease_name:
             await self._follower.run()
             return
-        leadership = Leadership(self._api, self._namespace, self._lease, socket.gethostname())
-        costs = DeletionCostWriter(
+        leadership = Leadership(self._api, self._namespace, self._lease_name, socket.gethostname())
+        cost_writer = DeletionCostWriter(
             self._api, self._namespace, self._read_loads, lambda: leadership.is_leader
         )
         async with leadership:
-            cost_task = asyncio.create_task(costs.run())
+            cost_task = asyncio.create_task(cost_writer.run())
             try:
                 await self._follower.run()
             finally:
@@ -126,19 +126,19 @@ class EndpointSliceSource:
         """Close all requests to the cluster."""
         await self._api.close()
 
-    def _handle_list(self, items: Sequence[JsonObject]) -> None:
+    def _handle_list(self, slice_objects: Sequence[JsonObject]) -> None:
         slices: dict[str, SliceEndpoints] = {}
         problems: list[ConfigError] = []
-        for item in items:
+        for slice_object in slice_objects:
             try:
-                endpoint_slice = parse_slice(item)
+                endpoint_slice = parse_slice(slice_object)
                 slices[endpoint_slice.name] = endpoint_slice
             except ConfigError as error:
                 problems.append(error)
-                name = item["metadata"]["name"]
+                name = slice_object["metadata"]["name"]
                 if name in self._slices:
                     slices[name] = self._slices[name]
-        if problems and self._published is None and not slices:
+        if problems and self._published_endpoints is None and not slices:
             raise problems[0]
         for problem in problems:
             _log.error("%s: %s", self._service, problem)
@@ -159,75 +159,86 @@ class EndpointSliceSource:
 
     def _publish_changes(self) -> None:
         endpoints = merge_slices(self._slices.values())
-        if endpoints != self._published:
+        if endpoints != self._published_endpoints:
             assert self._publish is not None, "`watch` has started"
-            self._published = endpoints
+            self._published_endpoints = endpoints
             self._publish(tuple(endpoints.values()))
 
 
-def parse_slice(raw: JsonObject) -> SliceEndpoints:
+def parse_slice(slice_object: JsonObject) -> SliceEndpoints:
     """Parse the endpoints of an EndpointSlice object."""
-    members = raw.get("endpoints") or ()
-    http_port, grpc_port = _choose_ports(raw) if members else (None, 0)
-    version = str(raw["metadata"].get("resourceVersion", ""))
+    raw_endpoints = slice_object.get("endpoints") or ()
+    http_port, grpc_port = _choose_ports(slice_object) if raw_endpoints else (None, 0)
+    version = str(slice_object["metadata"].get("resourceVersion", ""))
     return SliceEndpoints(
-        name=raw["metadata"]["name"],
-        family_rank=_FAMILY_RANKS.get(raw["addressType"], 0),
-        # Versions of one kind of object increase.
+        name=slice_object["metadata"]["name"],
+        family_rank=_FAMILY_RANKS.get(slice_object["addressType"], 0),
+        # Resource versions of slices increase with time.
         revision=int(version) if version.isdecimal() else 0,
-        endpoints=tuple(_make_endpoint(member, http_port, grpc_port) for member in members),
+        endpoints=tuple(
+            _make_endpoint(raw_endpoint, http_port, grpc_port) for raw_endpoint in raw_endpoints
+        ),
     )
 
 
 def merge_slices(slices: Iterable[SliceEndpoints]) -> dict[str, ServerEndpoint]:
     """Merge the slices into one endpoint per pod, by key.
 
-    The newest slice with a pod counts. A pod that terminates in any slice counts as terminating,
-    because termination is final.
+    If several slices contain a pod, the newest one is used. A pod that is terminating in any slice
+    counts as terminating, because termination is final.
     """
-    result: dict[str, ServerEndpoint] = {}
-    terminating: set[str] = set()
-    for slice_ in sorted(slices, key=lambda slice_: (slice_.family_rank, slice_.revision)):
-        for endpoint in slice_.endpoints:
-            result[endpoint.key] = endpoint
+    endpoint_by_key: dict[str, ServerEndpoint] = {}
+    terminating_keys: set[str] = set()
+    for endpoint_slice in sorted(
+        slices, key=lambda endpoint_slice: (endpoint_slice.family_rank, endpoint_slice.revision)
+    ):
+        for endpoint in endpoint_slice.endpoints:
+            endpoint_by_key[endpoint.key] = endpoint
             if endpoint.is_terminating:
-                terminating.add(endpoint.key)
-    for key in terminating:
-        if not result[key].is_terminating:
-            result[key] = replace(result[key], is_ready=False, is_terminating=True)
-    return result
+                terminating_keys.add(endpoint.key)
+    for key in terminating_keys:
+        if not endpoint_by_key[key].is_terminating:
+            endpoint_by_key[key] = replace(
+                endpoint_by_key[key], is_ready=False, is_terminating=True
+            )
+    return endpoint_by_key
 
 
-def _choose_ports(raw: JsonObject) -> tuple[int | None, int]:
-    """Return the HTTP port, if known, and the gRPC port.
+def _choose_ports(slice_object: JsonObject) -> tuple[int | None, int]:
+    """Return the HTTP port, or None, and the gRPC port.
 
-    The HTTP port is the port with its name, or the only port. The gRPC port is the port with its
-    name or protocol, otherwise the HTTP port plus the default offset.
+    The HTTP port is the one named `http`, or the only port. The gRPC port is the one named `grpc`,
+    or the one with the protocol of gRPC, or the HTTP port plus the default offset.
     """
-    listed = [port for port in raw.get("ports") or () if port.get("port")]
-    ports: dict[str, int] = {port.get("name") or "": port["port"] for port in listed}
-    h2c_ports = [port["port"] for port in listed if port.get("appProtocol") == _H2C]
-    grpc_port = ports.get(_GRPC) or next(iter(h2c_ports), None)
-    http_port = ports.get(_HTTP)
-    if grpc_port is None and http_port is None and len(ports) == 1:
-        (http_port,) = ports.values()
+    numbered_ports = [port for port in slice_object.get("ports") or () if port.get("port")]
+    port_by_name: dict[str, int] = {port.get("name") or "": port["port"] for port in numbered_ports}
+    h2c_ports = [
+        port["port"] for port in numbered_ports if port.get("appProtocol") == _H2C_PROTOCOL
+    ]
+    grpc_port = port_by_name.get(_GRPC_PORT_NAME) or next(iter(h2c_ports), None)
+    http_port = port_by_name.get(_HTTP_PORT_NAME)
+    if grpc_port is None and http_port is None and len(port_by_name) == 1:
+        (http_port,) = port_by_name.values()
     if grpc_port is None and http_port is not None:
         grpc_port = http_port + GRPC_PORT_OFFSET
     if grpc_port is None or grpc_port > 65_535:
-        names = ", ".join(f"{name or 'unnamed'}={port}" for name, port in ports.items())
+        names = ", ".join(f"{name or 'unnamed'}={port}" for name, port in port_by_name.items())
         raise ConfigError(
-            f"EndpointSlice {raw['metadata']['name']} needs a port named {_GRPC!r} or {_HTTP!r}, or"
-            f" only one port, got {names or 'none'}; rename the Service's ports"
+            f"EndpointSlice {slice_object['metadata']['name']} needs a port named"
+            f" {_GRPC_PORT_NAME!r} or {_HTTP_PORT_NAME!r}, or only one port, got"
+            f" {names or 'none'}; rename the Service's ports"
         )
     return http_port, grpc_port
 
 
-def _make_endpoint(member: JsonObject, http_port: int | None, grpc_port: int) -> ServerEndpoint:
-    address = member["addresses"][0]
+def _make_endpoint(
+    raw_endpoint: JsonObject, http_port: int | None, grpc_port: int
+) -> ServerEndpoint:
+    address = raw_endpoint["addresses"][0]
     host = f"[{address}]" if ":" in address else address
-    conditions = member.get("conditions") or {}
+    conditions = raw_endpoint.get("conditions") or {}
     is_terminating = conditions.get("terminating") is True
-    pod = member.get("targetRef") or {}
+    pod = raw_endpoint.get("targetRef") or {}
     http_address = f"http://{host}:{http_port}" if http_port is not None else ""
     grpc_address = f"grpc://{host}:{grpc_port}"
     server_id = pod_server_id(pod["uid"]) if pod.get("uid") else ""
@@ -235,7 +246,7 @@ def _make_endpoint(member: JsonObject, http_port: int | None, grpc_port: int) ->
         key=server_id or http_address or grpc_address,
         grpc_address=grpc_address,
         http_address=http_address,
-        # publishNotReadyAddresses makes `ready` always true, so `serving` decides.
+        # `serving` is checked, too, because publishNotReadyAddresses makes `ready` always true.
         is_ready=conditions.get("ready") is not False
         and conditions.get("serving") is not False
         and not is_terminating,

@@ -123,7 +123,7 @@ _HISTOGRAMS: dict[GatewayMetric, tuple[str, dict[str, Iterable[str]], Sequence[f
 class _Histogram:
     """A histogram of durations; its last bucket has no upper bound."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_counts", "_sum", "_upper_bounds")
 
     def __init__(self, upper_bounds: Sequence[float]) -> None:
         self._upper_bounds = upper_bounds
