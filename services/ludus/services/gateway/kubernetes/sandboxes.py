@@ -9,7 +9,7 @@ the claim after that session has ended. A session therefore never sees the data 
 All gateways list all claims, so that each of them can route calls to any session. A gateway places
 sessions only on sandboxes that it claimed itself.
 
-The gateway is not told about every end of a session: a session may time out on its server, or end
+The gateway does not notice every end of a session: a session may time out on its server, or end
 through another gateway, and the gateway that claimed the sandbox may have died. Gateways therefore
 poll the number of sessions. If a server reports no session for `max_unused_s`, the first gateway
 that notices deletes the claim. The controller deletes any other claim when the ids of its sessions
