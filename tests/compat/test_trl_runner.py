@@ -375,5 +375,5 @@ def test_run_without_reward_function_is_refused() -> None:
         run_config_from({"environment": {"rollout": "trl:m:f"}}, [])
     with pytest.raises(ConfigError, match="group_seed = 'independent' gives every episode"):
         run_config_from(run, ["rollout.group_seed=independent"])
-    with pytest.raises(ConfigError, match="generate_port = 8000 is opened by a registered runner"):
+    with pytest.raises(ConfigError, match="generate_port = 8000 needs a registered runner"):
         run_config_from({}, ["rollout.generate_port=8000"])
