@@ -55,7 +55,11 @@ def test_a_target_makes_its_environment(target, options, name) -> None:
         ),
         ("json", ConfigError, "'json' has no make_environment"),
         ("openenv:tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("openenv:tests.env.counting_env", ConfigError, "the target must be like module:Class"),
+        (
+            "openenv:tests.env.counting_env",
+            ConfigError,
+            "the target must have the form module:Class",
+        ),
     ],
 )
 def test_unknown_target_is_refused_with_a_hint(target, kind, message: str) -> None:

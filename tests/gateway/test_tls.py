@@ -356,7 +356,7 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
         (key_of_another, r"private key in .*\.key does not belong to the certificate .*tls\.crt"),
         (
             swap_files,
-            r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, got something else; name",
+            r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, but contains none; give",
         ),
         (write_encrypted, r"must not have a passphrase; decrypt it with: openssl"),
         (nonsense, r"cannot load the certificate .*tls\.crt and its private key .*; write both"),

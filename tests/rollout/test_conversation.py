@@ -149,5 +149,5 @@ async def test_a_generator_cannot_change_the_recorded_prompt() -> None:
 
 async def test_nothing_is_paid_before_an_answer() -> None:
     conversation, _ = make_conversation(CHATML, iter([]))
-    with pytest.raises(ValueError, match="needs a completion first"):
+    with pytest.raises(ValueError, match="has no completion yet"):
         conversation.add_reward(1.0)

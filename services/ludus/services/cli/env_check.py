@@ -65,7 +65,7 @@ def check(
         float,
         typer.Option(
             min=0.0,
-            help="Seconds to wait for an address to open a session; a server may have to start.",
+            help="Seconds to wait for ADDRESS to accept a session, for example while its server starts.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,

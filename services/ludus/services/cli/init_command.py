@@ -20,7 +20,7 @@ def init(
     example: Annotated[str, typer.Argument(help="Name of the example. Default: list all.")] = "",
     output_dir: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
-    """Copy an example's configuration, with its data, to NAME.toml.
+    """Copy an example's configuration to NAME.toml, and its data and code to the same folder.
 
     Example: `ludus init blackjack && ludus train blackjack.toml`
     """

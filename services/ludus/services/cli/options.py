@@ -66,7 +66,7 @@ Context = Annotated[
 Namespace = Annotated[
     str,
     typer.Option(
-        "--namespace", "-n", help="Namespace of the run.", show_default="namespace of the context"
+        "--namespace", "-n", help="Namespace of the runs.", show_default="namespace of the context"
     ),
 ]
 ReleaseName = Annotated[

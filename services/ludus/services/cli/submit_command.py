@@ -48,7 +48,7 @@ def submit(
         ),
     ] = None,
 ) -> None:
-    """Train on a cluster: a RayJob made from the run and the installed release.
+    """Train on a cluster, as a RayJob built from the configuration and the installed release.
 
     Ctrl-C stops following the run, not the run itself. When the run ends, its results are copied
     to runs/NAME/.

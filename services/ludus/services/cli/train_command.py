@@ -77,7 +77,7 @@ def train(
         bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
     ] = False,
 ) -> None:
-    """Train a policy, evaluate it next to fixed policies, and write a report.
+    """Train a policy, compare it with fixed policies, and write a report.
 
     Everything is written to runs/NAME/. Ctrl-C stops with a checkpoint, from which --resume
     continues. For a command that is repeated until it succeeds, use --resume=auto.
@@ -132,7 +132,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Evaluate a trained policy next to fixed policies on the same seeds.
+    """Compare a trained policy with fixed policies on the same seeds.
 
     Writes RUN_DIR/eval.json.
 

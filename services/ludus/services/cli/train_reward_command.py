@@ -53,18 +53,21 @@ def train_reward(
         bool, typer.Option("--dry-run", help="Check the model and the data, and write nothing.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume a training that was stopped.")
+        bool, typer.Option("--resume", help="Resume from the latest checkpoint.")
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace a reward model or a stopped training."),
+        typer.Option(
+            "--overwrite",
+            help="Replace an existing reward model, or the checkpoint of a stopped run.",
+        ),
     ] = False,
 ) -> None:
     """Train a reward model on human preferences.
 
     Writes a Hugging Face folder that also contains metrics.json. A run uses it as a reward with
     `rewards = [{kind = "model", path = "FOLDER"}]`. Ctrl-C stops with a checkpoint, from which
-    --resume continues. --set overrides any field of docs/reward-models.md.
+    --resume continues. --set overrides any field described in docs/reward-models.md.
 
     Example: `ludus train-reward --model Qwen/Qwen3-0.6B --data preferences.jsonl`
     """

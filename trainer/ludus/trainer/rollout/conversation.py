@@ -86,7 +86,9 @@ class EpisodeRecord(ABC, Generic[TurnT]):
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the last turn."""
         if not self.turns:
-            raise ValueError(f"a reward ({reward:g}) needs a completion first")
+            raise ValueError(
+                f"cannot add the reward {reward:g}, because the conversation has no completion yet"
+            )
         self.turns[-1].reward += reward
 
     def record_action(self, action: Any) -> None:

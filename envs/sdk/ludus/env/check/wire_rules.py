@@ -210,7 +210,7 @@ async def every_legal_answer_is_accepted(checked: CheckedServer) -> None:
     """Check that each legal answer of an observation is accepted as an action."""
     first_result = (await checked.play(checked.seeds[0])).results[0]
     if first_result.text is None or not first_result.text.legal_answers:
-        raise NotOfferedError("no legal answers as text")
+        raise NotOfferedError("legal answers as text")
     for answer in first_result.text.legal_answers[:_NUM_PARALLEL]:
         session, _ = await checked.open(checked.seeds[0])
         await session.step(text=answer)

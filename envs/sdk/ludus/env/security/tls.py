@@ -199,8 +199,8 @@ def _require_pem(path: Path, field: str, kind: str) -> None:
     content = _read(path, field)
     if b"-----BEGIN " not in content or f"{kind}-----".encode() not in content:
         raise ConfigError(
-            f"{field} = {path} must be a PEM file with a {kind}, got something else;"
-            " name the right file"
+            f"{field} = {path} must be a PEM file with a {kind}, but contains none;"
+            " give the path of one that does"
         )
 
 

@@ -99,7 +99,7 @@ class ServerOptions(BaseModel):
     idle_timeout_s: float = 600.0
     """Seconds without a call after which a session is closed."""
     wait_for_slot_s: float = Field(0.0, ge=0)
-    """Seconds that an open waits for a free session."""
+    """Seconds that a request to open a session waits for a free slot."""
     first_seed: int | None = Field(None, ge=0)
     """Seed of the first reset without a seed; each later reset adds 1. Default: random seeds."""
     check_determinism: bool = False
@@ -109,15 +109,15 @@ class ServerOptions(BaseModel):
     token: str | None = Field(None, repr=False)
     """Token that clients must send; the variable `token_env` takes precedence."""
     token_env: str = ""
-    """Name of the environment variable with the token, which may be unset."""
+    """Name of the environment variable with the token. The variable may be unset."""
     insecure: bool = False
-    """Listen beyond this machine without a token."""
+    """Allow other machines to connect without a token."""
     record: Path | None = None
     """Record every episode in this .jsonl file, or in a new file in this folder."""
     ready_file: Path | None = None
     """File that is written as JSON (http, grpc, admin, pid) when the server listens."""
     tls_cert: Path | None = None
-    """PEM file with the certificate, which makes both ports use TLS. The file may be replaced
+    """PEM file with the certificate. If set, both ports use TLS. The file may be replaced
     while the server runs."""
     tls_key: Path | None = None
     """PEM file with the certificate's private key."""
@@ -132,9 +132,9 @@ class ServerOptions(BaseModel):
     """Number of threads of the server, or of each worker in a pool, for environments that do not
     step on the event loop."""
     step_timeout_s: float = Field(STEP_TIMEOUT_S, ge=0)
-    """Seconds after which a call ends its session, and its worker if it has one. The limit also
-    applies to building an environment. 0 sets no limit. A longer step on the event loop stops the
-    server with exit code 70."""
+    """Time limit of a call in seconds. A longer call ends its session, and the worker if there is
+    one. The limit also applies to building an environment. 0 sets no limit. A longer step on the
+    event loop stops the server with exit code 70."""
     memory_limit_mb: int = Field(0, ge=0)
     """Memory limit of a worker in MB; 0 sets no limit."""
     cpu_limit_s: float = Field(0.0, ge=0)

@@ -180,7 +180,7 @@ def load_object(target: str, path: str) -> Any:
     """
     module_name, _, attributes = path.partition(":")
     if not module_name or not attributes:
-        raise ConfigError(f"the target must be like module:Class, got '{target}'")
+        raise ConfigError(f"the target must have the form module:Class, got '{target}'")
     module = _import(target, module_name)
     value: Any = module
     for attribute in attributes.split("."):
