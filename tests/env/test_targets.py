@@ -58,7 +58,7 @@ def test_a_target_makes_its_environment(target, options, name) -> None:
         (
             "openenv:tests.env.counting_env",
             ConfigError,
-            "the target must have the form module:Class",
+            "must have the form module:Class",
         ),
     ],
 )

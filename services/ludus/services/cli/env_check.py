@@ -65,7 +65,8 @@ def check(
         float,
         typer.Option(
             min=0.0,
-            help="Seconds to wait for ADDRESS to accept a session, for example while its server starts.",
+            help="Seconds to wait for ADDRESS to accept a session, for example while its server "
+            "starts.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
