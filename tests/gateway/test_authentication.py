@@ -188,7 +188,7 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
         ) as client:
             answer = await client.post(f"/envs/{NAME}/reset")
         assert (answer.status_code, num_sessions(servers)) == (401, 0)
-    with pytest.raises(AuthenticationError, match="behind Authenticate"):
+    with pytest.raises(AuthenticationError, match="behind AuthenticationMiddleware"):
         get_current_tenant()
 
 

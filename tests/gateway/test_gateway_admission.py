@@ -252,7 +252,7 @@ async def test_a_group_gets_all_its_sessions_or_none():
         with pytest.raises(CapacityError):
             await sessions.open_group(SEEDED, 8)
         assert num_sessions(servers) == 1
-        await eventually(lambda: not sessions.admission.num_missing(7))
+        await eventually(lambda: not sessions.admission.count_missing(7))
         assert len(await sessions.open_group(SEEDED, 7)) == 7
         with pytest.raises(InvalidCallError, match="1 to 100 sessions, got 101"):
             await sessions.open_group(SEEDED, 101)
@@ -378,7 +378,7 @@ async def test_session_is_removed_when_its_server_ends_it_as_idle():
             num_patient = patient.core.load.num_sessions
             assert 0 < num_patient < 10
             for opened_session in opened:
-                sessions.tracked.get(opened_session.session_id).last_used_s -= 700
+                sessions.tracked_sessions.get(opened_session.session_id).last_used_s -= 700
             await eventually(lambda: gateway.num_sessions < 10)
             assert gateway.num_sessions == num_patient
 
@@ -388,12 +388,12 @@ async def test_gateway_limit_applies_without_idle_timeout_of_the_server():
     async with run_gateway(1, sessions=limits) as (gateway, _):
         sessions = get_sessions(gateway)
         kept, idle = [await sessions.open(SEEDED) for _ in range(2)]
-        link = sessions.tracked.get(kept.session_id).link
+        link = sessions.tracked_sessions.get(kept.session_id).link
         link.description = dataclasses.replace(link.description, idle_timeout_s=0.0)
-        sessions.tracked.get(kept.session_id).last_used_s -= 700
-        sessions.tracked.get(idle.session_id).last_used_s -= 1100
+        sessions.tracked_sessions.get(kept.session_id).last_used_s -= 700
+        sessions.tracked_sessions.get(idle.session_id).last_used_s -= 1100
         await eventually(lambda: gateway.num_sessions < 2)
-        assert sessions.tracked.get(kept.session_id) is not None
+        assert sessions.tracked_sessions.get(kept.session_id) is not None
 
 
 @pytest.mark.parametrize("wire", ["grpc", "http"])
@@ -410,7 +410,7 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
         call = asyncio.ensure_future(session.step({"add": 98}))
         await eventually(lambda: gate.num_entered)
         await sessions.open(SEEDED)
-        for tracked in sessions.tracked:
+        for tracked in sessions.tracked_sessions:
             tracked.last_used_s -= 10_000
         await eventually(lambda: gateway.num_sessions == 1)
         gate.open()

@@ -163,7 +163,7 @@ async def test_uncalled_sessions_are_counted_when_their_server_is_lost(comes_bac
         opened = [await sessions.open(SEEDED) for _ in range(10)]
         num_kept = kept.core.load.num_sessions
         assert 0 < num_kept < 10
-        sessions.tracked.sweep_interval_s = 0.1
+        sessions.tracked_sessions.sweep_interval_s = 0.1
         await first.stop()
         async with env_server(grpc_port=port) if comes_back else contextlib.nullcontext():
             await eventually(lambda: gateway.num_sessions == num_kept)

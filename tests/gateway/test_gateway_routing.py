@@ -102,12 +102,12 @@ async def test_an_id_that_was_good_expires(monkeypatch: pytest.MonkeyPatch):
     async with run_gateway() as (gateway, _):
         sessions = get_sessions(gateway)
         session_id = SessionKey(KEY.encode()).sign(NAME, "a-server", lifetime_s=60)
-        assert sessions.route(session_id).server_id == "a-server"
+        assert sessions.verify_id(session_id).server_id == "a-server"
         late_s = time.time() + 62
         monkeypatch.setattr(time, "time", lambda: late_s)
         for _ in range(2):
             with pytest.raises(SessionLostError, match="expired"):
-                sessions.route(session_id)
+                sessions.verify_id(session_id)
 
 
 async def test_id_of_another_environment_is_refused():

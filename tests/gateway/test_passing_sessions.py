@@ -122,7 +122,7 @@ async def test_lost_session_of_another_gateway_is_removed_from_its_connection():
         RawStream(gateway.grpc_address) as stream,
         RawStream(other.grpc_address) as elsewhere,
     ):
-        tracked = get_sessions(gateway).tracked
+        tracked = get_sessions(gateway).tracked_sessions
         session_id = await elsewhere.open()
         await call(stream, session_id)
         assert tracked.num_connected_sessions == 1

@@ -21,7 +21,7 @@ async def passers_by(gateway: Gateway, num: int) -> None:
     """Open HTTP sessions without later calls, which a full fleet may evict."""
     for _ in range(num):
         # An open during a poll counts twice until the next poll.
-        await eventually(lambda: not gateway.environments[NAME].admission.num_missing(1))
+        await eventually(lambda: not gateway.environments[NAME].admission.count_missing(1))
         async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as visitor:
             assert (await visitor.post(f"/envs/{NAME}/reset", json={})).status_code == 200
 

@@ -193,4 +193,4 @@ async def test_sessions_of_a_revoked_connection_linger_and_end(
         revocable.write({})
         assert await stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
         sessions = revocable.gateway.environments[NAME]
-        await eventually(lambda: all(tracked.detached_s for tracked in sessions.tracked))
+        await eventually(lambda: all(tracked.detached_s for tracked in sessions.tracked_sessions))

@@ -3,9 +3,9 @@
     sources --endpoints--> GatewaySessions (one per environment) <--Sessions-- HTTP, WebSocket
                                                                  <--calls----- gRPC
 
-`start` waits a few seconds at most for each source's first list and for the first connection
-attempts; the ports listen during that time. A draining gateway waits for the sessions that were
-opened through it. A stopping gateway does not wait.
+`start` listens on the ports, then waits a few seconds at most for each source's first list and for
+the first connection attempts. A draining gateway waits for the sessions that were opened through
+it. A stopping gateway does not wait.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Gateway:
     """A gateway in a running event loop: `async with Gateway(config) as gateway`.
 
     Args:
-        sources: server source per environment; None builds them from the configuration.
+        sources: source of the servers of each environment. Missing ones are built from the
+            configuration.
         clock: monotonic clock in seconds, for tenants and their quotas.
     """
 
@@ -94,14 +95,14 @@ class Gateway:
         self._revocation_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen on every port, and wait until the responding servers are known.
+        """Listen on every port, and wait for the first connections to servers.
 
         Raises:
             PortInUseError: a port is in use; nothing was started.
             UserError: an environment's servers cannot be started.
         """
         config = self.config
-        self._key = config.read_session_key()
+        self._session_key = config.read_session_key()
         sockets = [bind(config.host, config.port, "port")]
         try:
             if config.admin_port is not None:
@@ -137,7 +138,7 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Close everything; sessions stay on their servers for their linger time."""
+        """Close all ports and links; sessions stay on their servers for their linger time."""
         for sessions in self.environments.values():
             sessions.leave()
         await asyncio.gather(
@@ -147,7 +148,7 @@ class Gateway:
 
     @property
     def num_sessions(self) -> int:
-        """The number of open sessions that were opened through this gateway."""
+        """Number of open sessions that were opened through this gateway."""
         return self.environments.num_sessions
 
     def drain(self) -> None:
@@ -161,14 +162,16 @@ class Gateway:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
-    # -- parts -------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------
 
     def _build_environments(self) -> None:
         config = self.config
-        if config.servers.credentials is not None:  # raises ConfigError before anything starts
+        if (
+            config.servers.credentials is not None
+        ):  # raises a ConfigError before anything is started
             _log.info("connecting to environment servers with TLS")
         context = GatewayContext(
-            SessionKey(self._key.encode()),
+            SessionKey(self._session_key.encode()),
             self.access,
             self.quotas,
             self.metrics,
@@ -179,17 +182,19 @@ class Gateway:
             self.environments[name] = GatewaySessions(name, context)
 
     def _build_app(self) -> RequestIdMiddleware:
-        # Derived from the session key, but useless as a session key if it leaks.
-        mcp_key = hmac.digest(self._key.encode(), b"ludus mcp sessions", "sha256")
+        # The key is derived from the session key, which it does not reveal if it leaks.
+        mcp_key = hmac.digest(self._session_key.encode(), b"ludus mcp sessions", "sha256")
         app = build_gateway_app(self.environments, self.metrics, mcp_key)
         return RequestIdMiddleware(AuthenticationMiddleware(app, self.access))
 
     def _set_addresses(self, grpc_port: int) -> None:
-        host, secure = self.config.host, "s" if self.config.tls else ""
-        http, *admin = (authority(host, listener.port) for listener in self._listeners)
-        self.http_address = f"http{secure}://{http}"
-        self.grpc_address = f"grpc{secure}://{authority(host, grpc_port)}"
-        self.admin_address = f"http://{admin[0]}" if admin else ""
+        host, tls_suffix = self.config.host, "s" if self.config.tls else ""
+        http_authority, *admin_authorities = (
+            authority(host, listener.port) for listener in self._listeners
+        )
+        self.http_address = f"http{tls_suffix}://{http_authority}"
+        self.grpc_address = f"grpc{tls_suffix}://{authority(host, grpc_port)}"
+        self.admin_address = f"http://{admin_authorities[0]}" if admin_authorities else ""
 
     def _read_loads(self) -> list[EnvironmentLoad]:
         return [sessions.environment_load for sessions in self.environments.values()]
@@ -199,13 +204,17 @@ class Gateway:
         for name in self.config.environments:
             if name not in self.sources:
                 self.sources[name] = self._make_source(name)
-            self._watch_tasks.append(asyncio.create_task(self._watch(name, self.sources[name])))
-        settling = asyncio.create_task(self._settle())
+            self._watch_tasks.append(
+                asyncio.create_task(self._watch_source(name, self.sources[name]))
+            )
+        settle_task = asyncio.create_task(self._wait_for_servers())
         try:
-            # A source watches until it is cancelled, or fails if it cannot work.
-            await asyncio.wait([settling, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED)
+            # A watch task ends only if its source raises a UserError.
+            await asyncio.wait(
+                [settle_task, *self._watch_tasks], return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            settling.cancel()
+            settle_task.cancel()
         for task in self._watch_tasks:
             if task.done():
                 await task
@@ -221,7 +230,7 @@ class Gateway:
                 make_server = partial(self._make_local_server, environment)
                 return SubprocessSource(make_server, environment.num_servers)
             case KubernetesEnvironment():
-                # Imported here so that other gateways do not load the Kubernetes client.
+                # Imported here, so that other kinds of gateway do not load the Kubernetes client.
                 from ludus.services.gateway.kubernetes.source import EndpointSliceSource
                 from ludus.services.kubernetes.api import KubernetesApi
 
@@ -230,14 +239,14 @@ class Gateway:
                 from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
                 from ludus.services.kubernetes.api import KubernetesApi
 
-                admission.supply = sandboxes = SandboxSource(
+                admission.supply = sandbox_source = SandboxSource(
                     KubernetesApi(),
                     environment,
                     fleet.find_link_by_key,
                     lambda: admission.num_requested,
                     self.config.sessions.id_lifetime_s,
                 )
-                return sandboxes
+                return sandbox_source
 
     def _make_local_server(self, environment: SubprocessEnvironment) -> LocalServer:
         return LocalServer(
@@ -246,23 +255,25 @@ class Gateway:
             max_sessions=environment.max_sessions,
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
-            environment={SESSION_KEY_VARIABLE: self._key},
-            hidden_variables=self._withheld_variables(),
+            environment={SESSION_KEY_VARIABLE: self._session_key},
+            hidden_variables=self._find_secret_variables(),
         )
 
-    def _withheld_variables(self) -> frozenset[str]:
-        """Return the names of secret variables and of variables with a token as value."""
+    def _find_secret_variables(self) -> frozenset[str]:
+        """Return the names of the environment variables that contain a key or a token."""
         config = self.config
-        secrets = {config.token_env, config.servers.token_env, config.session_key_env}
-        tokens = {name for name, text in os.environ.items() if self.access.has_token(text.strip())}
-        return frozenset(secrets | tokens | {SESSION_KEY_VARIABLE})
+        secret_names = {config.token_env, config.servers.token_env, config.session_key_env}
+        token_names = {
+            name for name, content in os.environ.items() if self.access.has_token(content.strip())
+        }
+        return frozenset(secret_names | token_names | {SESSION_KEY_VARIABLE})
 
-    async def _settle(self) -> None:
+    async def _wait_for_servers(self) -> None:
         fleets = [sessions.fleet for sessions in self.environments.values()]
         await asyncio.gather(*(fleet.wait_until_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
 
-    async def _watch(self, name: str, source: EndpointSource) -> None:
-        """Watch a source until cancelled; retry after failures that the user did not cause."""
+    async def _watch_source(self, name: str, source: EndpointSource) -> None:
+        """Watch a source until cancelled; retry after failures, except mistakes of the user."""
         fleet = self.environments[name].fleet
         while True:
             try:
@@ -274,7 +285,7 @@ class Gateway:
             await asyncio.sleep(_SOURCE_BACKOFF_S)
 
     async def _revoke_connections_forever(self) -> None:
-        """Close the connections of revoked tenants, until cancelled."""
+        """Close the connections of tenants whose access is revoked, until cancelled."""
         while True:
             await asyncio.sleep(REVOCATION_INTERVAL_S)
             self.access.close_refused_connections()
@@ -296,7 +307,7 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[Gateway], None]) ->
 
     Raises:
         PortInUseError: a port is in use; nothing was started.
-        UserError: the configuration cannot work.
+        UserError: the configuration is invalid.
     """
     hide_process()
     gateway = Gateway(config)

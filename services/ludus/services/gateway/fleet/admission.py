@@ -2,8 +2,9 @@
 
     open --reserve--> AdmissionQueue --Fleet.reserve--> shares of servers
 
-Opens wait in order of arrival until closed sessions, polls or new servers free capacity. After
-`queue_timeout_s` an open is refused with a retry delay.
+Opens wait in order of arrival. The end of a session, a poll or a new
+server may free capacity for them. An open that has waited for `queue_timeout_s` is refused, with a
+retry delay.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from ludus.services.gateway.fleet.server_link import ServerLink
 
 RETRY_AFTER_S = 1.0
 """Retry delay for refused callers, in seconds."""
-MIN_DESCRIBE_S = 5.0
+MIN_DESCRIBE_TIMEOUT_S = 5.0
 """Minimum time that a caller waits for the first server to respond, in seconds."""
 
 
-class Supply(Protocol):
+class ServerSupply(Protocol):
     """A source that creates servers on demand."""
 
     def wake(self) -> None:
-        """Check the demand now: an open started to wait, or a session ended."""
+        """Check the demand now, because an open started to wait or a session ended."""
 
     def explain_shortage(self) -> str:
-        """Return the reason why opens still wait."""
+        """Return the reason why no server became available, with a remedy."""
 
 
 class FleetAdmission:
-    """Reservation of capacity on the servers of one environment, first come, first served.
+    """The queue of the opens of one environment, and the reservation of capacity for them.
 
     Args:
-        on_wait: called with the seconds that an open waited, whether it was admitted or not.
+        on_wait: called with the number of seconds that an open waited, even if it was refused.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class FleetAdmission:
         self._on_wait = on_wait
         self._limits = limits
         self.is_draining = False
-        self.supply: Supply | None = None
+        self.supply: ServerSupply | None = None
         self._environment = environment
         self._queue: AdmissionQueue[list[Share]] = AdmissionQueue(
             self._reserve_now,
-            self._cancel,
+            self._cancel_shares,
             timeout_s=limits.queue_timeout_s,
             max_waiting=limits.queue_size,
         )
@@ -66,28 +67,28 @@ class FleetAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Sessions requested by waiting callers; autoscaling follows this number."""
+        """Number of sessions that waiting callers requested, by which autoscalers scale."""
         return self._queue.size + self.num_waiting_for_description
 
     @property
     def num_requested(self) -> int:
-        """Sessions that waiting opens requested, plus one if callers wait for the first server."""
+        """Number of sessions that need a server, plus one if callers wait for a description."""
         return self._queue.size + bool(self.num_waiting_for_description)
 
-    def num_missing(self, size: int) -> int:
-        """Return how many of the waiting sessions and `size` new ones exceed the free capacity."""
-        num_missing_sessions = self.fleet.num_missing(size)
+    def count_missing(self, size: int) -> int:
+        """Return how many sessions must end to make room for waiting opens and `size` sessions."""
+        num_missing_sessions = self.fleet.count_missing(size)
         return num_missing_sessions and num_missing_sessions + self._queue.size
 
     def advance(self) -> None:
-        """Admit waiting opens if possible; call this after a session has ended."""
+        """Admit waiting opens if there is capacity; call this after a session has ended."""
         self._queue.advance()
         self._wake_supply()
 
     def drain(self) -> None:
         """Refuse all opens from now on, including waiting ones."""
         self.is_draining = True
-        self._queue.refuse_all(self._draining_error())
+        self._queue.refuse_all(self._make_draining_error())
 
     def check(self, size: int) -> None:
         """Check that an open may wait for capacity.
@@ -97,29 +98,29 @@ class FleetAdmission:
             InvalidCallError: the group is empty or too large.
         """
         if self.is_draining:
-            raise self._draining_error()
+            raise self._make_draining_error()
         if not 1 <= size <= self._limits.max_group_size:
             raise InvalidCallError(
                 f"a group must have 1 to {self._limits.max_group_size} sessions, got {size}"
             )
 
     async def reserve(
-        self, size: int, deadline_s: float, excluded: Collection[ServerLink] = ()
+        self, size: int, deadline_s: float, excluded_links: Collection[ServerLink] = ()
     ) -> list[Share]:
         """Reserve capacity for `size` sessions and return the servers' shares.
 
         Args:
-            deadline_s: latest event-loop time to wait for capacity.
-            excluded: links that just refused this open. If only they have capacity, the open
-                waits in the queue.
+            deadline_s: event-loop time until which the open may wait.
+            excluded_links: links to servers that just refused this open. If no other server has
+                capacity, the open waits in the queue.
 
         Raises:
             CapacityError: no capacity became free in time, or the queue is full.
             UnavailableError: the gateway is draining.
         """
         self.check(size)
-        if excluded and not self._queue:
-            shares = self.fleet.reserve(size, excluded)
+        if excluded_links and not self._queue:
+            shares = self.fleet.reserve(size, excluded_links)
             if shares is not None:
                 return shares
         loop = asyncio.get_running_loop()
@@ -135,23 +136,23 @@ class FleetAdmission:
             raise self.make_capacity_error()
         return shares
 
-    def deadline_s(self) -> float:
-        """Return the event-loop time at which an open that starts now is refused."""
+    def compute_deadline_s(self) -> float:
+        """Return the event-loop time until which an open that starts now may wait."""
         return asyncio.get_running_loop().time() + self._limits.queue_timeout_s
 
     async def wait_until_described(self) -> None:
         """Wait until a server has described the environment.
 
         Raises:
-            UnavailableError: no server did within the queue's timeout.
+            UnavailableError: no server responded in time.
         """
         if self.fleet.description is not None:
             return
-        within_s = max(self._limits.queue_timeout_s, MIN_DESCRIBE_S)
+        timeout_s = max(self._limits.queue_timeout_s, MIN_DESCRIBE_TIMEOUT_S)
         self.num_waiting_for_description += 1
         self._wake_supply()
         try:
-            is_described = await self.fleet.wait_until_described(within_s)
+            is_described = await self.fleet.wait_until_described(timeout_s)
         finally:
             self.num_waiting_for_description -= 1
         if not is_described and self.supply is not None:
@@ -164,10 +165,10 @@ class FleetAdmission:
             )
 
     def check_keys(self) -> None:
-        """Check that at least one server accepts the session ids that this gateway signs.
+        """Check that not every server refuses the session ids that this gateway signs.
 
         Raises:
-            UnavailableError: every server refuses them, so waiting would not help.
+            UnavailableError: every server refuses them, so it is useless to wait.
         """
         links = [link for link in self.fleet.links if link.is_connected]
         if links and all(link.last_refusal for link in links):
@@ -181,7 +182,7 @@ class FleetAdmission:
         if self.supply is not None:
             return UnavailableError(self.supply.explain_shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.accepts_sessions]
-        num_active = sum(link.max_sessions - link.num_free for link in links)
+        num_used = sum(link.max_sessions - link.num_free for link in links)
         capacity = sum(link.max_sessions for link in links)
         if not capacity:
             return CapacityError(
@@ -190,12 +191,12 @@ class FleetAdmission:
                 retry_after_s=RETRY_AFTER_S,
             )
         return CapacityError(
-            f"Server at capacity: {num_active}/{capacity} sessions active."
+            f"Server at capacity: {num_used}/{capacity} sessions active."
             " Cannot accept new connections.",
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _draining_error(self) -> UnavailableError:
+    def _make_draining_error(self) -> UnavailableError:
         return UnavailableError(
             "this gateway is draining and accepts no new sessions; open the session through another"
             " gateway",
@@ -213,7 +214,7 @@ class FleetAdmission:
         if self.supply is not None:
             self.supply.wake()
 
-    def _cancel(self, shares: list[Share]) -> None:
+    def _cancel_shares(self, shares: list[Share]) -> None:
         for share in shares:
             share.cancel()
         self._queue.advance()

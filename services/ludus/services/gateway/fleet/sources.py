@@ -2,9 +2,10 @@
 
     EndpointSource --whole list, on every change--> Fleet (places sessions and routes calls)
 
-The sources of this module list servers at fixed addresses, or run servers on this machine. Such a
-server that dies leaves the list immediately, its sessions end, and a new server replaces it;
-repeated failures make the pauses longer. `gateway/kubernetes` has the sources of a cluster.
+The sources of this module list servers at fixed addresses, or run servers on this machine. If a
+server on this machine dies, it leaves the list immediately, its sessions end, and a new server
+replaces it, after pauses that grow with repeated failures. `gateway/kubernetes` has the sources for
+a cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _WATCH_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
 _STABLE_AFTER_S = 10.0
-"""Lifetime in seconds after which a server counts as stable and the pauses start again."""
+"""Lifetime in seconds after which a server counts as stable, so that pauses are short again."""
 _MAX_PARALLEL_STARTS = 4
 
 
@@ -36,7 +37,7 @@ class ServerEndpoint:
     """An environment server as its source lists it."""
 
     key: str
-    """Unique name in the source: an address, or a pod's uid. It never changes for a server."""
+    """Unique name of the server in its source: an address, or a pod's uid. It never changes."""
     grpc_address: str
     """gRPC address, for example grpc://10.0.0.7:18000."""
     http_address: str
@@ -44,9 +45,9 @@ class ServerEndpoint:
     is_ready: bool = True
     """True if the server accepts new sessions."""
     is_terminating: bool = False
-    """True if the server keeps its sessions but accepts no new ones."""
+    """True if the server is being stopped; it keeps its sessions and accepts no new ones."""
     server_id: str = ""
-    """Server id in session ids; empty if only the server can report it."""
+    """Id of the server in session ids; empty if only the server itself can report it."""
     pod_name: str = ""
     """Name of the server's pod; empty outside a cluster."""
     max_opens: int | None = None
@@ -63,7 +64,7 @@ class EndpointSource(Protocol):
         """Publish the whole list when it is first known and after each change, until cancelled."""
 
     async def close(self) -> None:
-        """Stop what the source itself started."""
+        """Stop everything that the source started."""
 
 
 class StaticSource:
@@ -85,7 +86,7 @@ class SubprocessSource:
     """A source that runs the servers of one environment as processes on this machine.
 
     Args:
-        make_server: returns a server that is not started yet.
+        make_server: returns a new server that has not been started.
     """
 
     def __init__(self, make_server: Callable[[], LocalServer], num_servers: int) -> None:
@@ -94,30 +95,33 @@ class SubprocessSource:
         self._make_server = make_server
         self._keys = [f"server-{number}" for number in range(1, num_servers + 1)]
         self._endpoints: dict[str, ServerEndpoint] = {}
-        """Endpoints of the servers that listen, by key."""
+        """Endpoints of the servers that are ready, by key."""
         self._supervisors: list[asyncio.Task[None]] = []
-        # Dedicated threads, because the kernel kills a child when the thread that started it exits.
-        self._threads = ThreadPoolExecutor(_MAX_PARALLEL_STARTS, "ludus-gateway-servers")
+        # These threads live as long as the source: the kernel kills a server when the thread that
+        # started it exits.
+        self._executor = ThreadPoolExecutor(_MAX_PARALLEL_STARTS, "ludus-gateway-servers")
         self._has_started = False
 
     async def watch(self, publish: Publish) -> None:
-        """Run the servers, and publish those that listen, until cancelled.
+        """Run the servers, and publish those that are ready, until cancelled.
 
         Raises:
-            UserError: the first server refused its target, options or arguments.
+            UserError: no server has started yet, and one refused its target, options or arguments.
         """
         self._supervisors = [
             asyncio.create_task(self._supervise(key, publish)) for key in self._keys
         ]
-        done, _ = await asyncio.wait(self._supervisors, return_when=asyncio.FIRST_EXCEPTION)
-        await next(iter(done))
+        finished_tasks, _ = await asyncio.wait(
+            self._supervisors, return_when=asyncio.FIRST_EXCEPTION
+        )
+        await next(iter(finished_tasks))
 
     async def close(self) -> None:
         """Stop every server."""
         for task in self._supervisors:
             task.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._threads.shutdown(wait=False)
+        self._executor.shutdown(wait=False)
 
     async def _supervise(self, key: str, publish: Publish) -> None:
         """Run a server, and replace it when it dies, until cancelled."""
@@ -127,7 +131,7 @@ class SubprocessSource:
             started_s = loop.time()
             server = self.servers[key] = self._make_server()
             try:
-                addresses = await self._start(server)
+                addresses = await self._start_server(server)
                 self._has_started = True
                 self._endpoints[key] = ServerEndpoint(key, addresses.grpc, addresses.http)
                 publish(list(self._endpoints.values()))
@@ -141,18 +145,18 @@ class SubprocessSource:
                     raise
                 _log.error("cannot start an environment server: %s", error)
             finally:
-                await asyncio.shield(loop.run_in_executor(self._threads, server.stop))
+                await asyncio.shield(loop.run_in_executor(self._executor, server.stop))
             if loop.time() - started_s > _STABLE_AFTER_S:
                 pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
             await asyncio.sleep(next(pauses))
 
-    async def _start(self, server: LocalServer) -> ServerAddresses:
-        starting = asyncio.get_running_loop().run_in_executor(self._threads, server.start)
+    async def _start_server(self, server: LocalServer) -> ServerAddresses:
+        start_future = asyncio.get_running_loop().run_in_executor(self._executor, server.start)
         try:
-            return await asyncio.shield(starting)
+            return await asyncio.shield(start_future)
         except asyncio.CancelledError:
-            # The thread continues, so stop the server that it may still start.
-            while not starting.done():
+            # The thread cannot be cancelled, so stop the server that it may still start.
+            while not start_future.done():
                 server.stop()
-                await asyncio.wait([starting], timeout=0.2)
+                await asyncio.wait([start_future], timeout=0.2)
             raise

@@ -8,7 +8,7 @@ from ludus.services.gateway.sessions.sessions import GatewaySessions
 
 
 class UnknownEnvironmentError(InvalidCallError):
-    """The gateway serves no environment of that name."""
+    """The gateway does not serve the requested environment."""
 
 
 class Environments(dict[str, GatewaySessions]):
@@ -22,13 +22,14 @@ class Environments(dict[str, GatewaySessions]):
     @property
     def num_sessions(self) -> int:
         """Number of open sessions that were opened through this gateway."""
-        return sum(len(sessions.tracked) for sessions in self.values())
+        return sum(len(sessions.tracked_sessions) for sessions in self.values())
 
     def find(self, name: str) -> GatewaySessions:
         """Return the sessions of an environment; an empty name selects the only environment.
 
         Raises:
-            UnknownEnvironmentError: the name is unknown, or it is empty and there are several.
+            UnknownEnvironmentError: the name is unknown, or it is empty and there are several
+                environments.
         """
         if not name and len(self) == 1:
             return next(iter(self.values()))

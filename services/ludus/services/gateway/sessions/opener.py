@@ -1,11 +1,12 @@
-"""Opens sessions on the servers of a fleet, with ids that the gateway signs.
+"""The opening of sessions on the servers of a fleet, with ids that the gateway signs.
 
     FleetAdmission --shares--> open on servers --full, gone, draining?--> other servers, or queue
                                    |
                                    +--> sessions with their links
 
-A group stays on one server if it fits. Otherwise its shares start with the same seed, and their
-first observations are compared. Sessions whose caller disconnected meanwhile are closed.
+All sessions of a group are on one server if one has enough capacity. Otherwise several servers open
+shares of the group with the same seed, and their first observations must be equal. If the caller
+disconnects while sessions are opened, they are closed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.tenancy.tenants import Tenant
 
 _MIN_ATTEMPTS = 8
-"""Minimum number of attempts, even after the deadline."""
+"""Minimum number of attempts, which are made even after the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,14 @@ class PlacedSession:
     """A new session and the link to its server."""
 
     link: ServerLink
-    opened: OpenResult
+    open_result: OpenResult
 
 
 class SessionOpener:
-    """Opens sessions of one environment.
+    """Opener of the sessions of one environment.
 
     Args:
-        make_room: called with the number of sessions to free, after a server refused an open.
+        make_room: ends idle sessions; called with the size of an open that a server refused.
         id_lifetime_s: lifetime of the session ids, in seconds.
     """
 
@@ -77,17 +78,17 @@ class SessionOpener:
 
         Raises:
             CapacityError: not enough capacity became free in time.
-            GroupMismatchError: the first observations differ; all sessions are closed again.
+            GroupMismatchError: the first observations differ. All sessions of the group are closed.
         """
         if is_group:
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
-        open_on = self._open_group if is_group else self._open_one
-        deadline_s = self._admission.deadline_s()
+        open_shares = self._open_group if is_group else self._open_one
+        deadline_s = self._admission.compute_deadline_s()
         refused_links: set[ServerLink] = set()
         for attempt in itertools.count(1):
             shares = await self._admission.reserve(size, deadline_s, refused_links)
             try:
-                return await self._complete(shares, open_on(shares, args, tenant))
+                return await self._finish_open(shares, open_shares(shares, args, tenant))
             except (CapacityError, UnavailableError, SessionLostError, AuthenticationError):
                 refused_links.update(share.link for share in shares)
             self._admission.check_keys()
@@ -108,7 +109,7 @@ class SessionOpener:
         link = shares[0].link
         args = dataclasses.replace(args, session_id=self._sign_id(link, tenant))
         reply = await _call_server(link, lambda call: fill_open_args(call.open, args))
-        return [self._make_placed(link, reply.open)]
+        return [self._read_placed_session(link, reply.open)]
 
     async def _open_group(
         self, shares: list[Share], args: OpenArgs, tenant: Tenant
@@ -116,57 +117,59 @@ class SessionOpener:
         outcomes = await asyncio.gather(
             *(self._open_share(share, args, tenant) for share in shares), return_exceptions=True
         )
-        failure = next((o for o in outcomes if isinstance(o, BaseException)), None)
-        placed = [
+        failure = next(
+            (outcome for outcome in outcomes if isinstance(outcome, BaseException)), None
+        )
+        placed_sessions = [
             session
             for outcome in outcomes
             if not isinstance(outcome, BaseException)
             for session in outcome
         ]
-        if failure is None and len({session.opened.view for session in placed}) == 1:
-            return placed
-        for session in placed:
-            session.link.send_close(session.opened.session_id)
+        if failure is None and len({session.open_result.view for session in placed_sessions}) == 1:
+            return placed_sessions
+        for session in placed_sessions:
+            session.link.send_close(session.open_result.session_id)
         if failure is not None:
             raise failure
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"{len(placed)} sessions with seed {seed} returned different first observations on"
-            f" {len(shares)} servers; see: ludus env check {self._environment}"
+            f"{len(placed_sessions)} sessions with seed {seed} returned different first"
+            f" observations on {len(shares)} servers; see: ludus env check {self._environment}"
         )
 
     async def _open_share(
         self, share: Share, args: OpenArgs, tenant: Tenant
     ) -> list[PlacedSession]:
         link = share.link
-        ids = [self._sign_id(link, tenant) for _ in range(share.num_sessions)]
+        session_ids = [self._sign_id(link, tenant) for _ in range(share.num_sessions)]
 
-        def write(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             fill_open_args(call.open_group.open, args)
-            call.open_group.size = len(ids)
-            call.open_group.session_ids.extend(ids)
+            call.open_group.size = len(session_ids)
+            call.open_group.session_ids.extend(session_ids)
 
-        reply = await _call_server(link, write)
-        return [self._make_placed(link, message) for message in reply.open_group.sessions]
+        reply = await _call_server(link, fill_call)
+        return [self._read_placed_session(link, message) for message in reply.open_group.sessions]
 
-    def _make_placed(self, link: ServerLink, message: pb.OpenResponse) -> PlacedSession:
-        """Read a new session, and give it a tools id that every gateway can verify."""
-        opened_session = read_opened(message)
-        if opened_session.tools_session_id:
-            tools_id = self._key.tools_id(opened_session.session_id)
-            opened_session = dataclasses.replace(opened_session, tools_session_id=tools_id)
-        return PlacedSession(link, opened_session)
+    def _read_placed_session(self, link: ServerLink, message: pb.OpenResponse) -> PlacedSession:
+        """Read a new session, and replace its tools id with one that every gateway can verify."""
+        open_result = read_opened(message)
+        if open_result.tools_session_id:
+            tools_id = self._key.tools_id(open_result.session_id)
+            open_result = dataclasses.replace(open_result, tools_session_id=tools_id)
+        return PlacedSession(link, open_result)
 
-    async def _complete(
+    async def _finish_open(
         self, shares: list[Share], work: Coroutine[Any, Any, list[PlacedSession]]
     ) -> list[PlacedSession]:
-        """Return the result of the work, which completes even if the caller is cancelled."""
+        """Return the result of the work, which continues even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
 
-        def settle_shares(done: asyncio.Task[list[PlacedSession]]) -> None:
-            self._tasks.discard(done)
-            has_failed = done.cancelled() or done.exception() is not None
+        def settle_shares(finished_task: asyncio.Task[list[PlacedSession]]) -> None:
+            self._tasks.discard(finished_task)
+            has_failed = finished_task.cancelled() or finished_task.exception() is not None
             for share in shares:
                 if has_failed:
                     share.cancel()
@@ -178,22 +181,22 @@ class SessionOpener:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_close_abandoned)
+            task.add_done_callback(_close_abandoned_sessions)
             raise
 
 
-def _close_abandoned(done: asyncio.Task[list[PlacedSession]]) -> None:
-    if done.cancelled() or done.exception() is not None:
+def _close_abandoned_sessions(finished_task: asyncio.Task[list[PlacedSession]]) -> None:
+    if finished_task.cancelled() or finished_task.exception() is not None:
         return
-    for session in done.result():
-        session.link.send_close(session.opened.session_id)
+    for session in finished_task.result():
+        session.link.send_close(session.open_result.session_id)
         session.link.count_ended(1)
 
 
-async def _call_server(link: ServerLink, write: Callable[[pb.Call], None]) -> pb.Reply:
-    """Send an open and return the reply; a server that refuses gets no more opens for now."""
+async def _call_server(link: ServerLink, fill_call: Callable[[pb.Call], None]) -> pb.Reply:
+    """Send an open and return the reply. If the server refuses, it gets no opens for a while."""
     try:
-        return await link.call(link.server_id, write)
+        return await link.call(link.server_id, fill_call)
     except (CapacityError, UnavailableError):
         link.mark_full()
         raise

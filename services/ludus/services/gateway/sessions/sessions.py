@@ -3,13 +3,13 @@
     wire --Sessions--> GatewaySessions --SessionOpener--> a server with room (open)
                                        --signed id--> the session's server (every other call)
 
-A gateway needs no stored state to route a call: the signed id contains the server. Any gateway
-with the session key can therefore serve any session, even after a restart. The stored data
-(`tracked.py`) serves to end sessions with their connection, and to count them.
+A gateway needs no stored state to route a call, because the signed session id contains the server
+id. Any gateway with the session key can therefore serve any session, even after a restart. The
+sessions are only tracked (`tracked.py`) so that they can end with their connection and be counted.
 
-An open waits in the queue. Every other call waits only for its server: at most the link's
-`retry_within_s` for a broken connection, and at most `FIND_TIMEOUT_S` for a server that this
-gateway has not reached yet.
+An open waits in the queue. Every other call waits only for its server: at most `retry_within_s` if
+the connection is broken, and at most `FIND_TIMEOUT_S` if this gateway has never been connected to
+the server.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from ludus.services.gateway.tenancy.tenants import (
 _MAX_LINGER_S = 600.0
 """Maximum linger time that a client may request, in seconds."""
 FIND_TIMEOUT_S = 5.0
-"""Maximum time that a call waits for a server that only other gateways have reached."""
+"""Maximum time that a call waits for a server this gateway is not connected to yet, in seconds."""
 _MAX_CACHED_IDS = 8_192
-"""Maximum number of session ids of an environment that are verified only once."""
-_CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
-_CONNECTION_ENDED = SessionTombstone(
+"""Maximum number of verified session ids in the cache of an environment."""
+_CLOSED_TOMBSTONE = SessionTombstone(SessionEnd.CLOSED, "it was closed")
+_CONNECTION_ENDED_TOMBSTONE = SessionTombstone(
     SessionEnd.CONNECTION_ENDED, "the connection that opened it ended"
 )
-_EPISODE_ENDED = SessionTombstone(SessionEnd.EPISODE_ENDED, "its episode ended")
+_EPISODE_ENDED_TOMBSTONE = SessionTombstone(SessionEnd.EPISODE_ENDED, "its episode ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class GatewaySessions:
             environment,
             limits,
             context.servers,
-            lambda seconds: context.metrics.record_wait(environment, seconds),
+            lambda wait_s: context.metrics.record_wait(environment, wait_s),
         )
         self.fleet = self.admission.fleet
         self._linger_s = limits.linger_s
@@ -111,12 +111,12 @@ class GatewaySessions:
         self._access = context.access
         self._quotas = context.quotas
         self._metrics = context.metrics
-        self.tracked = TrackedSessions(
+        self.tracked_sessions = TrackedSessions(
             context.quotas,
             self.events,
             limits.linger_s,
             limits.idle_timeout_s,
-            lambda num: context.metrics.count_lost(environment, num),
+            lambda num_sessions: context.metrics.count_lost(environment, num_sessions),
         )
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ class GatewaySessions:
     def description(self) -> EnvironmentDescription:
         """The environment's description, with the capacity of the whole fleet."""
         description = self.fleet.description
-        assert description is not None, "the wire has called `admission.wait_described`"
+        assert description is not None, "the wire has called `admission.wait_until_described`"
         return dataclasses.replace(
             description,
             max_sessions=self.load.max_sessions,
@@ -149,20 +149,22 @@ class GatewaySessions:
 
     @property
     def environment_load(self) -> EnvironmentLoad:
-        """The load, with draining servers counted separately."""
+        """The load, in which draining servers are separate."""
         links = self.fleet.links
-        active = [link for link in links if link.accepts_sessions]
-        draining = [link for link in links if link.is_connected and not link.accepts_sessions]
-        num_unreachable = len(links) - len(active) - len(draining)
+        active_links = [link for link in links if link.accepts_sessions]
+        draining_links = [link for link in links if link.is_connected and not link.accepts_sessions]
+        num_unreachable = len(links) - len(active_links) - len(draining_links)
         return EnvironmentLoad(
             environment=self.environment,
             num_pending=self.admission.num_waiting,
-            num_active=sum(link.num_sessions for link in active),
-            num_draining=sum(link.num_sessions for link in draining),
+            num_active=sum(link.num_sessions for link in active_links),
+            num_draining=sum(link.num_sessions for link in draining_links),
             # Servers created for single sessions have no meaningful capacity.
-            capacity=0 if self.admission.supply else sum(link.max_sessions for link in active),
-            num_servers=len(active),
-            num_draining_servers=len(draining),
+            capacity=0
+            if self.admission.supply
+            else sum(link.max_sessions for link in active_links),
+            num_servers=len(active_links),
+            num_draining_servers=len(draining_links),
             num_unreachable_servers=num_unreachable,
         )
 
@@ -179,7 +181,7 @@ class GatewaySessions:
         connection: Connection | None = None,
         session_ids: Sequence[str] = (),
     ) -> list[OpenResult]:
-        """Open sessions with one seed, all or none, on one server if possible."""
+        """Open sessions with the same seed, all or none, on one server if possible."""
         return await self._open(args, size, connection, session_ids, is_group=True)
 
     async def _open(
@@ -194,11 +196,11 @@ class GatewaySessions:
         tenant = self._authorize()
         linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
-        self._admit((args.session_id, *session_ids), size, tenant)
+        self._reserve_quota((args.session_id, *session_ids), size, tenant)
         started_s = self._loop.time()
         try:
             await self._make_room(size)
-            placed = await self.opener.open(args, size, tenant, is_group=is_group)
+            placed_sessions = await self.opener.open(args, size, tenant, is_group=is_group)
         except BaseException as error:
             self._quotas.release(tenant, size)
             if isinstance(error, EnvError):
@@ -206,14 +208,14 @@ class GatewaySessions:
                 self._metrics.count_open(self.environment, error.code, size, duration_s)
             raise
         self._metrics.count_open(self.environment, OK, size, self._loop.time() - started_s)
-        for session in placed:
-            self._track(session, args, connection, tenant)
+        for placed_session in placed_sessions:
+            self._track(placed_session, args, connection, tenant)
         if connection is not None and connection.ended.is_set():
             self.release(connection)
-        return [session.opened for session in placed]
+        return [placed_session.open_result for placed_session in placed_sessions]
 
-    def _admit(self, session_ids: Sequence[str], size: int, tenant: Tenant) -> None:
-        """Check the open and reserve the tenant's quota, before room is made for it."""
+    def _reserve_quota(self, session_ids: Sequence[str], size: int, tenant: Tenant) -> None:
+        """Check an open, and reserve the tenant's quota for it."""
         try:
             if any(session_ids):
                 raise InvalidCallError(
@@ -226,17 +228,21 @@ class GatewaySessions:
             raise
 
     def _track(
-        self, placed: PlacedSession, args: OpenArgs, connection: Connection | None, tenant: Tenant
+        self,
+        placed_session: PlacedSession,
+        args: OpenArgs,
+        connection: Connection | None,
+        tenant: Tenant,
     ) -> None:
-        tracked = TrackedSession(
-            link=placed.link,
-            server_id=placed.link.server_id,
+        session = TrackedSession(
+            link=placed_session.link,
+            server_id=placed_session.link.server_id,
             tenant=tenant,
-            close_when_done=args.close_when_done,
+            closes_when_done=args.close_when_done,
             linger_s=args.linger_s,
             last_used_s=self._loop.time(),
         )
-        self.tracked.add(placed.opened.session_id, tracked, connection)
+        self.tracked_sessions.add(placed_session.open_result.session_id, session, connection)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -245,7 +251,7 @@ class GatewaySessions:
         self.count_call("reset")
         request = pb.Call()
         fill_reset_args(request.reset.args, args)
-        # If the connection breaks, no client has seen the first result, so a reset may be repeated.
+        # A reset may be repeated after the connection broke, because no client has seen its result.
         reply = await self.call("reset", session_id, request, is_repeatable=True)
         return read_encoded(reply.result)
 
@@ -279,80 +285,80 @@ class GatewaySessions:
 
     async def close(self, session_id: str) -> None:
         """Close a session; return normally if it is already gone."""
-        tracked = self.tracked.get(session_id)
+        session = self.tracked_sessions.get(session_id)
         try:
-            self.route(session_id)
-            self.tracked.remove(session_id, _CLOSED)
+            self.verify_id(session_id)
+            self.tracked_sessions.remove(session_id, _CLOSED_TOMBSTONE)
             await self.call("close", session_id, is_repeatable=True)
-        except InfrastructureError:  # the session is gone, or ends after its linger time
-            self._metrics.count_lost(self.environment, tracked is not None)
+        except InfrastructureError:  # it has ended, or ends after its linger time
+            self._metrics.count_lost(self.environment, session is not None)
         finally:
-            if tracked is not None:
-                tracked.link.count_ended(1)
+            if session is not None:
+                session.link.count_ended(1)
             self.admission.advance()
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
-        """End a session after its linger time unless it is called before; see `Sessions`."""
+        """End a session after its linger time, unless it is called before that; see `Sessions`."""
         self._authorize()
-        if not self.tracked.remove_connection(session_id, connection):
+        if not self.tracked_sessions.remove_connection(session_id, connection):
             return
         try:
             await self.call("detach", session_id, is_repeatable=True)
         except InfrastructureError:
-            return  # the session is gone, or lingers because of the broken connection
-        self.tracked.mark_detached(session_id)
+            return  # it has ended, or lingers because the link broke
+        self.tracked_sessions.mark_detached(session_id)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Record that a connection calls these sessions, including those of other gateways."""
+        """Record that a connection uses these sessions, even if another gateway opened them."""
         for session_id in session_ids:
-            self.tracked.attach(session_id, connection)
+            self.tracked_sessions.attach(session_id, connection)
 
     def release(self, connection: Connection) -> None:
         """Detach the sessions that only this connection uses; close those that cannot linger."""
         connection.ended.set()
         for session_id in list(connection.session_ids):
-            if not self.tracked.remove_connection(session_id, connection):
+            if not self.tracked_sessions.remove_connection(session_id, connection):
                 continue
-            tracked = self.tracked.get(session_id)
-            link = tracked.link if tracked is not None else self._find_server_link(session_id)
+            session = self.tracked_sessions.get(session_id)
+            link = session.link if session is not None else self._find_server_link(session_id)
             if link is None or self._is_leaving:
-                continue  # the server detaches it when this gateway's stream ends
-            if tracked is not None and tracked.linger_s <= 0:
-                self.tracked.remove(session_id, _CONNECTION_ENDED)
+                continue  # its server detaches it when the stream to this gateway ends
+            if session is not None and session.linger_s <= 0:
+                self.tracked_sessions.remove(session_id, _CONNECTION_ENDED_TOMBSTONE)
                 link.send_close(session_id)
                 link.count_ended(1)
                 continue
             link.send_detach(session_id)
-            self.tracked.mark_detached(session_id)
+            self.tracked_sessions.mark_detached(session_id)
         self.admission.advance()
 
-    # -- for the gateway's own wires ---------------------------------------------------
+    # -- for the wires of the gateway ---------------------------------------------------
 
-    def route(self, session_id: str, *, for_tools: bool = False) -> SignedId:
-        """Verify a session id and return its content, for the tenant of the current request.
+    def verify_id(self, session_id: str, *, accepts_tools_ids: bool = False) -> SignedId:
+        """Verify a session id for the tenant of the current request, and return its content.
 
         Args:
-            for_tools: also accept the id of the session's tools.
+            accepts_tools_ids: True if the id may be one that permits only tool calls.
 
         Raises:
             EnvError: the id is forged, expired, or belongs to another tenant or environment.
         """
         tenant = self._authorize()
-        route = self._read_id(session_id)
-        if route.expires_s < time.time():  # it expired after it was verified
+        signed_id = self._read_id(session_id)
+        if signed_id.expires_s < time.time():  # it expired while it was in the cache
             raise SessionLostError("the session id has expired; open a new session")
-        if tenant is not GATEWAY_TENANT and route.tenant != tenant.name:
+        if tenant is not GATEWAY_TENANT and signed_id.tenant != tenant.name:
             raise PermissionDeniedError(
                 "the session belongs to another tenant; use the token that opened it"
             )
-        if route.environment != self.environment:
+        if signed_id.environment != self.environment:
             raise InvalidCallError(
-                f"the session belongs to environment '{route.environment}', not to"
+                f"the session belongs to environment '{signed_id.environment}', not to"
                 f" '{self.environment}'; call it there"
             )
-        if route.is_tools_only and not for_tools:
+        if signed_id.is_tools_only and not accepts_tools_ids:
             raise tools_only_error()
-        return route
+        return signed_id
 
     def count_call(self, kind: str) -> None:
         """Count a call against the tenant's rate of steps.
@@ -366,23 +372,23 @@ class GatewaySessions:
             self._metrics.count_call(self.environment, kind, error.code, None)
             raise
 
-    async def find_link(self, route: SignedId) -> ServerLink:
+    async def find_link(self, signed_id: SignedId) -> ServerLink:
         """Return the link to the session's server.
 
         Raises:
-            SessionLostError: the server does not exist, even after a wait for unreached servers.
-            UnavailableError: a server that was not reached yet may be it.
+            SessionLostError: the server no longer exists.
+            UnavailableError: the server may be one that is not connected yet.
         """
-        link = self.fleet.find_link(route.server_id) or await self.fleet.wait_for_link(
-            route.server_id, FIND_TIMEOUT_S
+        link = self.fleet.find_link(signed_id.server_id) or await self.fleet.wait_for_link(
+            signed_id.server_id, FIND_TIMEOUT_S
         )
-        if link is None and self.fleet.may_include(route.server_id):
+        if link is None and self.fleet.may_include(signed_id.server_id):
             raise UnavailableError(
-                f"this gateway has not reached server {route.server_id} of its environment yet;"
+                f"this gateway has not reached server {signed_id.server_id} of its environment yet;"
                 " try again later"
             )
         if link is None:
-            reason = self.fleet.explain_removal(route.server_id)
+            reason = self.fleet.explain_removal(signed_id.server_id)
             raise SessionLostError(f"session lost: {reason}; open a new one")
         return link
 
@@ -397,58 +403,60 @@ class GatewaySessions:
         """Send a call of a session to its server and return the reply.
 
         Args:
-            kind: field of `pb.Call` that the call sets.
-            request: other fields of the call.
+            kind: field of `pb.Call` for this kind of call.
+            request: arguments of the call; None if it has only a session id.
         """
-        route = self.route(session_id, for_tools=kind == "call_tool")
-        server_session_id = route.session_id
+        signed_id = self.verify_id(session_id, accepts_tools_ids=kind == "call_tool")
+        server_session_id = signed_id.session_id
 
-        def write(call: pb.Call) -> None:
+        def fill_call(call: pb.Call) -> None:
             if request is not None:
                 call.CopyFrom(request)
             getattr(call, kind).session_id = server_session_id
 
-        self.tracked.begin_call(server_session_id)
+        self.tracked_sessions.begin_call(server_session_id)
         started_s = self._loop.time()
         try:
             with hide_driving_id(server_session_id, session_id):
-                link = await self.find_link(route)
-                reply = await link.call(route.server_id, write, is_repeatable=is_repeatable)
+                link = await self.find_link(signed_id)
+                reply = await link.call(signed_id.server_id, fill_call, is_repeatable=is_repeatable)
         except EnvError as error:
             self.record_failure(kind, server_session_id, error, self._loop.time() - started_s)
             raise
         finally:
-            self.tracked.end_call(server_session_id)
+            self.tracked_sessions.end_call(server_session_id)
         self.record_reply(kind, server_session_id, reply, self._loop.time() - started_s)
-        if route.is_tools_only:
+        if signed_id.is_tools_only:
             reply.call_tool.session_id = session_id
         return reply
 
     def record_reply(self, kind: str, session_id: str, reply: pb.Reply, duration_s: float) -> None:
-        """Count a call that succeeded, and remove a session that ended with its episode."""
+        """Count a call that succeeded, and remove its session if it ended with the episode."""
         self._metrics.count_call(self.environment, kind, OK, duration_s)
         if kind == "step" and (reply.result.terminated or reply.result.truncated):
-            tracked = self.tracked.get(session_id)
-            if tracked is not None and tracked.close_when_done:
-                self.tracked.remove(session_id, _EPISODE_ENDED)
-                tracked.link.count_ended(1)
+            session = self.tracked_sessions.get(session_id)
+            if session is not None and session.closes_when_done:
+                self.tracked_sessions.remove(session_id, _EPISODE_ENDED_TOMBSTONE)
+                session.link.count_ended(1)
                 self.admission.advance()
 
     def record_failure(
         self, kind: str, session_id: str, error: EnvError, duration_s: float
     ) -> None:
-        """Count a call that failed, and remove a session that is gone or whose call timed out."""
+        """Count a call that failed, and remove its session if it is lost or the call timed out."""
         self._metrics.count_call(self.environment, kind, error.code, duration_s)
         if not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
-        timed_out = isinstance(error, CallTimeoutError)
-        end = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
-        tracked = self.tracked.remove(session_id, SessionTombstone(end, error.message))
-        if tracked is None:  # another gateway opened and counts it
+        has_timed_out = isinstance(error, CallTimeoutError)
+        session_end = SessionEnd.TIMEOUT if has_timed_out else SessionEnd.LOST
+        session = self.tracked_sessions.remove(
+            session_id, SessionTombstone(session_end, error.message)
+        )
+        if session is None:  # another gateway tracks and counts it
             return
-        if timed_out:
-            tracked.link.send_close(session_id)
-        tracked.link.count_ended(1)
+        if has_timed_out:
+            session.link.send_close(session_id)
+        session.link.count_ended(1)
         self._metrics.count_lost(self.environment, 1)
         self.admission.advance()
 
@@ -457,26 +465,26 @@ class GatewaySessions:
         self.admission.drain()
 
     def leave(self) -> None:
-        """Drain, and close no sessions of connections that end; other gateways continue them."""
+        """Drain, and leave open sessions to other gateways when their connections end."""
         self.drain()
         self._is_leaving = True
 
     async def shut_down(self) -> None:
         """Close the links; the sessions stay on their servers for their linger time."""
         self.leave()
-        self.tracked.close()
+        self.tracked_sessions.close()
         await self.fleet.close("this gateway is stopping")
 
-    # -- parts -------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------
 
     def _authorize(self) -> Tenant:
-        """Return the caller with its current rights, which may be newer than its connection."""
+        """Return the caller with its current scopes and limits, after checking that it may call."""
         tenant = get_current_tenant()
         return tenant if tenant is GATEWAY_TENANT else self._access.admit(tenant)
 
     async def _make_room(self, size: int) -> None:
-        """End idle sessions of any tenant if the capacity is too small for `size` sessions."""
-        num_missing = self.admission.num_missing(size)
+        """End idle sessions of any tenants if there is no room for `size` new sessions."""
+        num_missing = self.admission.count_missing(size)
         if not num_missing:
             return
         context = copy_context()

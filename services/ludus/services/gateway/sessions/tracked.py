@@ -5,10 +5,10 @@
                          |  the last connection that called it ends
                          +--mark_detached--> lingers; the next call attaches it to its caller
 
-Routing does not need this data. The sweep removes sessions that their servers ended silently
-after their idle timeout, so that ended sessions do not use up quotas. It also keeps sessions of
-silent clients alive after the link to their server broke: the server lets such sessions linger,
-and each `detach` restarts the linger time.
+Routing does not need these data. A server ends idle sessions without notice, so a regular sweep
+removes sessions whose idle timeout has passed; otherwise they would use up quotas. The sweep also
+handles links that broke and were restored: the server started the linger time of their sessions
+when the link broke. A `detach` restarts the linger time of sessions whose clients are silent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _MIN_SWEEP_INTERVAL_S = 0.1
 MAX_SWEEP_INTERVAL_S = 5.0
-_IDLE = SessionTombstone(SessionEnd.IDLE, "it was idle")
+_IDLE_TOMBSTONE = SessionTombstone(SessionEnd.IDLE, "it was idle")
 
 
 @dataclass(slots=True, eq=False)
@@ -38,27 +38,27 @@ class TrackedSession:
 
     link: ServerLink
     server_id: str
-    """Id of the server when the session was opened."""
+    """Id that the server had when the session was opened."""
     tenant: Tenant
-    close_when_done: bool
+    closes_when_done: bool
     linger_s: float
     last_used_s: float
     """Event-loop time of the last call."""
     detached_s: float = 0.0
     """Event-loop time at which the last connection ended; 0 while a connection uses it."""
-    num_running: int = 0
-    """Number of running calls; a session with running calls is in use."""
+    num_running_calls: int = 0
+    """Number of running calls; a session with running calls is not idle."""
 
 
 class TrackedSessions:
-    """Sessions by id that were opened through this gateway.
+    """The sessions that were opened through this gateway, by id.
 
     Args:
-        linger_s: seconds that sessions survive a broken link; a third of it is the interval of
-            the sweep.
-        idle_timeout_s: seconds without a call after which a session is removed, if its server
-            does not report an idle timeout.
-        on_lost: called with the number of sessions that the sweep found lost with their server.
+        linger_s: seconds that sessions survive a broken link. The sweep runs about three times in
+            this period.
+        idle_timeout_s: seconds without a call after which a session is removed. Applies only if
+            its server does not report an idle timeout.
+        on_lost: called with the number of sessions that were lost with their server.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class TrackedSessions:
         self._idle_timeout_s = idle_timeout_s
         self._on_lost = on_lost
         self.sweep_interval_s = min(max(linger_s / 3, _MIN_SWEEP_INTERVAL_S), MAX_SWEEP_INTERVAL_S)
-        self._by_id: dict[str, TrackedSession] = {}
+        self._sessions: dict[str, TrackedSession] = {}
         self._connections: dict[str, set[Connection]] = {}
         """Connections that use each session, including sessions opened through other gateways."""
         self._loop = asyncio.get_running_loop()
         self._sweep_task = self._loop.create_task(self._sweep_forever())
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._sessions)
 
     def __iter__(self) -> Iterator[TrackedSession]:
-        return iter(self._by_id.values())
+        return iter(self._sessions.values())
 
     @property
     def num_connected_sessions(self) -> int:
@@ -93,39 +93,39 @@ class TrackedSessions:
 
     def get(self, session_id: str) -> TrackedSession | None:
         """Return a session, or None if it is gone or another gateway opened it."""
-        return self._by_id.get(session_id)
+        return self._sessions.get(session_id)
 
-    def add(self, session_id: str, tracked: TrackedSession, connection: Connection | None) -> None:
+    def add(self, session_id: str, session: TrackedSession, connection: Connection | None) -> None:
         """Track a new session."""
-        self._by_id[session_id] = tracked
+        self._sessions[session_id] = session
         if connection is not None:
             self._add_connection(session_id, connection)
 
     def attach(self, session_id: str, connection: Connection) -> None:
-        """Record a call; a session that can linger is attached to the caller's connection."""
-        tracked = self.touch(session_id)
-        if session_id not in connection.session_ids and (tracked is None or tracked.linger_s > 0):
+        """Record a call, and attach a session that can linger to the caller's connection."""
+        session = self.touch(session_id)
+        if session_id not in connection.session_ids and (session is None or session.linger_s > 0):
             self._add_connection(session_id, connection)
 
     def touch(self, session_id: str) -> TrackedSession | None:
         """Record a call, and return the session if it is tracked."""
-        tracked = self._by_id.get(session_id)
-        if tracked is not None:
-            tracked.last_used_s, tracked.detached_s = self._loop.time(), 0.0
-        return tracked
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.last_used_s, session.detached_s = self._loop.time(), 0.0
+        return session
 
     def begin_call(self, session_id: str) -> None:
         """Record the start of a call; `end_call` must follow."""
-        tracked = self.touch(session_id)
-        if tracked is not None:
-            tracked.num_running += 1
+        session = self.touch(session_id)
+        if session is not None:
+            session.num_running_calls += 1
 
     def end_call(self, session_id: str) -> None:
         """Record the end of a call, successful or not."""
-        tracked = self._by_id.get(session_id)
-        if tracked is not None:
-            tracked.num_running = max(tracked.num_running - 1, 0)
-            tracked.last_used_s = self._loop.time()
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.num_running_calls = max(session.num_running_calls - 1, 0)
+            session.last_used_s = self._loop.time()
 
     def remove_connection(self, session_id: str, connection: Connection | None) -> bool:
         """Detach a session from a connection; return True if no other connection uses it."""
@@ -139,20 +139,20 @@ class TrackedSessions:
 
     def mark_detached(self, session_id: str) -> None:
         """Record that the session's last connection has ended."""
-        tracked = self._by_id.get(session_id)
-        if tracked is not None:
-            tracked.detached_s = self._loop.time()
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.detached_s = self._loop.time()
 
     def remove(self, session_id: str, tombstone: SessionTombstone) -> TrackedSession | None:
         """Remove and return a session that has ended; None if it was not tracked."""
         for connection in self._connections.pop(session_id, ()):
             connection.session_ids.discard(session_id)
-        tracked = self._by_id.pop(session_id, None)
-        if tracked is None:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
             return None
-        self._quotas.release(tracked.tenant, 1)
+        self._quotas.release(session.tenant, 1)
         self._events.notify_end(session_id, tombstone)
-        return tracked
+        return session
 
     def close(self) -> None:
         """Stop the sweep."""
@@ -166,30 +166,30 @@ class TrackedSessions:
         while True:
             await asyncio.sleep(self.sweep_interval_s)
             now_s = self._loop.time()
-            self._remove_lost()
-            for session_id, tracked in list(self._by_id.items()):
-                if not tracked.num_running and self._has_expired(tracked, now_s):
-                    self.remove(session_id, _IDLE)
-                elif not tracked.detached_s and tracked.last_used_s < tracked.link.connected_s:
-                    tracked.link.send_detach(session_id)
+            self._remove_lost_sessions()
+            for session_id, session in list(self._sessions.items()):
+                if not session.num_running_calls and self._has_expired(session, now_s):
+                    self.remove(session_id, _IDLE_TOMBSTONE)
+                elif not session.detached_s and session.last_used_s < session.link.connected_at_s:
+                    session.link.send_detach(session_id)
 
-    def _remove_lost(self) -> None:
-        """Remove the sessions of lost servers, and report their number."""
-        num_lost: Counter[str] = Counter()
-        for session_id, tracked in list(self._by_id.items()):
-            reason = tracked.link.explain_loss(tracked.server_id, tracked.linger_s)
+    def _remove_lost_sessions(self) -> None:
+        """Remove the sessions that were lost with their servers, and report their number."""
+        num_lost_by_reason: Counter[str] = Counter()
+        for session_id, session in list(self._sessions.items()):
+            reason = session.link.explain_loss(session.server_id, session.linger_s)
             if reason:
-                num_lost[reason] += 1
+                num_lost_by_reason[reason] += 1
                 self.remove(session_id, SessionTombstone(SessionEnd.LOST, reason))
-                tracked.link.count_ended(1)
-        for reason, num in num_lost.items():
-            _log.warning("lost %d sessions: %s", num, reason)
-            self._on_lost(num)
+                session.link.count_ended(1)
+        for reason, num_lost in num_lost_by_reason.items():
+            _log.warning("lost %d sessions: %s", num_lost, reason)
+            self._on_lost(num_lost)
 
-    def _has_expired(self, tracked: TrackedSession, now_s: float) -> bool:
-        """Return whether the server has ended the session because it was not called."""
-        if tracked.detached_s and tracked.detached_s + tracked.linger_s < now_s:
+    def _has_expired(self, session: TrackedSession, now_s: float) -> bool:
+        """Return whether the linger time or the idle timeout of the session has passed."""
+        if session.detached_s and session.detached_s + session.linger_s < now_s:
             return True
-        description = tracked.link.description
+        description = session.link.description
         server_timeout_s = description.idle_timeout_s if description is not None else 0.0
-        return tracked.last_used_s + (server_timeout_s or self._idle_timeout_s) < now_s
+        return session.last_used_s + (server_timeout_s or self._idle_timeout_s) < now_s

@@ -3,7 +3,9 @@
     Authorization: Bearer TOKEN            clients that can set a header
     Authorization: Basic NAME:TOKEN        clients that can only set an address:
               |                            http://NAME:TOKEN@gateway/...
-        Authenticate (ASGI), AuthenticateCalls (gRPC) --> TenantAccess --> current_tenant()
+    AuthenticationMiddleware (ASGI), AuthenticationInterceptor (gRPC)
+              |
+        TenantAccess --> get_current_tenant()
 
 The SHA-256 digest of a token is compared in constant time with the digest of every valid token.
 Wrong tokens do not lock a client out: tokens are too long to guess, and all clients behind an

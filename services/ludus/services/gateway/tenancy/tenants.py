@@ -81,8 +81,8 @@ def get_current_tenant() -> Tenant:
         return _CURRENT_TENANT.get()
     except LookupError:
         raise AuthenticationError(
-            "the request was not authenticated; put its wire behind Authenticate or"
-            " AuthenticateCalls"
+            "the request was not authenticated; put its wire behind"
+            " AuthenticationMiddleware or AuthenticationInterceptor"
         ) from None
 
 

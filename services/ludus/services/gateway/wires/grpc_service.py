@@ -1,13 +1,13 @@
 """The gRPC wire: the EnvService of all environments on one port.
 
     metadata `ludus-env` --> environment
-    client stream --call--> server's stream      a future and a callback, no task, no re-encoding
+    client stream --call--> server's stream      with a future and a callback, without a task
     client stream <-reply-- server's stream
 
-Other calls become tasks: opening and closing sessions, and calls that wait for a server or a
-broken connection. A client waits for the reply to one call before it sends the next call of the
-same session, so the two paths need no common order. `authentication.AuthenticateCalls` checks the
-caller first.
+Other calls become tasks. These are calls that open and close sessions, and calls that wait for a
+server or a broken connection. Calls of one session cannot overtake each other on these two paths,
+because a client waits for each reply before it sends the next call of the session.
+`authentication.AuthenticationInterceptor` checks the caller first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
 
 
 class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
-    """The EnvService of all environments."""
+    """The EnvService of all environments of the gateway."""
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
@@ -71,7 +71,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
             sessions.release(connection)
 
     async def _find_environment(self, context: Context) -> GatewaySessions:
-        """Return the environment named in the metadata; no name selects the only environment."""
+        """Return the environment that the metadata names, by default the only environment."""
         metadata = dict(context.invocation_metadata() or ())
         try:
             return self._environments.find(str(metadata.get(ENVIRONMENT_KEY, "")))
@@ -86,64 +86,64 @@ class _ClientStream:
         self, sessions: GatewaySessions, replies: ReplyWriter, connection: Connection
     ) -> None:
         self._sessions = sessions
-        self._calls = CallServer(sessions)
+        self._call_server = CallServer(sessions)
         self._replies = replies
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._backlog = Backlog()
-        self._relayed: set[asyncio.Future[pb.Reply]] = set()
-        """Calls on the streams of servers."""
+        self._relayed_calls: set[asyncio.Future[pb.Reply]] = set()
+        """Calls that were sent on the streams to servers and have no reply yet."""
 
     async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         """Serve the stream until it ends."""
-        writing = asyncio.create_task(self._replies.write_forever())
+        write_task = asyncio.create_task(self._replies.write_forever())
         try:
             async for batch in batches:
                 for call in batch.calls:
                     await self._backlog.wait_for_room()
                     await self._replies.wait_for_room()
                     self._start_call(call)
-            while running := self._tasks | self._relayed:
-                await asyncio.wait(running)
+            while running_calls := self._tasks | self._relayed_calls:
+                await asyncio.wait(running_calls)
             await self._replies.flush()
         finally:
-            writing.cancel()
+            write_task.cancel()
             for task in self._tasks:
                 task.cancel()
 
     def _start_call(self, call: pb.Call) -> None:
         kind = call.WhichOneof("call")
         if kind not in _RELAYED_KINDS:
-            answering = self._calls.answer_into(
+            answer_work = self._call_server.answer_into(
                 call, self._replies, self._backlog, self._connection
             )
-            self._start_task(answering)
+            self._start_task(answer_work)
             return
         session_id = getattr(call, kind).session_id
         try:
             self._sessions.count_call(kind)
             stream = self._find_live_stream(kind, session_id)
             if stream is None:
-                self._start_task(self._call_server(call, kind, session_id))
+                self._start_task(self._call_and_reply(call, kind, session_id))
                 return
-            future = stream.begin(lambda upstream: upstream.CopyFrom(call))
+            future = stream.begin(lambda server_call: server_call.CopyFrom(call))
         except EnvError as error:
-            self._refuse(call, session_id, error)
+            self._reply_with_error(call, session_id, error)
             return
-        self._relayed.add(future)
+        self._relayed_calls.add(future)
         self._backlog.add(call.ByteSize())
-        self._sessions.tracked.begin_call(session_id)
+        self._sessions.tracked_sessions.begin_call(session_id)
         future.add_done_callback(self._make_reply_callback(call, kind, session_id))
 
     def _find_live_stream(self, kind: str, session_id: str) -> CallStream | None:
-        """Return the live stream to the session's server, or None if a call must wait for it."""
-        route = self._sessions.route(session_id, for_tools=kind == "call_tool")
-        if route.is_tools_only:
-            return None  # the server knows the session by another id
+        """Return the stream to the session's server, or None if the server is not connected."""
+        signed_id = self._sessions.verify_id(session_id, accepts_tools_ids=kind == "call_tool")
+        if signed_id.is_tools_only:
+            return None  # the server needs the id of the session, not of its tools
         self._sessions.attach((session_id,), self._connection)
-        link = self._sessions.fleet.find_link(route.server_id)
-        return link.live_stream(route.server_id) if link is not None else None
+        link = self._sessions.fleet.find_link(signed_id.server_id)
+        return link.find_live_stream(signed_id.server_id) if link is not None else None
 
     def _make_reply_callback(
         self, call: pb.Call, kind: str, session_id: str
@@ -151,29 +151,29 @@ class _ClientStream:
         started_s = self._loop.time()
         num_bytes = call.ByteSize()
 
-        def finish(done: asyncio.Future[pb.Reply]) -> None:
-            self._relayed.discard(done)
+        def finish_call(future: asyncio.Future[pb.Reply]) -> None:
+            self._relayed_calls.discard(future)
             self._backlog.remove(num_bytes)
-            self._sessions.tracked.end_call(session_id)
-            if done.cancelled():
+            self._sessions.tracked_sessions.end_call(session_id)
+            if future.cancelled():
                 return
-            error = done.exception()
+            error = future.exception()
             if error is None:
-                reply = done.result()
+                reply = future.result()
                 duration_s = self._loop.time() - started_s
                 self._sessions.record_reply(kind, session_id, reply, duration_s)
                 reply.call_id = call.call_id
                 self._replies.put(reply)
             elif isinstance(error, ConnectionLostError) and _is_repeatable(call, kind):
-                self._start_task(self._call_server(call, kind, session_id))
+                self._start_task(self._call_and_reply(call, kind, session_id))
             elif isinstance(error, EnvError):
                 self._sessions.record_failure(kind, session_id, error, 0.0)
-                self._refuse(call, session_id, error)
+                self._reply_with_error(call, session_id, error)
 
-        return finish
+        return finish_call
 
-    async def _call_server(self, call: pb.Call, kind: str, session_id: str) -> None:
-        """Send a call that waits for its server, and put the reply."""
+    async def _call_and_reply(self, call: pb.Call, kind: str, session_id: str) -> None:
+        """Wait for the session's server, call it, and send its reply to the client."""
         num_bytes = call.ByteSize()
         self._backlog.add(num_bytes)
         try:
@@ -181,14 +181,14 @@ class _ClientStream:
                 kind, session_id, call, is_repeatable=_is_repeatable(call, kind)
             )
         except EnvError as error:
-            self._refuse(call, session_id, error)
+            self._reply_with_error(call, session_id, error)
             return
         finally:
             self._backlog.remove(num_bytes)
         reply.call_id = call.call_id
         self._replies.put(reply)
 
-    def _refuse(self, call: pb.Call, session_id: str, error: EnvError) -> None:
+    def _reply_with_error(self, call: pb.Call, session_id: str, error: EnvError) -> None:
         reply = pb.Reply(call_id=call.call_id)
         fill_error(reply.error, error, session_id)
         self._replies.put(reply)
@@ -200,7 +200,7 @@ class _ClientStream:
 
 
 def _is_repeatable(call: pb.Call, kind: str) -> bool:
-    """Return whether a call may be sent twice, as numbered steps, resets and reads may."""
+    """Return whether a call may be sent again: a numbered step, a reset or a read of the state."""
     if kind == "step":
         return bool(call.step.step_index)
     return kind in ("reset", "state")

@@ -1,11 +1,12 @@
 """The HTTP wire of a gateway: OpenEnv's paths for each environment, and the gateway's own paths.
 
-    /envs/<name>/...             the paths of a server of that environment: /reset, /ws, /mcp ...
+    /envs/<name>/...             the paths of that environment's servers: /reset, /ws, /mcp ...
     /v1/envs                     the environments and their load
     /healthz /readyz /drain /metrics
 
-Only the signed session id determines a session's server: no other part of a request can select a
-server, and no response is a redirect. `authentication.Authenticate` checks the caller first.
+The signed session id alone determines a session's server. No other part of a request can select a
+server, and no response is a redirect. 
+`authentication.AuthenticationMiddleware` checks the caller first.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import Environments, UnknownEnvironmentError
 from ludus.services.gateway.tenancy.metrics import EnvironmentLoad, GatewayMetrics
 from ludus.services.gateway.tenancy.tenants import get_current_tenant
-from ludus.services.gateway.wires.requests import error_response, refuse
+from ludus.services.gateway.wires.requests import build_error_response, send_error
 
-_OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
-"""Paths of the gateway itself, which no environment has."""
+_GATEWAY_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
+"""Paths of the gateway itself, which do not exist below an environment."""
 _EnvironmentName = Annotated[str, Path(max_length=63)]
 
 
@@ -36,28 +37,29 @@ def build_gateway_app(
     """Build the ASGI application of a gateway.
 
     Args:
-        mcp_key: key that signs ids of MCP sessions; the same on every gateway.
+        mcp_key: key that signs the ids of MCP sessions; the same for all gateways.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
-    _add_own_routes(app, environments, metrics, ["POST"])
+    _add_gateway_routes(app, environments, metrics, ["POST"])
     _add_environment_routes(app, environments)
-    app.router.routes.append(Mount("/envs/{name}", app=_EnvironmentMounts(environments, mcp_key)))
+    app.router.routes.append(Mount("/envs/{name}", app=_EnvironmentApps(environments, mcp_key)))
     app.add_exception_handler(EnvError, _respond_with_error)
     return app
 
 
 def build_admin_app(environments: Environments, metrics: GatewayMetrics) -> FastAPI:
-    """Build an application with only probes, drain and metrics; it checks no token."""
+    """Build an application with only the probes, /drain and /metrics, and without token checks."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
-    # A preStop hook can only send GET. On the public port any web page could trigger a GET.
-    _add_own_routes(app, environments, metrics, ["GET", "POST"])
+    # GET is permitted, because a preStop hook sends no other method. The public port does not
+    # permit it, because any web page could trigger a GET.
+    _add_gateway_routes(app, environments, metrics, ["GET", "POST"])
     return app
 
 
-class _EnvironmentMounts:
-    """The applications of the environments, each built after its first server has responded.
+class _EnvironmentApps:
+    """The ASGI applications of the environments, built when their first request arrives.
 
-    Each tenant has separate applications, because an application stores data of its clients.
+    Each tenant has its own applications, because an application stores data of its clients.
     """
 
     def __init__(self, environments: Environments, mcp_key: bytes) -> None:
@@ -70,7 +72,7 @@ class _EnvironmentMounts:
         try:
             app = await self._find_app(scope)
         except EnvError as error:
-            await refuse(error, scope, receive, send)
+            await send_error(error, scope, receive, send)
             return
         await app(scope, receive, send)
 
@@ -78,41 +80,41 @@ class _EnvironmentMounts:
         name = scope["path_params"]["name"]
         sessions = self._environments.find(name)
         path = scope["path"].removeprefix(scope["root_path"])
-        if path in _OWN_PATHS:
+        if path in _GATEWAY_PATHS:
             raise UnknownEnvironmentError(
                 f"{path} belongs to the gateway, not to an environment; remove /envs/{name}"
             )
-        key = (sessions.environment, get_current_tenant().name)
-        if key not in self._apps:
+        app_key = (sessions.environment, get_current_tenant().name)
+        if app_key not in self._apps:
             await sessions.admission.wait_until_described()
             app = build_app(sessions, mcp_key=self._mcp_key)
             app.router.redirect_slashes = False
-            self._apps.setdefault(key, app)
-        return self._apps[key]
+            self._apps.setdefault(app_key, app)
+        return self._apps[app_key]
 
 
-def _add_own_routes(
+def _add_gateway_routes(
     app: FastAPI, environments: Environments, metrics: GatewayMetrics, drain_methods: list[str]
 ) -> None:
     @app.get("/health", include_in_schema=False)
     @app.get("/healthz", include_in_schema=False)
-    async def healthz() -> dict[str, str]:
+    async def report_health() -> dict[str, str]:
         return {"status": "healthy"}
 
     @app.get("/readyz", include_in_schema=False)
-    async def readyz() -> Response:
+    async def report_readiness() -> Response:
         # A draining gateway stays ready, because its sessions still need its address.
         if environments.is_ready:
-            return _json({"status": "ok"})
-        return _json({"status": "waiting for the first list of servers"}, 503)
+            return _respond_with_json({"status": "ok"})
+        return _respond_with_json({"status": "waiting for the first list of servers"}, 503)
 
     @app.api_route("/drain", methods=drain_methods, include_in_schema=False)
     async def drain() -> Response:
         environments.drain()
-        return _json({"is_draining": True, "num_sessions": environments.num_sessions})
+        return _respond_with_json({"is_draining": True, "num_sessions": environments.num_sessions})
 
     @app.get("/metrics", include_in_schema=False)
-    async def scrape(request: Request) -> Response:
+    async def render_metrics(request: Request) -> Response:
         body, content_type = await metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
@@ -120,16 +122,16 @@ def _add_own_routes(
 def _add_environment_routes(app: FastAPI, environments: Environments) -> None:
     @app.get("/v1/envs")
     async def list_environments() -> Response:
-        loads = [_load_json(sessions.environment_load) for sessions in environments.values()]
-        return _json({"environments": loads})
+        loads = [_describe_load(sessions.environment_load) for sessions in environments.values()]
+        return _respond_with_json({"environments": loads})
 
     @app.get("/v1/envs/{name}")
     async def show_environment(name: _EnvironmentName) -> Response:
         sessions = environments.find(name)
         await sessions.admission.wait_until_described()
         description = sessions.description
-        return _json(
-            _load_json(sessions.environment_load)
+        return _respond_with_json(
+            _describe_load(sessions.environment_load)
             | {
                 "environment": description.name,
                 "description": description.description,
@@ -144,7 +146,7 @@ def _add_environment_routes(app: FastAPI, environments: Environments) -> None:
         )
 
 
-def _load_json(load: EnvironmentLoad) -> JsonObject:
+def _describe_load(load: EnvironmentLoad) -> JsonObject:
     return {
         "name": load.environment,
         "num_sessions": load.num_active,
@@ -155,10 +157,10 @@ def _load_json(load: EnvironmentLoad) -> JsonObject:
     }
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def _respond_with_json(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EnvError), "registered for EnvError only"
-    return error_response(error)
+    return build_error_response(error)
