@@ -10,7 +10,7 @@ from ludus.services.numbers import (
     format_percent,
     format_percent_interval,
 )
-from ludus.services.report.line_chart import Scale, padded_range, round_ticks, spread
+from ludus.services.report.line_chart import Scale, choose_ticks, pad_range, spread_positions
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from ludus.services.report.line_chart import Scale, padded_range, round_ticks, s
 def test_ticks_are_round_and_within_the_range(
     low: float, high: float, num_wanted: int, expected: list[float]
 ) -> None:
-    assert round_ticks(low, high, num_wanted) == pytest.approx(expected, abs=1e-12)
+    assert choose_ticks(low, high, num_wanted) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_scale_maps_ends_to_ends() -> None:
@@ -35,18 +35,18 @@ def test_a_scale_maps_ends_to_ends() -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-2.0], [1e-9, 1e-9]])
 def test_a_padded_range_is_never_empty(values: list[float]) -> None:
-    low, high = padded_range(values)
+    low, high = pad_range(values)
     assert low < high
     assert all(low <= value <= high for value in values)
 
 
 def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
-    assert spread([10, 40, 90], 15, 0, 100) == [10, 40, 90]
-    crowded = spread([50, 52, 51], 15, 0, 100)
+    assert spread_positions([10, 40, 90], 15, 0, 100) == [10, 40, 90]
+    crowded = spread_positions([50, 52, 51], 15, 0, 100)
     assert sorted(crowded) == [50, 65, 80]
     # The labels are in the order of the values.
     assert crowded[0] < crowded[2] < crowded[1]
-    assert spread([95, 97], 15, 0, 100) == [85, 100]
+    assert spread_positions([95, 97], 15, 0, 100) == [85, 100]
 
 
 @pytest.mark.parametrize(

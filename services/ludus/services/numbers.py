@@ -1,4 +1,4 @@
-"""Formatting of numbers for people, shared by tables and reports."""
+"""Formats of numbers in tables and reports."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def format_percent(share: float | None, decimals: int = 1) -> str:
-    """Format a share as "42.9%", or as a dash if there is none."""
+    """Format a share as "42.9%"; None becomes a dash."""
     if share is None:
         return NO_VALUE
     return f"{format_fixed(share * 100, decimals)}%"
 
 
 def format_percent_interval(interval: tuple[float, float] | None, decimals: int = 1) -> str:
-    """Format an interval of shares as "41.9 to 43.9%", or as a dash if there is none."""
+    """Format an interval of shares as "41.9 to 43.9%"; None becomes a dash."""
     if interval is None:
         return NO_VALUE
     low, high = (format_fixed(bound * 100, decimals) for bound in interval)
     return f"{low} to {high}%"
 
 
-def format_fixed(value: float, decimals: int) -> str:
+def format_fixed(number: float, decimals: int) -> str:
     """Format a number with a fixed number of decimals and a true minus sign; never "-0.0"."""
-    text = f"{value:,.{decimals}f}"
-    if float(text.replace(",", "")) == 0:
-        text = text.removeprefix("-")
-    return text.replace("-", MINUS_SIGN)
+    digits = f"{number:,.{decimals}f}"
+    if float(digits.replace(",", "")) == 0:
+        digits = digits.removeprefix("-")
+    return digits.replace("-", MINUS_SIGN)
 
 
 def format_fixed_interval(interval: tuple[float, float], decimals: int = 3) -> str:
@@ -39,28 +39,28 @@ def format_fixed_interval(interval: tuple[float, float], decimals: int = 3) -> s
     return f"{low} to {high}"
 
 
-def format_compact(value: float) -> str:
+def format_compact(number: float) -> str:
     """Format a number of any size with about three digits: "12.3k", "0.046", "1.2×10⁻⁷"."""
-    size = abs(value)
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.1e}".split("e")
+    magnitude = abs(number)
+    if number == 0 or not math.isfinite(number):
+        return "0" if number == 0 else str(number)
+    if magnitude < 1e-3:
+        mantissa, exponent = f"{number:.1e}".split("e")
         mantissa = mantissa.removesuffix(".0").replace("-", MINUS_SIGN)
         return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            divisor = 1e3 if unit == "k" else limit
-            return _format_short(value / divisor) + unit
-    return _format_short(value)
+    for min_magnitude, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if magnitude >= min_magnitude:
+            divisor = 1e3 if unit == "k" else min_magnitude
+            return _format_short(number / divisor) + unit
+    return _format_short(number)
 
 
-def format_axis_count(value: float, largest: float) -> str:
-    """Format a count on an axis in the unit of the largest count: "0", "5k", "10k"."""
-    for limit, divisor, unit in ((1e7, 1e6, "M"), (1e4, 1e3, "k")):
-        if largest >= limit and value:
-            return f"{value / divisor:,g}{unit}"
-    return f"{value:,g}"
+def format_axis_count(count: float, max_count: float) -> str:
+    """Format a count on an axis, in the unit that suits the largest count: "0", "5k", "10k"."""
+    for min_count, divisor, unit in ((1e7, 1e6, "M"), (1e4, 1e3, "k")):
+        if max_count >= min_count and count:
+            return f"{count / divisor:,g}{unit}"
+    return f"{count:,g}"
 
 
 def format_duration(seconds: float) -> str:
@@ -69,14 +69,14 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
+    minutes, remaining_s = divmod(round(seconds), 60)
     if minutes < 120:
-        return f"{minutes} min {rest_s} s" if rest_s else f"{minutes} min"
+        return f"{minutes} min {remaining_s} s" if remaining_s else f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _format_short(value: float) -> str:
-    size = abs(value)
-    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-    text = format_fixed(value, decimals)
-    return text.rstrip("0").rstrip(".") if "." in text else text
+def _format_short(number: float) -> str:
+    magnitude = abs(number)
+    decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    digits = format_fixed(number, decimals)
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits

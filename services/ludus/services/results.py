@@ -1,4 +1,4 @@
-"""Results of the policies in a run's summary, in display order."""
+"""The policies in a run's summary and their results, in display order."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class NamedResult:
     name: str
     result: PolicyResult
     is_trained: bool = False
-    """True only for the trained policy, evaluated after training."""
+    """True for the trained policy after its training, False for all other policies."""
 
 
-def readable_policy_name(policy_name: str) -> str:
+def format_policy_name(policy_name: str) -> str:
     """Return a policy's name with spaces: "basic strategy"."""
     return policy_name.replace("_", " ")
 
 
 def compare_policies(result: EnvironmentResult) -> list[NamedResult]:
-    """List the policy before and after training, then the fixed policies from worst to best."""
+    """Return the policy before and after training, then the fixed policies, worst first."""
     report = result.report
-    results = [NamedResult("policy after training", report.policy, is_trained=True)]
+    named_results = [NamedResult("policy after training", report.policy, is_trained=True)]
     if result.start is not None:
-        results.insert(0, NamedResult("policy before training", result.start))
-    return results + rank_policies(report.baselines)
+        named_results.insert(0, NamedResult("policy before training", result.start))
+    return named_results + rank_policies(report.baselines)
 
 
 def rank_policies(baselines: Mapping[str, PolicyResult]) -> list[NamedResult]:
-    """Sort fixed policies by expected return, lowest first."""
-    by_return = sorted(baselines.items(), key=lambda item: item[1].expected_return)
-    return [NamedResult(readable_policy_name(name), result) for name, result in by_return]
+    """Return the fixed policies by expected return, lowest first."""
+    ranked_baselines = sorted(baselines.items(), key=lambda entry: entry[1].expected_return)
+    return [NamedResult(format_policy_name(name), result) for name, result in ranked_baselines]

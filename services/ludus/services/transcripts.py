@@ -1,4 +1,4 @@
-"""Transcripts as text for the terminal and the report."""
+"""Descriptions of transcripts for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def describe_episode(transcript: Transcript) -> str:
 
 def describe_outcome(transcript: Transcript) -> str:
     """Return one line with the episode's status, return and reward terms."""
-    parts = [
+    phrases = [
         transcript.status.replace("_", " "),
-        f"return {_format_value(transcript.episode_return)}",
+        f"return {_format_optional(transcript.episode_return)}",
     ]
     if transcript.terms and list(transcript.terms) != ["environment"]:
         terms = ", ".join(
-            f"{name} {_format_value(value)}" for name, value in transcript.terms.items()
+            f"{name} {_format_optional(amount)}" for name, amount in transcript.terms.items()
         )
-        parts.append(f"reward {_format_value(transcript.reward)} of {terms}")
-    return " · ".join(parts)
+        phrases.append(f"reward {_format_optional(transcript.reward)} of {terms}")
+    return " · ".join(phrases)
 
 
 def describe_consequence(turn: TranscriptTurn) -> str:
-    """Return one line with a turn's action and reward; empty if it had neither."""
+    """Return one line with a turn's action and reward, or '' if it had neither."""
     action = turn.action
     if isinstance(action, dict) and list(action) == ["text"]:
         action = action["text"]
-    parts = [] if action is None else [f"action {json.dumps(action, ensure_ascii=False)}"]
+    phrases = [] if action is None else [f"action {json.dumps(action, ensure_ascii=False)}"]
     if turn.reward:
-        parts.append(f"reward {format_compact(turn.reward)}")
-    return ", ".join(parts)
+        phrases.append(f"reward {format_compact(turn.reward)}")
+    return ", ".join(phrases)
 
 
-def _format_value(value: float | None) -> str:
-    return "none" if value is None else format_compact(value)
+def _format_optional(amount: float | None) -> str:
+    return "none" if amount is None else format_compact(amount)

@@ -15,8 +15,8 @@ from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, forma
 from ludus.services.results import (
     NamedResult,
     compare_policies,
+    format_policy_name,
     rank_policies,
-    readable_policy_name,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def bench_table(results: Sequence[BenchResult]) -> Table:
     table = new_table("policy", *columns, numbers=columns)
     for bench in results:
         exact = NO_VALUE if bench.exact_return is None else format_fixed(bench.exact_return, 4)
-        name, speed = readable_policy_name(bench.name), f"{bench.steps_per_second:,.0f}"
+        name, speed = format_policy_name(bench.name), f"{bench.steps_per_second:,.0f}"
         table.add_row(Text(name), *result_cells(bench.result), exact, speed)
     return table
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page, and one picture."""
+"""The report of a run: an HTML page and an SVG figure."""
 
 from ludus.services.report.page import write_figure, write_report
 

@@ -1,4 +1,4 @@
-"""Charts of a run: learning curves, and training metrics over the number of episodes."""
+"""The charts of a run: learning curves, and training metrics over the number of episodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ludus.services.numbers import (
 )
 from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import readable_policy_name
+from ludus.services.results import format_policy_name
 
 MEAN_WINDOW = 10
-"""Number of training steps over which the small charts average."""
+"""Number of training steps over which the small charts average their values."""
 
 CURVE_FRAME = Frame(
     width=570, height=350, margin_left=54, margin_right=158, margin_top=14, margin_bottom=46
@@ -37,25 +37,25 @@ SMALL_FRAME = Frame(
 
 
 Reading = tuple[float | None, tuple[float, float] | None]
-"""A value and its interval; None if the environment does not report them."""
+"""A measured value and its interval; None if the environment does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A quantity of an evaluation: its metrics, and its text format."""
+    """A quantity that evaluations measure: where to read it, and how to format it."""
 
     name: str
     metric: EvalMetric
-    low: EvalMetric
-    high: EvalMetric
+    low_metric: EvalMetric
+    high_metric: EvalMetric
     read_result: Callable[[PolicyResult], Reading]
     format: Callable[[float], str]
     format_tick: Callable[[float], str]
     format_interval: Callable[[tuple[float, float]], str]
 
     def read_row(self, row: MetricsRow) -> Reading:
-        """Return the value and its interval in a row of metrics."""
-        low, high = row.values.get(self.low), row.values.get(self.high)
+        """Return the value and its interval from a row of metrics."""
+        low, high = row.values.get(self.low_metric), row.values.get(self.high_metric)
         interval = None if low is None or high is None else (low, high)
         return row.values.get(self.metric), interval
 
@@ -63,8 +63,8 @@ class Measure:
 WIN_RATE = Measure(
     name="Win rate",
     metric=EvalMetric.WIN_RATE,
-    low=EvalMetric.WIN_RATE_CI95_LOW,
-    high=EvalMetric.WIN_RATE_CI95_HIGH,
+    low_metric=EvalMetric.WIN_RATE_CI95_LOW,
+    high_metric=EvalMetric.WIN_RATE_CI95_HIGH,
     read_result=lambda result: (result.win_rate, result.win_rate_ci95),
     format=format_percent,
     format_tick=lambda share: format_percent(share, 0),
@@ -73,8 +73,8 @@ WIN_RATE = Measure(
 EXPECTED_RETURN = Measure(
     name="Expected return",
     metric=EvalMetric.RETURN_MEAN,
-    low=EvalMetric.RETURN_CI95_LOW,
-    high=EvalMetric.RETURN_CI95_HIGH,
+    low_metric=EvalMetric.RETURN_CI95_LOW,
+    high_metric=EvalMetric.RETURN_CI95_HIGH,
     read_result=lambda result: (result.expected_return, result.expected_return_ci95),
     format=lambda value: format_fixed(value, 3),
     format_tick=lambda value: format_fixed(value, 2),
@@ -88,21 +88,21 @@ class _TrainingCurve:
     """Metric, or the name of a reward term."""
     name: str
     unit: str
-    per: TrainMetric | None = None
-    """Metric by which the value is divided."""
-    needs: TrainMetric | None = None
-    """Metric that is 0 in every step if the curve does not apply."""
+    divisor_metric: TrainMetric | None = None
+    """Metric by which `metric` is divided."""
+    required_metric: TrainMetric | None = None
+    """Metric that is not 0 in some step of a run to which the curve applies."""
 
-    def value(self, steps: Sequence[Mapping[str, float]]) -> float | None:
-        """Combine the metric values of several steps; None if there are none."""
+    def combine_steps(self, steps: Sequence[Mapping[str, float]]) -> float | None:
+        """Combine the values of several steps; return None if no step has the metric."""
         value = combine_metric(self.metric, steps)
-        if value is None or self.per is None:
+        if value is None or self.divisor_metric is None:
             return value
-        divisor = combine_metric(self.per, steps)
+        divisor = combine_metric(self.divisor_metric, steps)
         return value / divisor if divisor else None
 
 
-def _share(metric: TrainMetric, name: str) -> _TrainingCurve:
+def _make_share_curve(metric: TrainMetric, name: str) -> _TrainingCurve:
     return _TrainingCurve(metric, name, "share of episodes", TrainMetric.NUM_EPISODES)
 
 
@@ -126,26 +126,26 @@ SHARED_CURVES = (
     _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
     _ZERO_VARIANCE,
 )
-"""Curves of the run that are repeated per environment if there are several environments."""
+"""Curves of the whole run that are also drawn per environment if the run has several."""
 ENVIRONMENT_CURVES = (
-    _share(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
-    _share(TrainMetric.NUM_EPISODES_TRUNCATED, "Truncated"),
+    _make_share_curve(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
+    _make_share_curve(TrainMetric.NUM_EPISODES_TRUNCATED, "Truncated"),
     _TrainingCurve(TrainMetric.NUM_TURNS_MEAN, "Turns", "mean per episode"),
     _TrainingCurve(
         TrainMetric.NUM_TOOL_CALLS,
         "Tool calls",
         "mean per episode",
-        per=TrainMetric.NUM_EPISODES,
-        needs=TrainMetric.NUM_TOOL_CALLS,
+        divisor_metric=TrainMetric.NUM_EPISODES,
+        required_metric=TrainMetric.NUM_TOOL_CALLS,
     ),
     _TrainingCurve(
         TrainMetric.NUM_TOOL_CALLS_FAILED,
         "Failed tool calls",
         "share of calls",
-        per=TrainMetric.NUM_TOOL_CALLS,
+        divisor_metric=TrainMetric.NUM_TOOL_CALLS,
     ),
 )
-"""Curves of every environment."""
+"""Curves that are drawn for each environment."""
 _ENVIRONMENT_RETURN = REWARD_TERM_PREFIX + "environment"
 
 
@@ -156,23 +156,23 @@ class SmallChart:
     name: str
     unit: str
     latest: str
-    """Latest mean."""
+    """Latest moving mean, as text."""
     chart: LineChart
 
 
-def learning_curve(
+def make_learning_curve(
     run: RunFiles, environment: str, measure: Measure, frame: Frame
 ) -> LineChart | None:
-    """Return the curve of an evaluation measure with its baselines; None without data."""
-    points = _eval_points(run, environment, measure)
+    """Make the chart of a measure and its baselines; return None without evaluations."""
+    points = _make_eval_points(run, environment, measure)
     if not points:
         return None
     return LineChart(
         frame,
         f"{measure.name} over episodes trained",
         points,
-        levels=_levels(run, environment, measure),
-        marks=_marks(run),
+        levels=_make_levels(run, environment, measure),
+        marks=_make_marks(run),
         format_y=measure.format,
         format_y_tick=measure.format_tick,
         final_label="this policy",
@@ -181,19 +181,21 @@ def learning_curve(
     )
 
 
-def training_curves(run: RunFiles) -> list[SmallChart]:
-    """Return a chart of each training metric that the run recorded."""
-    return _small_charts(run.rows("train"), TRAINING_CURVES, _marks(run))
+def make_training_charts(run: RunFiles) -> list[SmallChart]:
+    """Make a chart of each training metric that the run recorded."""
+    return _make_small_charts(run.select_rows("train"), TRAINING_CURVES, _make_marks(run))
 
 
-def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
-    """Return a chart of each training metric of one environment."""
-    rows = run.rows("environment", environment)
-    shared = SHARED_CURVES if len(run.environments) > 1 else ()
-    return _small_charts(rows, (*shared, *ENVIRONMENT_CURVES, *_term_curves(rows)), _marks(run))
+def make_environment_charts(run: RunFiles, environment: str) -> list[SmallChart]:
+    """Make a chart of each training metric that one environment recorded."""
+    rows = run.select_rows("environment", environment)
+    shared_curves = SHARED_CURVES if len(run.environments) > 1 else ()
+    return _make_small_charts(
+        rows, (*shared_curves, *ENVIRONMENT_CURVES, *_make_term_curves(rows)), _make_marks(run)
+    )
 
 
-def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
+def _make_term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
     """Return a curve per reward term; none if the environment's return is the only term."""
     terms = dict.fromkeys(
         name for row in rows for name in row.values if name.startswith(REWARD_TERM_PREFIX)
@@ -206,31 +208,33 @@ def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
     ]
 
 
-def _marks(run: RunFiles) -> list[Mark]:
+def _make_marks(run: RunFiles) -> list[Mark]:
     """Return a mark for each environment that the curriculum opened."""
     return [
-        Mark(float(games), f"after {games:,} episodes: the curriculum opens {environment}")
-        for games, environment in run.unlocks
+        Mark(float(num_games), f"after {num_games:,} episodes: the curriculum opens {environment}")
+        for num_games, environment in run.unlocks
     ]
 
 
-def _small_charts(
+def _make_small_charts(
     rows: list[MetricsRow], curves: Sequence[_TrainingCurve], marks: list[Mark]
 ) -> list[SmallChart]:
     charts = []
     for curve in curves:
-        if curve.needs is not None and not any(row.values.get(curve.needs) for row in rows):
+        if curve.required_metric is not None and not any(
+            row.values.get(curve.required_metric) for row in rows
+        ):
             continue
-        measured = [
-            (row, value) for row in rows if (value := curve.value([row.values])) is not None
+        measured_rows = [
+            (row, value) for row in rows if (value := curve.combine_steps([row.values])) is not None
         ]
-        if measured:
-            means = _moving_means(curve, [row for row, _ in measured])
+        if measured_rows:
+            means = _compute_moving_means(curve, [row for row, _ in measured_rows])
             chart = LineChart(
                 SMALL_FRAME,
                 f"{curve.name} over episodes trained",
                 points=[Point(row.num_games_trained, mean) for row, mean in means],
-                raw_points=[Point(row.num_games_trained, value) for row, value in measured],
+                raw_points=[Point(row.num_games_trained, value) for row, value in measured_rows],
                 marks=marks,
             )
             latest = format_compact(means[-1][1])
@@ -238,37 +242,41 @@ def _small_charts(
     return charts
 
 
-def _moving_means(curve: _TrainingCurve, rows: list[MetricsRow]) -> list[tuple[MetricsRow, float]]:
-    """Combine each row with the rows before it, up to `MEAN_WINDOW` rows."""
+def _compute_moving_means(
+    curve: _TrainingCurve, rows: list[MetricsRow]
+) -> list[tuple[MetricsRow, float]]:
+    """Return each row with the mean over the last `MEAN_WINDOW` rows that end with it."""
     windows = [
-        (row, [past.values for past in rows[max(0, end - MEAN_WINDOW) : end]])
+        (row, [past_row.values for past_row in rows[max(0, end - MEAN_WINDOW) : end]])
         for end, row in enumerate(rows, start=1)
     ]
-    return [(row, mean) for row, window in windows if (mean := curve.value(window)) is not None]
+    return [
+        (row, mean) for row, window in windows if (mean := curve.combine_steps(window)) is not None
+    ]
 
 
-def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
-    """Return the baselines from the summary, or from the latest evaluation."""
-    config = run.environment_config(environment)
-    goal = config.optimal_policy if config is not None else None
+def _make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
+    """Return a level per baseline, from the summary or, during the run, from the metrics."""
+    config = run.find_environment_config(environment)
+    goal_policy = config.optimal_policy if config is not None else None
     if run.summary is not None:
         results = run.summary.results[environment].report.baselines
         readings = {name: measure.read_result(result) for name, result in results.items()}
     else:
-        rows = run.rows("baseline", environment)
-        readings = {row.policy or "": measure.read_row(row) for row in rows}
+        baseline_rows = run.select_rows("baseline", environment)
+        readings = {row.policy or "": measure.read_row(row) for row in baseline_rows}
     return [
-        Level(readable_policy_name(name), value, is_goal=name == goal)
+        Level(format_policy_name(name), value, is_goal=name == goal_policy)
         for name, (value, _) in readings.items()
         if value is not None
     ]
 
 
-def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
-    """Return a point per evaluation; the summary, on more episodes, replaces the last point."""
+def _make_eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
+    """Return a point per evaluation; the final result in the summary replaces the last point."""
     summary = run.summary
     readings = {
-        row.num_games_trained: measure.read_row(row) for row in run.rows("eval", environment)
+        row.num_games_trained: measure.read_row(row) for row in run.select_rows("eval", environment)
     }
     if summary is not None:
         policy = summary.results[environment].report.policy
@@ -276,7 +284,7 @@ def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Poin
     points = []
     for num_games, (value, interval) in sorted(readings.items()):
         if value is not None:
-            spread = f" ({measure.format_interval(interval)})" if interval else ""
-            hover = f"after {num_games:,} episodes: {measure.format(value)}{spread}"
+            interval_text = f" ({measure.format_interval(interval)})" if interval else ""
+            hover = f"after {num_games:,} episodes: {measure.format(value)}{interval_text}"
             points.append(Point(float(num_games), value, interval, hover))
     return points

@@ -1,4 +1,4 @@
-"""Texts of the report: description of the run, notices, key figures and facts."""
+"""The texts of the report: description of the run, notices, key figures and facts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ludus.services.numbers import (
     format_percent_interval,
 )
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import readable_policy_name
+from ludus.services.results import format_policy_name
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A key figure."""
+    """A key figure with a title and notes."""
 
     title: str
     figure: str
@@ -42,7 +42,8 @@ def describe_run(run: RunFiles) -> str:
             f"{config.training.num_steps} steps · {config.ppo.num_environments} parallel "
             f"environments · seed {config.seed}"
         )
-    # The summary has the engine that ran: transformers replaces vLLM if it is not installed.
+    # The engine is not always the configured one: transformers replaces vLLM if that is not
+    # installed.
     generator = run.summary.generator if run.summary is not None else config.generator.kind
     return (
         f"{environments} · {config.training.num_steps} steps · "
@@ -51,7 +52,7 @@ def describe_run(run: RunFiles) -> str:
 
 
 def describe_result(run: RunFiles, environment: str) -> str:
-    """Return the name of the run with its result in an environment, if it has one."""
+    """Return the run's name with its result in an environment, if there is a result yet."""
     if run.summary is None:
         return run.name
     policy = run.summary.results[environment].report.policy
@@ -63,44 +64,48 @@ def describe_result(run: RunFiles, environment: str) -> str:
 def list_notices(run: RunFiles) -> list[str]:
     """Return notices about missing files or an unfinished run."""
     notices = list(run.notices)
-    total = "" if run.config is None else f" of {run.config.training.num_steps}"
-    progress = f"step {run.num_steps_done}{total}"
+    total_text = "" if run.config is None else f" of {run.config.training.num_steps}"
+    progress_text = f"step {run.num_steps_done}{total_text}"
     if run.summary is None:
-        notices.insert(0, f"The run is not finished: {progress}.")
+        notices.insert(0, f"The run is not finished: {progress_text}.")
     elif not run.summary.finished:
-        notices.insert(0, f"The run was stopped before its last step: {progress}.")
+        notices.insert(0, f"The run was stopped before its last step: {progress_text}.")
     if not run.metrics:
         notices.append("No metrics were recorded, so there are no curves.")
     return notices
 
 
-def environment_tiles(run: RunFiles) -> dict[str, list[Tile]]:
-    """Return the key figures of each environment that was evaluated."""
+def make_environment_tiles(run: RunFiles) -> dict[str, list[Tile]]:
+    """Return the key figures of each environment with evaluations."""
     if run.summary is not None:
         results = run.summary.results
-        return {name: _result_tiles(run, name, result) for name, result in results.items()}
-    rows = {name: run.rows("eval", name) for name in run.environments}
-    return {name: _latest_tiles(evals[-1]) for name, evals in rows.items() if evals}
+        return {name: _make_result_tiles(run, name, result) for name, result in results.items()}
+    rows_by_environment = {name: run.select_rows("eval", name) for name in run.environments}
+    return {
+        name: _make_latest_tiles(eval_rows[-1])
+        for name, eval_rows in rows_by_environment.items()
+        if eval_rows
+    }
 
 
-def run_tiles(run: RunFiles) -> list[Tile]:
+def make_run_tiles(run: RunFiles) -> list[Tile]:
     """Return the key figures of the whole run; none before the first metrics."""
     summary = run.summary
     if summary is not None:
-        void = f"{summary.episodes_lost:,} lost"
+        void_text = f"{summary.episodes_lost:,} lost"
         if summary.episodes_failed:
-            void += f", {summary.episodes_failed:,} failed"
-        total_time = f"{format_duration(summary.wall_seconds_total)} in total"
+            void_text += f", {summary.episodes_failed:,} failed"
+        total_time_text = f"{format_duration(summary.wall_seconds_total)} in total"
         return [
             Tile(
                 "Episodes trained",
                 f"{summary.games_trained:,}",
-                (f"{summary.games_played:,} played", void),
+                (f"{summary.games_played:,} played", void_text),
             ),
             Tile(
                 "Training time",
                 format_duration(summary.wall_seconds_training),
-                (total_time, _describe_processes(summary)),
+                (total_time_text, _describe_processes(summary)),
             ),
         ]
     if not run.metrics:
@@ -112,7 +117,7 @@ def run_tiles(run: RunFiles) -> list[Tile]:
     ]
 
 
-def run_facts(summary: Summary) -> list[tuple[str, str]]:
+def list_run_facts(summary: Summary) -> list[tuple[str, str]]:
     """Return the names and values of the summary's counters."""
     return [
         ("Engine", summary.generator),
@@ -139,40 +144,45 @@ def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentCon
     return f"{environment.package} ({options})" if options else environment.package
 
 
-def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Tile]:
+def _make_result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Tile]:
     start, policy, report = result.start, result.report.policy, result.report
-    wins = [f"{format_percent_interval(policy.win_rate_ci95)} (95%)"]
-    returns = [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)"]
+    win_notes = [f"{format_percent_interval(policy.win_rate_ci95)} (95%)"]
+    return_notes = [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)"]
     if start is not None:
-        wins.append(f"{format_percent(start.win_rate)} before training")
-        returns.append(f"{format_fixed(start.expected_return, 3)} before training")
+        win_notes.append(f"{format_percent(start.win_rate)} before training")
+        return_notes.append(f"{format_fixed(start.expected_return, 3)} before training")
     has_wins = policy.win_rate is not None
     tiles = [
         Tile(
-            "Expected return", format_fixed(policy.expected_return, 3), tuple(returns), not has_wins
+            "Expected return",
+            format_fixed(policy.expected_return, 3),
+            tuple(return_notes),
+            not has_wins,
         )
     ]
     if has_wins:
-        tiles.insert(0, Tile("Win rate", format_percent(policy.win_rate), tuple(wins), True))
+        tiles.insert(0, Tile("Win rate", format_percent(policy.win_rate), tuple(win_notes), True))
     if report.gap_closed is not None:
-        config = run.environment_config(environment)
-        low = (config.random_policy if config is not None else None) or "random"
-        notes = [f"from {readable_policy_name(low)} to {run.reference_name(environment)}"]
+        config = run.find_environment_config(environment)
+        random_policy = (config.random_policy if config is not None else None) or "random"
+        gap_notes = [
+            f"from {format_policy_name(random_policy)} to {run.find_reference_name(environment)}"
+        ]
         if report.gap_closed_ci95:
-            notes.insert(0, f"{format_percent_interval(report.gap_closed_ci95)} (95%)")
-        tiles.append(Tile("Gap closed", format_percent(report.gap_closed), tuple(notes)))
+            gap_notes.insert(0, f"{format_percent_interval(report.gap_closed_ci95)} (95%)")
+        tiles.append(Tile("Gap closed", format_percent(report.gap_closed), tuple(gap_notes)))
     return tiles
 
 
-def _latest_tiles(row: MetricsRow) -> list[Tile]:
+def _make_latest_tiles(row: MetricsRow) -> list[Tile]:
     values = row.values
-    figures: dict[str, tuple[EvalMetric, Callable[[float], str]]] = {
+    format_by_title: dict[str, tuple[EvalMetric, Callable[[float], str]]] = {
         "Win rate": (EvalMetric.WIN_RATE, format_percent),
         "Expected return": (EvalMetric.RETURN_MEAN, lambda mean: format_fixed(mean, 3)),
         "Gap closed": (EvalMetric.GAP_CLOSED, format_percent),
     }
     tiles: list[Tile] = []
-    for title, (metric, format_value) in figures.items():
+    for title, (metric, format_value) in format_by_title.items():
         if metric in values:
             notes = () if tiles else (f"at step {row.step}, the latest evaluation",)
             tiles.append(Tile(title, format_value(values[metric]), notes, not tiles))
@@ -182,5 +192,8 @@ def _latest_tiles(row: MetricsRow) -> list[Tile]:
 def _describe_processes(summary: Summary) -> str:
     if summary.generator == NETWORK:
         return "in one process"
-    workers, ranks = summary.num_rollout_workers, summary.num_learner_ranks
-    return f"{workers} rollout worker{'s'[: workers > 1]}, {ranks} learner rank{'s'[: ranks > 1]}"
+    num_workers, num_ranks = summary.num_rollout_workers, summary.num_learner_ranks
+    return (
+        f"{num_workers} rollout worker{'s'[: num_workers > 1]},"
+        f" {num_ranks} learner rank{'s'[: num_ranks > 1]}"
+    )

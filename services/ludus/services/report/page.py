@@ -1,4 +1,4 @@
-"""The report page and the picture of a run, rendered from the templates in this folder."""
+"""The report page and the figure of a run, rendered from the templates in this folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
 from ludus.services import numbers
 from ludus.services.report import curves, headline
-from ludus.services.report.line_chart import Frame, LineChart, Scale, padded_range
-from ludus.services.report.policy_grid import count_agreements, legend_colors, split_panels
+from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
+from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
 from ludus.services.results import NamedResult, compare_policies
 from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 NUM_TRANSCRIPTS = 3
-"""Number of first episodes, and of last episodes, per environment."""
+"""Number of first transcripts, and of last transcripts, that the page shows per environment."""
 _FIGURE_FRAME = Frame(
     width=520, height=470, margin_left=46, margin_right=158, margin_top=12, margin_bottom=46
 )
@@ -37,9 +37,10 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def write_figure(run_dir: Path, path: Path) -> Path:
-    """Write a standalone SVG and return its path.
+    """Write the figure, a standalone SVG, and return its path.
 
-    The picture shows the environment that has a policy chart, or the first one.
+    The figure shows the environment with the policy chart, or the first environment if there is no
+    chart.
 
     Raises:
         NotFoundError: the folder contains no run.
@@ -50,8 +51,10 @@ def write_figure(run_dir: Path, path: Path) -> Path:
 
 def _render_page(run: RunFiles) -> str:
     summary = run.summary
-    by_environment = {
-        environment: [row for row in run.transcripts if row.environment == environment]
+    transcripts_by_environment = {
+        environment: [
+            transcript for transcript in run.transcripts if transcript.environment == environment
+        ]
         for environment in run.environments
     }
     return _render(
@@ -59,23 +62,27 @@ def _render_page(run: RunFiles) -> str:
         run,
         lead=headline.describe_run(run),
         notices=headline.list_notices(run),
-        environment_tiles=headline.environment_tiles(run),
-        run_tiles=headline.run_tiles(run),
-        run_facts=headline.run_facts(summary) if summary else [],
-        learning=_learning_curves(run),
-        legend_colors=legend_colors(),
+        environment_tiles=headline.make_environment_tiles(run),
+        run_tiles=headline.make_run_tiles(run),
+        run_facts=headline.list_run_facts(summary) if summary else [],
+        learning=_make_learning_curves(run),
+        legend_colors=make_legend_colors(),
         policies={
             environment: compare_policies(result)
             for environment, result in (summary.results if summary else {}).items()
         },
-        return_scale=_return_scale,
-        training=curves.training_curves(run),
+        return_scale=_make_return_scale,
+        training=curves.make_training_charts(run),
         environment_training={
-            environment: curves.environment_curves(run, environment)
+            environment: curves.make_environment_charts(run, environment)
             for environment in run.environments
         },
         mean_window=curves.MEAN_WINDOW,
-        transcripts={name: _select(rows) for name, rows in by_environment.items() if rows},
+        transcripts={
+            name: _select_transcripts(transcripts)
+            for name, transcripts in transcripts_by_environment.items()
+            if transcripts
+        },
         num_transcripts=NUM_TRANSCRIPTS,
         describe_consequence=describe_consequence,
         describe_episode=describe_episode,
@@ -85,8 +92,8 @@ def _render_page(run: RunFiles) -> str:
 
 def _render_figure(run: RunFiles) -> str:
     environment = run.chart.environment if run.chart else next(iter(run.environments), "")
-    # An environment that does not report wins has returns only.
-    curve = next(iter(_measured_curves(run, environment, _FIGURE_FRAME).values()), None)
+    # The first measure is the win rate, or the return if the environment reports no wins.
+    curve = next(iter(_make_measure_charts(run, environment, _FIGURE_FRAME).values()), None)
     if curve is None:
         raise ConfigError(
             f"run '{run.run_dir}' has no evaluation yet; train it first with `ludus train`"
@@ -114,43 +121,47 @@ def _render(template: str, run: RunFiles, **context: object) -> str:
         run=run,
         panels=split_panels(chart) if chart else [],
         num_agreements=count_agreements(chart) if chart else 0,
-        reference=run.reference_name(chart.environment) if chart else "",
+        reference=run.find_reference_name(chart.environment) if chart else "",
         **context,
     )
 
 
-def _learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
-    """Return the learning curves of each environment that was evaluated, by measure."""
-    charts = {name: _measured_curves(run, name, curves.CURVE_FRAME) for name in run.environments}
+def _make_learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
+    """Return the learning curves of each environment with evaluations, by measure."""
+    charts = {
+        name: _make_measure_charts(run, name, curves.CURVE_FRAME) for name in run.environments
+    }
     return {environment: by_measure for environment, by_measure in charts.items() if by_measure}
 
 
-def _measured_curves(run: RunFiles, environment: str, frame: Frame) -> dict[str, LineChart]:
+def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[str, LineChart]:
     return {
         measure.name: chart
         for measure in (curves.WIN_RATE, curves.EXPECTED_RETURN)
-        if (chart := curves.learning_curve(run, environment, measure, frame)) is not None
+        if (chart := curves.make_learning_curve(run, environment, measure, frame)) is not None
     }
 
 
-def _return_scale(results: Sequence[NamedResult]) -> Scale:
-    ends = [end for named_result in results for end in named_result.result.expected_return_ci95]
-    return Scale(*padded_range(ends), 4, 196)
+def _make_return_scale(results: Sequence[NamedResult]) -> Scale:
+    bounds = [
+        bound for named_result in results for bound in named_result.result.expected_return_ci95
+    ]
+    return Scale(*pad_range(bounds), 4, 196)
 
 
-def _select(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """Return the first and the last transcripts."""
-    first = transcripts[:NUM_TRANSCRIPTS]
-    return [*first, *transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]]
+def _select_transcripts(transcripts: Sequence[Transcript]) -> list[Transcript]:
+    """Return the first and the last `NUM_TRANSCRIPTS` transcripts."""
+    first_transcripts = transcripts[:NUM_TRANSCRIPTS]
+    return [*first_transcripts, *transcripts[NUM_TRANSCRIPTS:][-NUM_TRANSCRIPTS:]]
 
 
 def _write_atomically(path: Path, content: str) -> Path:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
+        temporary_path.write_text(content, encoding="utf-8")
+        temporary_path.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write '{path}': {error.strerror}; choose another path with --output"
         ) from None

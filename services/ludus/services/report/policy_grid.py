@@ -1,4 +1,4 @@
-"""The policy chart: the policy's answer in each situation, next to the reference's."""
+"""The policy chart, which compares the policy's answer in each situation with the reference's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ NUM_LEGEND_COLORS = 11
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, and the probability of the chart's first answer, which determines its color."""
+    """An answer in a situation.
+
+    `probability` is that of the chart's first answer, whatever `text` is. It sets the color.
+    """
 
     text: str
     probability: float
@@ -25,20 +28,20 @@ class Answer:
 
     @property
     def color(self) -> str:
-        """CSS class of the color."""
+        """CSS class: even, first or other (the answer whose color is shown)."""
         if self.strength < 0.02:
             return "even"
         return "first" if self.probability >= 0.5 else "other"
 
     @property
     def opacity(self) -> float:
-        """Opacity of the color."""
+        """Opacity of the color, from 0.1 to 0.92."""
         return round(0.1 + 0.82 * self.strength, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One situation, in a row and a column of its panel."""
+    """A cell of a panel: one situation, with the answers of the policy and the reference."""
 
     row: int
     column: int
@@ -49,7 +52,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The situations of a panel, with its rows and columns in display order."""
+    """A grid of situations, with its rows and columns in display order."""
 
     cell_size: ClassVar[float] = 24
     """Width and height of a cell in pixels."""
@@ -83,12 +86,12 @@ def split_panels(chart: PolicyChart) -> list[Panel]:
 
 
 def count_agreements(chart: PolicyChart) -> int:
-    """Count the situations in which the most likely answer is the reference's."""
-    return sum(_most_likely_answer(chart, cell) == cell.reference for cell in chart.cells)
+    """Count the situations in which the policy's most likely answer is the reference's answer."""
+    return sum(_find_most_likely_answer(chart, cell) == cell.reference for cell in chart.cells)
 
 
-def legend_colors() -> list[Answer]:
-    """Return the colors from a certain first answer to a certain other answer."""
+def make_legend_colors() -> list[Answer]:
+    """Return a color scale, from certainty about the first answer to certainty about the other."""
     last_index = NUM_LEGEND_COLORS - 1
     return [Answer("", 1 - index / last_index) for index in range(NUM_LEGEND_COLORS)]
 
@@ -100,8 +103,8 @@ def _make_panel(chart: PolicyChart, name: str, cells: list[ChartCell]) -> Panel:
         Situation(
             column=columns.index(cell.column),
             row=rows.index(cell.row),
-            description=_describe(chart, cell),
-            policy=Answer(_most_likely_answer(chart, cell), cell.probabilities[0]),
+            description=_describe_cell(chart, cell),
+            policy=Answer(_find_most_likely_answer(chart, cell), cell.probabilities[0]),
             reference=Answer(cell.reference, float(cell.reference == chart.answers[0])),
         )
         for cell in cells
@@ -109,12 +112,12 @@ def _make_panel(chart: PolicyChart, name: str, cells: list[ChartCell]) -> Panel:
     return Panel(name, rows, columns, situations)
 
 
-def _most_likely_answer(chart: PolicyChart, cell: ChartCell) -> str:
+def _find_most_likely_answer(chart: PolicyChart, cell: ChartCell) -> str:
     index = max(range(len(cell.probabilities)), key=cell.probabilities.__getitem__)
     return chart.answers[index]
 
 
-def _describe(chart: PolicyChart, cell: ChartCell) -> str:
+def _describe_cell(chart: PolicyChart, cell: ChartCell) -> str:
     probabilities = ", ".join(
         f"{answer} {format_percent(probability)}"
         for answer, probability in zip(chart.answers, cell.probabilities, strict=True)

@@ -1,4 +1,4 @@
-"""The files of a run folder, which may be incomplete."""
+"""The files of a run folder, some of which may be missing."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.services.results import readable_policy_name
+from ludus.services.results import format_policy_name
 
 ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """The files of a run; a missing file is None or empty and has a notice."""
+    """The contents of a run's files. A missing file is None or empty, and `notices` mentions it."""
 
     run_dir: Path
     config: RunConfig | None
@@ -58,38 +58,38 @@ class RunFiles:
             return list(self.summary.results)
         if self.config is not None:
             return list(self.config.environments)
-        return list(dict.fromkeys(row.environment or "" for row in self.rows("eval")))
+        return list(dict.fromkeys(row.environment or "" for row in self.select_rows("eval")))
 
-    def environment_config(self, environment: str) -> EnvironmentConfig | None:
-        """Return the section of a language-model run's environment; None for other runs."""
+    def find_environment_config(self, environment: str) -> EnvironmentConfig | None:
+        """Return an environment's configuration; None if no language model is trained."""
         if not isinstance(self.config, LanguageModelRun):
             return None
         return self.config.environments.get(environment)
 
-    def rows(self, kind: RowKind, environment: str | None = None) -> list[MetricsRow]:
-        """Return the metrics of a kind: of one environment, or of all."""
+    def select_rows(self, kind: RowKind, environment: str | None = None) -> list[MetricsRow]:
+        """Return the metrics rows of a kind, for one environment or for all."""
         rows = [row for row in self.metrics if row.kind == kind]
         return [row for row in rows if environment in (None, row.environment)]
 
     @property
     def unlocks(self) -> list[tuple[int, str]]:
-        """Number of trained episodes and environment, for each opening by the curriculum."""
+        """(Number of trained episodes, environment) for each opening by the curriculum."""
         return [
             (row.num_games_trained, row.environment or "")
-            for row in self.rows("event")
+            for row in self.select_rows("event")
             if TrainMetric.NUM_UNLOCKS in row.values
         ]
 
     @property
     def num_steps_done(self) -> int:
-        """Number of training steps in the metrics."""
-        return max((row.step for row in self.rows("train")), default=0)
+        """Number of finished training steps, from the metrics."""
+        return max((row.step for row in self.select_rows("train")), default=0)
 
-    def reference_name(self, environment: str) -> str:
-        """Return the readable name of the reference policy."""
-        config = self.environment_config(environment)
+    def find_reference_name(self, environment: str) -> str:
+        """Return the display name of an environment's reference policy."""
+        config = self.find_environment_config(environment)
         optimal = config.optimal_policy if config is not None else None
-        return readable_policy_name(optimal) if optimal else "the reference"
+        return format_policy_name(optimal) if optimal else "the reference"
 
 
 def load_run_files(run_dir: Path) -> RunFiles:
@@ -103,29 +103,29 @@ def load_run_files(run_dir: Path) -> RunFiles:
         raise NotFoundError(_explain_missing_run(run_dir, names))
     notices: list[str] = []
 
-    def read(file: str, parse: Callable[[], ValueT]) -> ValueT | None:
+    def read_file(file_name: str, parse_file: Callable[[], ValueT]) -> ValueT | None:
         try:
-            return parse()
+            return parse_file()
         except FileNotFoundError:
-            notices.append(f"{file} is missing.")
+            notices.append(f"{file_name} is missing.")
         except ValidationError as error:
             first_error = error.errors()[0]
-            field = ".".join(str(part) for part in first_error["loc"]) or "the file"
-            notices.append(f"{file} cannot be read: {field}: {first_error['msg']}.")
+            field_path = ".".join(str(key) for key in first_error["loc"]) or "the file"
+            notices.append(f"{file_name} cannot be read: {field_path}: {first_error['msg']}.")
         except OSError as error:
-            notices.append(f"{file} cannot be read: {error.strerror}.")
+            notices.append(f"{file_name} cannot be read: {error.strerror}.")
         return None
 
-    def parse_json(file: str, parse: Callable[[bytes], ValueT]) -> ValueT | None:
-        return read(file, lambda: parse((run_dir / file).read_bytes()))
+    def parse_json(file_name: str, parse_file: Callable[[bytes], ValueT]) -> ValueT | None:
+        return read_file(file_name, lambda: parse_file((run_dir / file_name).read_bytes()))
 
     config = parse_json(CONFIG_FILE, validate_run_json)
     summary = parse_json(SUMMARY_FILE, Summary.model_validate_json)
     chart = None
     if (run_dir / CHART_FILE).exists():
         chart = parse_json(CHART_FILE, PolicyChart.model_validate_json)
-    metrics = read(METRICS_FILE, lambda: read_metrics(run_dir)) or ()
-    transcripts = read(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or ()
+    metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or ()
+    transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or ()
     return RunFiles(
         run_dir,
         config,

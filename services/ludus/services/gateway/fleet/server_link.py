@@ -240,7 +240,7 @@ class ServerLink:
         return await stream.begin(fill_call)
 
     def send_close(self, session_id: str) -> None:
-        """Close a session without waiting. If the stream is broken, its linger time ends the session."""
+        """Close a session without waiting; if the stream is broken, the session lingers."""
         stream = self._stream
         if stream is not None and stream.broken is None:
             stream.send_close(session_id)
