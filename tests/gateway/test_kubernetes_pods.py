@@ -29,19 +29,19 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 
 
 async def run_command(api: KubernetesApi) -> bytes:
-    async with aclosing(api.command_output(NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
+    async with aclosing(api.run_command(NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
         return b"".join([part async for part in parts])
 
 
 async def test_a_log_is_read_line_by_line(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     cluster.pods.say("head", "one", "", "zwei ✓")
-    assert [line async for line in api.lines(LOG, {})] == ["one", "", "zwei ✓"]
+    assert [line async for line in api.read_lines(LOG, {})] == ["one", "", "zwei ✓"]
 
 
 async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: KubernetesApi) -> None:
     cluster.pods.say("head", "one")
     seen = []
-    async with aclosing(api.lines(LOG, {"follow": "true"})) as lines:
+    async with aclosing(api.read_lines(LOG, {"follow": "true"})) as lines:
         async for line in lines:
             seen.append(line)
             if line == "one":
@@ -53,7 +53,7 @@ async def test_a_log_is_followed_as_it_grows(cluster: FakeKubernetes, api: Kuber
 
 async def test_missing_log_is_reported(api: KubernetesApi) -> None:
     with pytest.raises(ClusterError, match="waiting to start") as caught:
-        _ = [line async for line in api.lines(LOG, {})]
+        _ = [line async for line in api.read_lines(LOG, {})]
     assert caught.value.status == 400
 
 

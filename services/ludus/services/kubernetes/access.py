@@ -1,7 +1,7 @@
 """Address and credentials of an API server, from a pod's service account or a kubeconfig.
 
-The official client reads kubeconfig files with contexts, certificates, exec plugins and OIDC. In a
-pod it is not imported, because an address, a CA file and a token file are enough there. The token
+The official client reads kubeconfig files with contexts, certificates, exec plugins and OIDC. A pod
+needs only an address, a CA file and a token file, so the client is not imported there. The token
 file is read before each request, because the kubelet replaces it about every hour.
 """
 
@@ -26,19 +26,22 @@ class ApiAccess:
     """The address and credentials of an API server."""
 
     url: str
-    authorization: Callable[[], str] = field(repr=False)
-    """Function that returns the Authorization header, empty for none. It may read a file or run a
-    plugin, so a thread calls it before each request."""
+    read_authorization: Callable[[], str] = field(repr=False)
+    """Function that returns the Authorization header; '' sends none. It may read a file or run a
+    plugin, so it is called in a thread, before each request."""
     tls: ssl.SSLContext | None = None
     tls_server_name: str = ""
-    """Expected name in the server's certificate; empty means the host of the address."""
+    """Name to expect in the server's certificate; empty means the host of the address."""
     proxy: str = field(default="", repr=False)
     namespace: str = ""
     """Default namespace; empty if unknown."""
 
 
 def load_access(kubeconfig: Path | None = None, context: str = "") -> ApiAccess:
-    """Load the named kubeconfig or context; by default this pod's access, or the kubeconfig.
+    """Load the access to a cluster.
+
+    A kubeconfig or context is used if one is named. Otherwise a pod uses its service account, and
+    other processes use the default kubeconfig.
 
     Raises:
         ConfigError: the access cannot be read.
@@ -71,14 +74,14 @@ def load_pod_access(
     namespace = namespace_file.read_text(encoding="utf-8") if namespace_file.exists() else ""
     return ApiAccess(
         url=f"https://{authority}",
-        authorization=lambda: f"Bearer {token_file.read_text(encoding='utf-8').strip()}",
+        read_authorization=lambda: f"Bearer {token_file.read_text(encoding='utf-8').strip()}",
         tls=tls,
         namespace=namespace.strip(),
     )
 
 
 def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
-    """Load a context of a kubeconfig; the default path is KUBECONFIG or ~/.kube/config.
+    """Load the access of a kubeconfig's context; by default, of KUBECONFIG or ~/.kube/config.
 
     Raises:
         ConfigError: the file or the context cannot be read.
@@ -90,41 +93,43 @@ def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAc
 
     configuration = Configuration()
     try:
-        # The client reads KUBECONFIG only at import time.
-        file = os.environ.get("KUBECONFIG") if path is None else str(path)
+        # The client itself reads KUBECONFIG only when it is imported.
+        config_file = os.environ.get("KUBECONFIG") if path is None else str(path)
         load_kube_config(
-            config_file=file, context=context or None, client_configuration=configuration
+            config_file=config_file, context=context or None, client_configuration=configuration
         )
-        contexts, current = list_kube_config_contexts(file)
+        contexts, current_context = list_kube_config_contexts(config_file)
         tls = _make_tls_context(configuration)
     except (ConfigException, OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        # A parser's message may quote a line of the file with a token.
+        # A parser's message may quote a line with a token, so only the error's type is shown.
         is_harmless = isinstance(error, ConfigException | OSError)
         raise ConfigError(
             f"cannot read the kubeconfig at {path or 'KUBECONFIG or ~/.kube/config'}:"
             f" {error if is_harmless else type(error).__name__};"
             " see: kubectl config get-contexts"
         ) from (error if is_harmless else None)
-    selected = next((entry for entry in contexts if entry["name"] == context), current)
+    selected_context = next(
+        (entry for entry in contexts if entry["name"] == context), current_context
+    )
     host = urlsplit(configuration.host).hostname or ""
     exclusions = {"no": configuration.no_proxy or ""}
-    is_direct = urllib.request.proxy_bypass_environment(host, exclusions)  # type: ignore[attr-defined]
+    bypasses_proxy = urllib.request.proxy_bypass_environment(host, exclusions)  # type: ignore[attr-defined]
 
-    def authorization() -> str:
-        # The configuration renews an expired token in this call.
+    def read_authorization() -> str:
+        # This call also renews an expired token.
         try:
-            settings = configuration.auth_settings().get("BearerToken")
+            token_settings = configuration.auth_settings().get("BearerToken")
         except ConfigException as error:
             raise ConfigError(f"cannot get credentials from the kubeconfig: {error}") from error
-        return str(settings["value"] or "") if settings else ""
+        return str(token_settings["value"] or "") if token_settings else ""
 
     return ApiAccess(
         url=configuration.host.rstrip("/"),
-        authorization=authorization,
+        read_authorization=read_authorization,
         tls=tls,
         tls_server_name=configuration.tls_server_name or "",
-        proxy="" if is_direct else configuration.proxy or "",
-        namespace=str(selected["context"].get("namespace") or ""),
+        proxy="" if bypasses_proxy else configuration.proxy or "",
+        namespace=str(selected_context["context"].get("namespace") or ""),
     )
 
 

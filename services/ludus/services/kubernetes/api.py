@@ -8,9 +8,9 @@
 Requests use aiohttp on the caller's event loop. The official client's watch blocks one thread per
 stream, cannot be cancelled while the stream is silent, and converts each object to models, which
 takes tens of milliseconds for a large slice. Here a stream is an asynchronous iterator of JSON
-objects. kubernetes_asyncio needs 0.8 s and 37 MiB more to import. Its watch requests a version
-again that is gone, it reads the CA only once, and its leader election relies on the wall clock and
-keeps leading while the API server is silent.
+objects. kubernetes_asyncio is not used, because its import takes 0.8 s and 37 MiB more, its watch
+repeats requests for a version that is too old, it reads the CA only once, and its leader election
+relies on the wall clock and keeps leading while the API server does not respond.
 
 The chart's Role lists the permissions of a gateway, and docs/submit.md those of submitting runs.
 
@@ -39,9 +39,9 @@ from ludus.services.kubernetes.access import ApiAccess, load_access
 JsonObject = dict[str, Any]
 
 _EXEC_PROTOCOL = "v4.channel.k8s.io"
-"""Subprotocol of pods/exec. The first byte of each message is its stream."""
+"""Subprotocol of pods/exec. The first byte of each message names its stream."""
 _STDOUT, _STDERR, _STATUS = b"\x01", b"\x02", b"\x03"
-"""The streams of pods/exec; the Status follows the command's exit."""
+"""The streams of pods/exec. A Status is sent when the command has exited."""
 _MAX_STDERR_BYTES = 2000
 _MERGE_PATCH = "application/merge-patch+json"
 MAX_RESPONSE_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ GATEWAY_REMEDIES: Mapping[int, str] = {
 
 
 class EventType(StrEnum):
-    """The kind of change in a watch event."""
+    """The type of a watch event."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
@@ -73,18 +73,18 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One event of a watch; the object of a bookmark contains only its resourceVersion."""
+    """An event of a watch. The object of a bookmark contains only its resourceVersion."""
 
     type: EventType
     object: JsonObject
 
 
 def resource_path(api_version: str, namespace: str, plural: str, name: str = "") -> str:
-    """Return the path of a kind of object, or of one object if `name` is set.
+    """Return the API path of all objects of a kind, or of one object if `name` is set.
 
     Args:
         api_version: `v1` or `group/v1`.
-        namespace: empty for objects without namespace or in all namespaces.
+        namespace: empty for objects without a namespace, and for those in all namespaces.
     """
     path = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     if namespace:
@@ -94,13 +94,13 @@ def resource_path(api_version: str, namespace: str, plural: str, name: str = "")
 
 
 class KubernetesApi:
-    """A client of one API server; a failed request raises a ClusterError with the status.
+    """A client of one API server. A failed request raises a ClusterError with the status.
 
-    A ConfigError means that the access could never be loaded. Files that are missing later, while
-    the kubelet replaces them, are a temporary failure.
+    If the access cannot be loaded for the first request, a ConfigError is raised. If its files are
+    missing later, for example while the kubelet replaces them, a ClusterError is raised.
 
     Args:
-        load: returns the access; called again after refused credentials or certificates.
+        load: returns the access; called again after credentials or certificates were refused.
         timeout_s: timeout of each request, except streams.
         remedies: remedy for each response status; status 0 means no response.
     """
@@ -122,47 +122,47 @@ class KubernetesApi:
 
     async def read(self, path: str, query: Mapping[str, str] | None = None) -> JsonObject:
         """Return the object or list at a path."""
-        return await self._call("GET", path, query=query)
+        return await self._request_json("GET", path, query=query)
 
     async def create(
         self, path: str, body: JsonObject, query: Mapping[str, str] | None = None
     ) -> JsonObject:
         """Create an object in the list at a path, and return the created object."""
-        return await self._call("POST", path, body=body, query=query)
+        return await self._request_json("POST", path, body=body, query=query)
 
     async def replace(self, path: str, body: JsonObject) -> JsonObject:
-        """Replace an object and return the new one; status 409 if its resourceVersion differs."""
-        return await self._call("PUT", path, body=body)
+        """Replace an object and return the new one; status 409 if it was changed meanwhile."""
+        return await self._request_json("PUT", path, body=body)
 
     async def merge(self, path: str, body: JsonObject) -> JsonObject:
         """Apply a JSON merge patch and return the patched object."""
-        return await self._call("PATCH", path, body=body, content_type=_MERGE_PATCH)
+        return await self._request_json("PATCH", path, body=body, content_type=_MERGE_PATCH)
 
     async def delete(self, path: str, body: JsonObject | None = None) -> JsonObject:
         """Delete an object, and return the object or a Status."""
-        return await self._call("DELETE", path, body=body)
+        return await self._request_json("DELETE", path, body=body)
 
-    async def lines(
+    async def read_lines(
         self, path: str, query: Mapping[str, str], *, silence_s: float | None = None
     ) -> AsyncGenerator[str]:
-        """Yield the lines of a text, such as a pod's log, until the server ends the stream.
+        """Yield the lines of a text, such as a pod's log, until the server closes the stream.
 
         A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Args:
-            silence_s: seconds without data after which the stream ends; None means no limit.
+            silence_s: seconds without new data after which the generator ends; None means no limit.
         """
         timeout = aiohttp.ClientTimeout(sock_connect=self._connect_timeout_s, sock_read=silence_s)
         with self._raise_cluster_errors("GET", path), suppress(aiohttp.SocketTimeoutError):
             async with self._request("GET", path, query=query, timeout=timeout) as response:
-                content, limit = response.content, MAX_EVENT_BYTES
-                while line := await content.readline(max_line_length=limit):
+                stream, limit = response.content, MAX_EVENT_BYTES
+                while line := await stream.readline(max_line_length=limit):
                     yield line.decode(errors="replace").rstrip("\r\n")
 
-    async def command_output(
+    async def run_command(
         self, namespace: str, pod: str, container: str, command: Sequence[str]
     ) -> AsyncGenerator[bytes]:
-        """Run a command in a container of a pod and yield its stdout in pieces.
+        """Run a command in a container of a pod, and yield its stdout in chunks.
 
         A caller that stops early must close the generator (`contextlib.aclosing`).
 
@@ -172,10 +172,10 @@ class KubernetesApi:
         """
         path = f"{resource_path('v1', namespace, 'pods', pod)}/exec"
         query = [("container", container), ("stdout", "true"), ("stderr", "true")]
-        query += [("command", part) for part in command]
+        query += [("command", argument) for argument in command]
         stderr, status = b"", None
         with self._raise_cluster_errors("GET", path):
-            access, headers = await self._credentials()
+            access, headers = await self._read_credentials()
             async with self._open_session().ws_connect(
                 access.url + path,
                 params=query,
@@ -183,7 +183,7 @@ class KubernetesApi:
                 headers=headers,
                 max_msg_size=MAX_EVENT_BYTES,
                 heartbeat=_HEARTBEAT_S,
-                **_connection_options(access),
+                **_make_connection_options(access),
             ) as websocket:
                 async for message in websocket:
                     stream, content = message.data[:1], message.data[1:]
@@ -211,7 +211,7 @@ class KubernetesApi:
         A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Raises:
-            ClusterError: status 410 if the version is too old, so the list must be read again.
+            ClusterError: the status is 410 if the version is too old; then read the list again.
         """
         watch_query = {
             **(query or {}),
@@ -225,13 +225,13 @@ class KubernetesApi:
         )
         with self._raise_cluster_errors("GET", path):
             async with self._request("GET", path, query=watch_query, timeout=timeout) as response:
-                content, limit = response.content, MAX_EVENT_BYTES
-                while line := await content.readline(max_line_length=limit):
+                stream, limit = response.content, MAX_EVENT_BYTES
+                while line := await stream.readline(max_line_length=limit):
                     if not line.isspace():
                         yield _parse_event(line, path)
 
     async def close(self) -> None:
-        """Close all requests."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -242,7 +242,7 @@ class KubernetesApi:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _call(
+    async def _request_json(
         self,
         method: str,
         path: str,
@@ -252,15 +252,17 @@ class KubernetesApi:
         content_type: str = "application/json",
     ) -> JsonObject:
         headers = {"Content-Type": content_type} if body is not None else {}
-        data = None if body is None else orjson.dumps(body)
+        encoded_body = None if body is None else orjson.dumps(body)
         with self._raise_cluster_errors(method, path):
             async with self._request(
-                method, path, query=query, data=data, headers=headers, timeout=self._timeout
+                method, path, query=query, data=encoded_body, headers=headers, timeout=self._timeout
             ) as response:
-                body_json = orjson.loads(await _read_body(response))
-        if not isinstance(body_json, dict):
-            raise ClusterError(f"expected an object from {path}, got {type(body_json).__name__}")
-        return body_json
+                response_object = orjson.loads(await _read_body(response))
+        if not isinstance(response_object, dict):
+            raise ClusterError(
+                f"expected an object from {path}, got {type(response_object).__name__}"
+            )
+        return response_object
 
     @asynccontextmanager
     async def _request(
@@ -270,7 +272,7 @@ class KubernetesApi:
         options["params"] = options.pop("query", None)
         response = await self._send(method, path, headers or {}, options)
         if response.status == 401:
-            # Credentials expire, and the files may be newer than the loaded credentials.
+            # The credentials have expired; their files may contain new ones.
             response.release()
             self._access = None
             response = await self._send(method, path, headers or {}, options)
@@ -285,30 +287,30 @@ class KubernetesApi:
     async def _send(
         self, method: str, path: str, headers: Mapping[str, str], options: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        access, authorization = await self._credentials()
+        access, authorization = await self._read_credentials()
         try:
             return await self._open_session().request(
                 method,
                 access.url + path,
                 headers={**headers, **authorization},
                 allow_redirects=False,
-                **_connection_options(access),
+                **_make_connection_options(access),
                 **options,
             )
         except aiohttp.ClientSSLError:
             self._access = None  # the CA file may have been replaced
             raise
 
-    async def _credentials(self) -> tuple[ApiAccess, dict[str, str]]:
+    async def _read_credentials(self) -> tuple[ApiAccess, dict[str, str]]:
         """Return the access and the authorization headers."""
         try:
             if self._access is None:
                 self._access = await asyncio.to_thread(self._load)
             access = self._access
-            authorization = await asyncio.to_thread(access.authorization)
+            authorization = await asyncio.to_thread(access.read_authorization)
         except ConfigError as error:
             if not self._had_credentials:
-                raise  # the access never worked, so a person must correct it
+                raise  # the access never worked, so it is not a temporary failure
             raise ClusterError(str(error)) from error
         self._had_credentials = True
         return access, {"Authorization": authorization} if authorization else {}
@@ -318,7 +320,7 @@ class KubernetesApi:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(socket_factory=_make_keepalive_socket),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                # An API server refuses logs and other text to clients that accept only JSON.
+                # Clients that accept only JSON cannot read logs and other text.
                 headers={"Accept": "application/json, */*", "User-Agent": "ludus"},
             )
         return self._session
@@ -334,11 +336,11 @@ class KubernetesApi:
                 f"a watch event from {path} is larger than {MAX_EVENT_BYTES} bytes"
             ) from error
         except aiohttp.WSServerHandshakeError as error:
-            raise self._status_error(method, path, error.status, error.message) from error
+            raise self._make_status_error(method, path, error.status, error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterError(
-                f"no response from the API server{self._shown_url()} to {method} {path}:"
-                f" {_describe_error(error)}" + self._remedy(_NO_RESPONSE)
+                f"no response from the API server{self._describe_url()} to {method} {path}:"
+                f" {_describe_error(error)}" + self._find_remedy(_NO_RESPONSE)
             ) from error
 
     async def _read_error(
@@ -350,7 +352,7 @@ class KubernetesApi:
         except (orjson.JSONDecodeError, aiohttp.ClientError):
             reason = ""
         retry_after = response.headers.get("Retry-After", "")
-        return self._status_error(
+        return self._make_status_error(
             method,
             path,
             response.status,
@@ -358,23 +360,23 @@ class KubernetesApi:
             float(retry_after) if retry_after.isdecimal() else 0.0,
         )
 
-    def _status_error(
+    def _make_status_error(
         self, method: str, path: str, status: int, reason: str, retry_after_s: float = 0.0
     ) -> ClusterError:
         message = f"the API server refused {method} {path}: {status} {reason}"
         return ClusterError(
-            message[: _MAX_REASON_CHARS + 200] + self._remedy(status), status, retry_after_s
+            message[: _MAX_REASON_CHARS + 200] + self._find_remedy(status), status, retry_after_s
         )
 
-    def _shown_url(self) -> str:
+    def _describe_url(self) -> str:
         return f" at {self._access.url}" if self._access is not None else ""
 
-    def _remedy(self, status: int) -> str:
+    def _find_remedy(self, status: int) -> str:
         remedy = self._remedies.get(status)
         return f"; {remedy}" if remedy else ""
 
 
-def _connection_options(access: ApiAccess) -> dict[str, Any]:
+def _make_connection_options(access: ApiAccess) -> dict[str, Any]:
     return {
         "ssl": access.tls or True,
         "server_hostname": access.tls_server_name or None,
@@ -385,46 +387,52 @@ def _connection_options(access: ApiAccess) -> dict[str, Any]:
 def _describe_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
-    text = str(error) or "timed out"
-    return f"{type(error).__name__}: {text}"[:_MAX_REASON_CHARS]
+    message = str(error) or "timed out"
+    return f"{type(error).__name__}: {message}"[:_MAX_REASON_CHARS]
 
 
 def _make_keepalive_socket(address: Any) -> socket.socket:
-    """Create a socket with keepalive probes, which detect a dead peer within a minute.
+    """Create a socket with keepalive probes, which detect a dead connection within a minute.
 
-    A watch may be silent for minutes. Without probes a dead connection looks the same.
+    A watch may receive nothing for minutes, so silence does not show that a connection is dead.
     """
-    family, kind, protocol = address[:3]
-    keepalive_socket = socket.socket(family, kind, protocol)
+    family, socket_type, protocol = address[:3]
+    keepalive_socket = socket.socket(family, socket_type, protocol)
     keepalive_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 8), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            keepalive_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option_name, option_value in (
+        ("TCP_KEEPIDLE", 20),
+        ("TCP_KEEPINTVL", 8),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option_name):
+            keepalive_socket.setsockopt(
+                socket.IPPROTO_TCP, getattr(socket, option_name), option_value
+            )
     return keepalive_socket
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    parts = bytearray()
-    async for part in response.content.iter_any():
-        parts += part
-        if len(parts) > MAX_RESPONSE_BYTES:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_RESPONSE_BYTES:
             raise ClusterError(
                 f"the response of {response.url.path} is larger than {MAX_RESPONSE_BYTES} bytes"
             )
-    return bytes(parts)
+    return bytes(body)
 
 
 def _parse_event(line: bytes, path: str) -> WatchEvent:
     event = orjson.loads(line)
-    kind = event.get("type") if isinstance(event, dict) else None
-    body = event.get("object") if isinstance(event, dict) else None
-    if kind == "ERROR" and isinstance(body, dict):
-        status = body.get("code")
+    event_type = event.get("type") if isinstance(event, dict) else None
+    event_object = event.get("object") if isinstance(event, dict) else None
+    if event_type == "ERROR" and isinstance(event_object, dict):
+        status = event_object.get("code")
         raise ClusterError(
             f"the watch of {path} failed: {status}"
-            f" {str(body.get('message', ''))[:_MAX_REASON_CHARS]}",
+            f" {str(event_object.get('message', ''))[:_MAX_REASON_CHARS]}",
             status if isinstance(status, int) else 0,
         )
-    if kind not in set(EventType) or not isinstance(body, dict):
-        raise ClusterError(f"expected a watch event from {path}, got type {str(kind)[:40]!r}")
-    return WatchEvent(EventType(str(kind)), body)
+    if event_type not in set(EventType) or not isinstance(event_object, dict):
+        raise ClusterError(f"expected a watch event from {path}, got type {str(event_type)[:40]!r}")
+    return WatchEvent(EventType(str(event_type)), event_object)

@@ -198,7 +198,7 @@ class HeadLog:
             query["follow"] = "true"
         if self._last_time:
             query["sinceTime"] = self._last_time
-        read = self._cluster.api.lines(path, query, silence_s=SILENT_LOG_S)
+        read = self._cluster.api.read_lines(path, query, silence_s=SILENT_LOG_S)
         async with aclosing(read) as lines:
             async for line in lines:
                 self._add(line)

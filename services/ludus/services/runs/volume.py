@@ -124,7 +124,7 @@ async def _run_script(
     """Run a Python script in a pod with the volume, and write its output to a local file."""
     command = ("python", "-c", *arguments)
     async with _open_reader(cluster, release, run) as (pod, container):
-        output = cluster.api.command_output(cluster.namespace, pod, container, command)
+        output = cluster.api.run_command(cluster.namespace, pod, container, command)
         async with aclosing(output) as chunks:
             async for chunk in chunks:
                 destination.write(chunk)
