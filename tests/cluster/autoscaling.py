@@ -26,7 +26,7 @@ import aiohttp
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
-from ludus.services.kubernetes.api import KubernetesApi, resource_path
+from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 
 COST = "controller.kubernetes.io/pod-deletion-cost"
 COLUMNS = (
@@ -164,8 +164,8 @@ class Watch:
     async def _look(self, http: aiohttp.ClientSession) -> None:
         at_s = round(self.now_s, 1)
         query = {"labelSelector": "app.kubernetes.io/component=environment"}
-        pods_path = resource_path("v1", self._namespace, "pods")
-        deployment_path = resource_path("apps/v1", self._namespace, "deployments", self._name)
+        pods_path = make_resource_path("v1", self._namespace, "pods")
+        deployment_path = make_resource_path("apps/v1", self._namespace, "deployments", self._name)
         pods, deployment, metrics = await asyncio.gather(
             self._api.read(pods_path, query), self._api.read(deployment_path), self._sessions(http)
         )

@@ -26,12 +26,12 @@ from ludus.services.kubernetes.access import (
     load_kubeconfig_access,
     load_pod_access,
 )
-from ludus.services.kubernetes.api import EventType, KubernetesApi, resource_path
+from ludus.services.kubernetes.api import EventType, KubernetesApi, make_resource_path
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import NAMESPACE, endpoint_slice, make_api_client, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
-PODS = resource_path("v1", NAMESPACE, "pods")
+PODS = make_resource_path("v1", NAMESPACE, "pods")
 SECRET = "sec.ret.token"
 
 
@@ -224,8 +224,8 @@ def test_an_ipv6_api_server_is_bracketed(account: Path) -> None:
 
 
 def test_names_are_escaped_in_paths() -> None:
-    assert resource_path("v1", "a/b", "pods", "../x") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx"
-    assert resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
+    assert make_resource_path("v1", "a/b", "pods", "../x") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx"
+    assert make_resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
 
 
 async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
@@ -244,7 +244,7 @@ async def test_too_large_response_or_event_is_refused(
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "MAX_RESPONSE_BYTES", 2_000)
     monkeypatch.setattr(kubernetes_api, "MAX_EVENT_BYTES", 2_000)
-    path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
+    path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         version = (await api.read(path))["metadata"]["resourceVersion"]
         cluster.put(endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
@@ -256,7 +256,7 @@ async def test_too_large_response_or_event_is_refused(
 
 
 async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
-    path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
+    path = make_resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, make_api_client(cluster) as api:
         cluster.put(endpoint_slice("s1"))
         async with aclosing(api.watch(path, version="0", timeout_s=60)) as events:

@@ -8,12 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from ludus.proto.errors import ClusterError
-from ludus.services.kubernetes.api import KubernetesApi, resource_path
+from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 from tests.gateway.cluster_objects import NAMESPACE, make_api_client
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import Ran
 
-LOG = resource_path("v1", NAMESPACE, "pods", "head") + "/log"
+LOG = make_resource_path("v1", NAMESPACE, "pods", "head") + "/log"
 
 
 @pytest.fixture

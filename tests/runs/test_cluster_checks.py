@@ -57,7 +57,7 @@ def request_gpus(group: str, number: int, **run: Any) -> RunManifests:
 async def test_a_complete_cluster_has_no_problems(cluster: FakeKubernetes) -> None:
     findings = await find_problems(cluster)
     assert (findings.problems, findings.notes) == ([], [])
-    findings.raise_if_any()
+    findings.raise_problems()
     assert cluster.get("ray.io/v1", "rayjobs", NAMESPACE, "demo") is None  # checked, not created
 
 
@@ -72,7 +72,7 @@ async def test_several_problems_are_reported_at_once(cluster: FakeKubernetes) ->
     cluster.remove("v1", "secrets", NAMESPACE, "ludus-auth")
     findings = await find_problems(cluster, manifests(name="Demo"))
     with pytest.raises(ConfigError, match="2 problems prevent the run:\n  name = 'Demo'"):
-        findings.raise_if_any()
+        findings.raise_problems()
 
 
 async def test_a_local_model_folder_is_refused(cluster: FakeKubernetes) -> None:

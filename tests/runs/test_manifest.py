@@ -16,8 +16,8 @@ from ludus.proto.config import (
     load_run_config,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.runs.cluster_checks import broken_rules
-from ludus.services.runs.manifest import adapt_to_release, make_manifests, worker_groups
+from ludus.services.runs.cluster_checks import find_broken_rules
+from ludus.services.runs.manifest import adapt_to_release, get_worker_groups, make_manifests
 from ludus.services.runs.platform import choose_release, parse_release, read_release_file
 from tests.charts.rendering import ValueSet, template
 from tests.charts.schemas import problems
@@ -42,7 +42,7 @@ def sizes(job: Json) -> dict[str, tuple[int, int, int]]:
             worker_group["minReplicas"],
             worker_group["maxReplicas"],
         )
-        for worker_group in worker_groups(job)
+        for worker_group in get_worker_groups(job)
     }
 
 
@@ -57,7 +57,7 @@ def test_the_run_name_replaces_every_placeholder() -> None:
     assert text.count("name: demo-config") == 3
     for chart_release in (run_manifests.job, run_manifests.config_map):
         assert chart_release["metadata"]["labels"]["ludus.dev/run"] == "demo"
-    assert list(broken_rules(run_manifests)) == []
+    assert list(find_broken_rules(run_manifests)) == []
 
 
 def test_the_trainer_reads_a_run_with_the_paths_of_the_cluster() -> None:
@@ -181,7 +181,7 @@ def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
     metadata = run_manifests.job["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert metadata["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
-    assert list(broken_rules(run_manifests)) == []
+    assert list(find_broken_rules(run_manifests)) == []
 
 
 # Releases.
@@ -246,7 +246,7 @@ def test_a_rendered_release_makes_a_valid_run(file: str, tmp_path: Path) -> None
     served = chart_release.platform.environments["blackjack"]
     run = run_config(environment={"package": served.package, "options": served.options})
     run_manifests = make_manifests(run, chart_release)
-    assert list(broken_rules(run_manifests)) == []
+    assert list(find_broken_rules(run_manifests)) == []
     assert "RUN" not in yaml.safe_dump(run_manifests.job).replace("LUDUS_", "")
 
 

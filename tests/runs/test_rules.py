@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.services.runs.cluster_checks import broken_rules
-from ludus.services.runs.names import QUEUE_LABEL, job_name_problem
+from ludus.services.runs.cluster_checks import find_broken_rules
+from ludus.services.runs.names import QUEUE_LABEL, explain_job_name_problem
 from tests.runs.release import Json, change_spec, group, manifests, ray_job
 
 
@@ -18,7 +18,7 @@ def make_queued_job(**spec: object) -> Json:
 
 
 def test_the_chart_template_violates_no_rule() -> None:
-    assert list(broken_rules(manifests())) == []
+    assert list(find_broken_rules(manifests())) == []
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_chart_template_violates_no_rule() -> None:
     ],
 )
 def test_a_name_that_a_rayjob_cannot_have_is_refused(name: str, expected: str) -> None:
-    message = job_name_problem(name)
+    message = explain_job_name_problem(name)
     assert expected in message if expected else message == ""
 
 
@@ -58,5 +58,5 @@ def test_a_name_that_a_rayjob_cannot_have_is_refused(name: str, expected: str) -
     ],
 )
 def test_a_broken_rule_is_reported(job: Json, expected: str) -> None:
-    messages = broken_rules(replace(manifests(), job=job))
+    messages = find_broken_rules(replace(manifests(), job=job))
     assert any(expected in message for message in messages)

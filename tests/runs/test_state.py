@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ludus.services.runs.names import QUEUE_LABEL
-from ludus.services.runs.state import ClusterRunState, RunPhase, pod_troubles, read_state
+from ludus.services.runs.state import ClusterRunState, RunPhase, find_pod_troubles, read_state
 from tests.runs.cluster import head_pod
 from tests.runs.release import Json, manifests
 
@@ -69,7 +69,11 @@ def test_attempts_and_exit_code_are_read_from_the_operator() -> None:
         failed=4,
         message="Job entrypoint command failed with exit code 2, last logs: error: no",
     )
-    assert (run_state.attempts_failed, run_state.attempts_allowed, run_state.exit_code) == (4, 4, 2)
+    assert (run_state.num_attempts_failed, run_state.num_attempts_allowed, run_state.exit_code) == (
+        4,
+        4,
+        2,
+    )
     assert run_state.reason == "the trainer ended with an error"
     assert run_state.is_over
 
@@ -100,11 +104,11 @@ def waiting(reason: str, message: str = "", **fields: Any) -> Json:
     ],
 )
 def test_a_pod_problem_is_reported_with_a_remedy(pod: Json, expected: str) -> None:
-    (message,) = pod_troubles([pod])
+    (message,) = find_pod_troubles([pod])
     assert message.startswith("the head pod demo-head ")
     assert expected in message
 
 
 @pytest.mark.parametrize("pod", [head_pod(), head_pod(phase="Pending"), waiting("PodInitializing")])
 def test_a_slow_pod_has_no_problem(pod: Json) -> None:
-    assert pod_troubles([pod]) == []
+    assert find_pod_troubles([pod]) == []

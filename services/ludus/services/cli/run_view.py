@@ -24,8 +24,8 @@ from ludus.services.cli.console import (
 from ludus.services.cli.progress import RunProgress, progress_view
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
-from ludus.services.runs.cluster import RunsCluster, run_config_json
-from ludus.services.runs.follow import RunUpdate, follow
+from ludus.services.runs.cluster import RunsCluster, read_run_config_json
+from ludus.services.runs.follow import RunUpdate, follow_run
 from ludus.services.runs.platform import Release
 from ludus.services.runs.state import ClusterRunState, RunPhase
 from ludus.services.runs.volume import fetch
@@ -52,10 +52,10 @@ def parse_row(line: str) -> MetricsRow | None:
 
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
     """Return the number of steps of a run; 0 if its ConfigMap is gone."""
-    config_map = await cluster.config_map(run)
+    config_map = await cluster.find_config_map(run)
     if config_map is None:
         return 0
-    return validate_run_json(run_config_json(config_map)).training.num_steps
+    return validate_run_json(read_run_config_json(config_map)).training.num_steps
 
 
 async def watch(
@@ -70,7 +70,7 @@ async def watch(
     output, shown_warnings = TrainerOutput(), set[str]()
     with progress_view(progress_console()) as view:
         progress = RunProgress(await read_num_steps(cluster, run))
-        async with asyncio.timeout(within_s), aclosing(follow(cluster, run)) as updates:
+        async with asyncio.timeout(within_s), aclosing(follow_run(cluster, run)) as updates:
             async for update in updates:
                 _apply_update(update, progress, output)
                 warnings = dict.fromkeys((*output.warnings, *update.troubles))
@@ -93,7 +93,7 @@ def _apply_update(update: RunUpdate, progress: RunProgress, output: TrainerOutpu
     state = update.state
     progress.waiting_reason = _WAITING_REASONS.get(state.phase, "")
     if state.phase is RunPhase.RETRYING:
-        attempts = f"{state.attempts_failed} of {state.attempts_allowed} attempts failed"
+        attempts = f"{state.num_attempts_failed} of {state.num_attempts_allowed} attempts failed"
         progress.waiting_reason += f" ({attempts})"
     progress.is_stopping = state.phase is RunPhase.STOPPING
 
@@ -148,7 +148,9 @@ def explain_failure(console: Console, state: ClusterRunState, output: TrainerOut
     if not errors:
         for line in state.message.splitlines()[-10:] or output.tail:
             print_line(console, f"  {line}")
-    attempts = f" after {state.attempts_failed} attempts" if state.attempts_failed > 1 else ""
+    attempts = (
+        f" after {state.num_attempts_failed} attempts" if state.num_attempts_failed > 1 else ""
+    )
     reason = state.reason or "no reason was reported"
     print_line(
         console, f"run '{state.name}' failed{attempts}: {reason}; see: ludus logs {state.name}"

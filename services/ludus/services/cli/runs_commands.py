@@ -36,7 +36,7 @@ async def list_runs(cluster: RunsCluster) -> None:
         return
     table = new_table("run", "state", "attempts", "queue", "age")
     for state in states:
-        attempts = f"{state.attempts_failed + 1} of {state.attempts_allowed}"
+        attempts = f"{state.num_attempts_failed + 1} of {state.num_attempts_allowed}"
         row = (state.name, _state_text(state), attempts, state.queue, _age(state.created_at))
         table.add_row(*map(Text, row))
     results_console().print(table)
@@ -49,16 +49,16 @@ async def status(cluster: RunsCluster, run: options.RunName) -> None:
     Example: `ludus status demo`
     """
     from ludus.services.runs import operations
-    from ludus.services.runs.state import pod_role, pod_troubles
+    from ludus.services.runs.state import find_pod_troubles, read_pod_role
 
     state = await operations.find_state(cluster, run)
     if state is None:
-        await cluster.job(run)  # raises an error that names the existing runs
+        await cluster.read_job(run)  # raises an error that names the existing runs
         return
     console = results_console()
-    attempt = f"attempt {state.attempts_failed + 1} of {state.attempts_allowed}"
+    attempt = f"attempt {state.num_attempts_failed + 1} of {state.num_attempts_allowed}"
     print_line(console, f"{run}: {_state_text(state)} · {attempt}")
-    pods = await cluster.pods(state.ray_cluster)
+    pods = await cluster.list_pods(state.ray_cluster)
     line = await _progress_line(cluster, run)
     if line:
         print_line(console, line)
@@ -66,9 +66,9 @@ async def status(cluster: RunsCluster, run: options.RunName) -> None:
         table = new_table("pod", "role", "phase", "node")
         for pod in pods:
             phase, node = pod["status"].get("phase", ""), pod["spec"].get("nodeName", "")
-            table.add_row(*map(Text, (pod["metadata"]["name"], pod_role(pod), phase, node)))
+            table.add_row(*map(Text, (pod["metadata"]["name"], read_pod_role(pod), phase, node)))
         console.print(table)
-    for trouble in pod_troubles(pods):
+    for trouble in find_pod_troubles(pods):
         print_line(console, trouble)
 
 
@@ -99,7 +99,7 @@ async def logs(
             typer.echo(line)
     if not update.lines:
         # The head and its log are gone, but the run folder still exists.
-        typer.echo(await read_log(cluster, await cluster.release(release), run), nl=False)
+        typer.echo(await read_log(cluster, await cluster.read_release(release), run), nl=False)
 
 
 @options.cluster_command
@@ -121,7 +121,7 @@ async def stop(
     from ludus.services.runs import operations
 
     console = progress_console()
-    match await operations.stop(cluster, run, now=now):
+    match await operations.stop(cluster, run, deletes_now=now):
         case operations.StopOutcome.OVER:
             print_line(console, f"run '{run}' has already ended; see: ludus status {run}")
         case operations.StopOutcome.DELETED:
@@ -152,7 +152,7 @@ async def fetch(
     from ludus.services.runs import volume
 
     folder = folder or Path("runs") / run
-    found_release = await cluster.release(release)
+    found_release = await cluster.read_release(release)
     with progress_console().status(f"fetching {run}"):
         await volume.fetch(cluster, found_release, run, folder, with_checkpoints=with_checkpoints)
     if (folder / SUMMARY_FILE).exists():
@@ -183,13 +183,13 @@ async def _follow_run(
     from ludus.services.cli.run_view import show_end, watch
     from ludus.services.runs.state import read_state
 
-    initial_state = read_state(await cluster.job(run))
+    initial_state = read_state(await cluster.read_job(run))
     end = await watch(cluster, run)
     if initial_state.is_over and folder is None:
         await show_end(cluster, None, end, None)
         return
     try:
-        found_release = await cluster.release(release)
+        found_release = await cluster.read_release(release)
     except UserError:
         found_release = None  # permission to follow a run does not include the release
     await show_end(cluster, found_release, end, folder or Path("runs") / run)

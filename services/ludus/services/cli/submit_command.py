@@ -72,7 +72,7 @@ def submit(
 
     async def work() -> None:
         async with connect_cluster(context, namespace) as cluster:
-            found_release = await cluster.release(release)
+            found_release = await cluster.read_release(release)
             manifests = make_manifests(config, found_release, environments, queue)
             if dry_run:
                 _print_manifests(manifests, output_format)
@@ -104,7 +104,7 @@ async def resume(
     from ludus.services.runs.manifest import make_manifests
 
     config = await operations.load_resumable_config(cluster, run, overrides or ())
-    found_release = await cluster.release(release)
+    found_release = await cluster.read_release(release)
     manifests = make_manifests(config, found_release, queue=queue)
     await _check_cluster(cluster, manifests, ignore or ())
     await cluster.delete(run)
@@ -132,7 +132,7 @@ async def _check_cluster(
         findings = await check_cluster(cluster, manifests, ignored)
     for note in findings.notes:
         print_line(console, f"note: {note}", style="dim")
-    findings.raise_if_any()
+    findings.raise_problems()
 
 
 async def _follow_run(
@@ -158,9 +158,9 @@ async def _follow_run(
 def _print_manifests(manifests: RunManifests, output_format: Format) -> None:
     import yaml
 
-    from ludus.services.runs.cluster_checks import broken_rules
+    from ludus.services.runs.cluster_checks import find_broken_rules
 
-    for message in broken_rules(manifests):
+    for message in find_broken_rules(manifests):
         print_warning(progress_console(), message)
     documents = [manifests.config_map, manifests.job]
     if output_format == "json":

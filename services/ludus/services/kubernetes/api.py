@@ -79,7 +79,7 @@ class WatchEvent:
     object: JsonObject
 
 
-def resource_path(api_version: str, namespace: str, plural: str, name: str = "") -> str:
+def make_resource_path(api_version: str, namespace: str, plural: str, name: str = "") -> str:
     """Return the API path of all objects of a kind, or of one object if `name` is set.
 
     Args:
@@ -170,7 +170,7 @@ class KubernetesApi:
             ClusterError: the command could not be run, or it failed. The message contains its
                 stderr.
         """
-        path = f"{resource_path('v1', namespace, 'pods', pod)}/exec"
+        path = f"{make_resource_path('v1', namespace, 'pods', pod)}/exec"
         query = [("container", container), ("stdout", "true"), ("stderr", "true")]
         query += [("command", argument) for argument in command]
         stderr, status = b"", None

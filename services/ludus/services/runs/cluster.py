@@ -1,4 +1,4 @@
-"""The runs of one namespace, through its API server."""
+"""The client for the runs in one namespace of a cluster."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ludus.services.runs.names import (
     RUN_KEY,
     RUN_LABEL,
     RUNS_LABEL,
-    config_map_name,
-    core_path,
-    job_path,
+    make_config_map_name,
+    make_core_path,
+    make_job_path,
 )
 from ludus.services.runs.platform import Release, choose_release
 
@@ -37,8 +37,8 @@ _GONE_TIMEOUT_S = 120.0
 _POLL_S = 0.5
 
 
-def personal_access(context: str = "") -> ApiAccess:
-    """Return the user's access to a cluster, from a kubeconfig if there is one, like kubectl.
+def load_personal_access(context: str = "") -> ApiAccess:
+    """Load the user's access to a cluster, like kubectl: from the kubeconfig if there is one.
 
     Raises:
         ConfigError: no cluster is configured.
@@ -54,41 +54,41 @@ def personal_access(context: str = "") -> ApiAccess:
 
 @asynccontextmanager
 async def connect_cluster(context: str = "", namespace: str = "") -> AsyncIterator[RunsCluster]:
-    """Connect to the runs of a namespace; by default, the namespace of the context.
+    """Yield a client for the runs in a namespace; the default is the context's namespace.
 
     Raises:
         ConfigError: no cluster is configured.
     """
-    access = await asyncio.to_thread(personal_access, context)
-    async with KubernetesApi(lambda: personal_access(context), remedies=REMEDIES) as api:
+    access = await asyncio.to_thread(load_personal_access, context)
+    async with KubernetesApi(lambda: load_personal_access(context), remedies=REMEDIES) as api:
         yield RunsCluster(api, namespace or access.namespace or "default")
 
 
 class RunsCluster:
-    """The objects of runs in one namespace of a cluster."""
+    """A client for the objects of runs in one namespace of a cluster."""
 
     def __init__(self, api: KubernetesApi, namespace: str) -> None:
         self.api = api
         self.namespace = namespace
 
-    async def release(self, name: str | None = None) -> Release:
-        """Return the release with this name, or the only one.
+    async def read_release(self, name: str | None = None) -> Release:
+        """Return the release with this name, or the only release.
 
         Raises:
             NotFoundError: there is no such release in the namespace.
-            ConfigError: there are several releases and no name.
+            ConfigError: no name was given, and there are several releases.
         """
-        path = core_path(self.namespace, "configmaps")
-        config_maps = await self._list(path, f"{RUNS_LABEL}=true")
+        path = make_core_path(self.namespace, "configmaps")
+        config_maps = await self._list_objects(path, f"{RUNS_LABEL}=true")
         try:
             return choose_release(config_maps, name, f"namespace '{self.namespace}'")
         except NotFoundError as error:
-            namespaces = await self._namespaces_with_releases()
+            namespaces = await self._list_release_namespaces()
             if not namespaces:
                 raise
             raise NotFoundError(f"{error}; there are releases in {namespaces}") from None
 
-    async def job(self, run: str) -> JsonObject:
+    async def read_job(self, run: str) -> JsonObject:
         """Return the RayJob of a run.
 
         Raises:
@@ -97,67 +97,72 @@ class RunsCluster:
         job = await self.find_job(run)
         if job is not None:
             return job
-        names = [job["metadata"]["name"] for job in await self.jobs()]
-        existing = f"; the namespace has {', '.join(sorted(names))}" if names else ""
+        names = [job["metadata"]["name"] for job in await self.list_jobs()]
+        existing_runs = f"; the namespace has {', '.join(sorted(names))}" if names else ""
         raise NotFoundError(
             f"there is no run '{run}' in namespace '{self.namespace}'; "
-            f"{did_you_mean(run, names) or 'see: ludus list'}{existing}"
+            f"{did_you_mean(run, names) or 'see: ludus list'}{existing_runs}"
         )
 
     async def find_job(self, run: str) -> JsonObject | None:
         """Return the RayJob of a run, or None."""
-        return await self.find(job_path(self.namespace, run))
+        return await self.find_object(make_job_path(self.namespace, run))
 
-    async def jobs(self) -> list[JsonObject]:
+    async def list_jobs(self) -> list[JsonObject]:
         """Return the RayJobs of all runs."""
-        return await self._list(job_path(self.namespace), RUN_LABEL)
+        return await self._list_objects(make_job_path(self.namespace), RUN_LABEL)
 
-    async def config_maps(self) -> list[JsonObject]:
+    async def list_config_maps(self) -> list[JsonObject]:
         """Return the ConfigMaps of all runs."""
-        return await self._list(core_path(self.namespace, "configmaps"), RUN_LABEL)
+        return await self._list_objects(make_core_path(self.namespace, "configmaps"), RUN_LABEL)
 
-    async def config_map(self, run: str) -> JsonObject | None:
+    async def find_config_map(self, run: str) -> JsonObject | None:
         """Return the ConfigMap of a run, or None."""
-        return await self.find(core_path(self.namespace, "configmaps", config_map_name(run)))
+        return await self.find_object(
+            make_core_path(self.namespace, "configmaps", make_config_map_name(run))
+        )
 
-    async def pods(self, ray_cluster: str) -> list[JsonObject]:
+    async def list_pods(self, ray_cluster: str) -> list[JsonObject]:
         """Return the pods of a RayCluster, the head first."""
         if not ray_cluster:
             return []
-        path = core_path(self.namespace, "pods")
-        pods = await self._list(path, f"{CLUSTER_LABEL}={ray_cluster}")
+        path = make_core_path(self.namespace, "pods")
+        pods = await self._list_objects(path, f"{CLUSTER_LABEL}={ray_cluster}")
         return sorted(pods, key=lambda pod: not is_head(pod))
 
-    async def warning_events(self, name: str) -> list[JsonObject]:
-        """Return the warning events of an object, oldest first; none if they are forbidden."""
+    async def list_warning_events(self, name: str) -> list[JsonObject]:
+        """Return the warning events of an object, oldest first; [] if reading them is forbidden."""
         query = {"fieldSelector": f"involvedObject.name={name},type=Warning"}
         try:
-            path = core_path(self.namespace, "events")
+            path = make_core_path(self.namespace, "events")
             events = (await self.api.read(path, query)).get("items") or []
         except ClusterError as error:
             if error.status != FORBIDDEN:
                 raise
             return []
-        return sorted(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
+        return sorted(
+            events,
+            key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""),
+        )
 
     async def create(self, manifests: RunManifests) -> JsonObject:
-        """Create the RayJob and its ConfigMap, which is deleted with the RayJob.
+        """Create the RayJob and its ConfigMap, which the RayJob owns; return the RayJob.
 
         Raises:
-            ClusterError: the API server refused one of the objects; none is left.
+            ClusterError: the API server refused one of the objects. Both are removed.
         """
-        config_maps = core_path(self.namespace, "configmaps")
-        name = config_map_name(manifests.run.name)
+        config_maps_path = make_core_path(self.namespace, "configmaps")
+        name = make_config_map_name(manifests.run.name)
         try:
-            await self.api.create(config_maps, manifests.config_map)
+            await self.api.create(config_maps_path, manifests.config_map)
         except ClusterError as error:
             if error.status != CONFLICT:
                 raise
-            await self.api.replace(f"{config_maps}/{name}", manifests.config_map)
+            await self.api.replace(f"{config_maps_path}/{name}", manifests.config_map)
         try:
-            job = await self.api.create(job_path(self.namespace), manifests.job)
+            job = await self.api.create(make_job_path(self.namespace), manifests.job)
         except ClusterError:
-            await self._remove(f"{config_maps}/{name}")
+            await self._delete_if_found(f"{config_maps_path}/{name}")
             raise
         owner = {
             "apiVersion": RAY_API,
@@ -165,18 +170,20 @@ class RunsCluster:
             "name": job["metadata"]["name"],
             "uid": job["metadata"]["uid"],
         }
-        await self.api.merge(f"{config_maps}/{name}", {"metadata": {"ownerReferences": [owner]}})
+        await self.api.merge(
+            f"{config_maps_path}/{name}", {"metadata": {"ownerReferences": [owner]}}
+        )
         return job
 
     async def delete(self, run: str) -> None:
         """Delete a RayJob and wait until it is gone; KubeRay stops its driver and pods.
 
-        The ConfigMap stays, so that the run can be resumed.
+        The ConfigMap remains, so that the run can be resumed.
         """
-        if await self.config_map(run) is not None:
-            path = core_path(self.namespace, "configmaps", config_map_name(run))
+        if await self.find_config_map(run) is not None:
+            path = make_core_path(self.namespace, "configmaps", make_config_map_name(run))
             await self.api.merge(path, {"metadata": {"ownerReferences": None}})
-        await self._remove(job_path(self.namespace, run))
+        await self._delete_if_found(make_job_path(self.namespace, run))
         try:
             async with asyncio.timeout(_GONE_TIMEOUT_S):
                 while await self.find_job(run) is not None:
@@ -190,26 +197,26 @@ class RunsCluster:
 
     async def write_control(self, run: str, control: str) -> None:
         """Write the run's control file, which its driver reads."""
-        path = core_path(self.namespace, "configmaps", config_map_name(run))
+        path = make_core_path(self.namespace, "configmaps", make_config_map_name(run))
         await self.api.merge(path, {"data": {CONTROL_KEY: control}})
 
     async def refresh_mounts(self, pod: str, time: str) -> None:
-        """Make the node update a pod's mounted ConfigMaps now, not within a minute, if allowed."""
-        path = core_path(self.namespace, "pods", pod)
+        """Make the node update a pod's mounted ConfigMaps at once, if that is permitted."""
+        path = make_core_path(self.namespace, "pods", pod)
         try:
             await self.api.merge(path, {"metadata": {"annotations": {"ludus.dev/nudged": time}}})
         except ClusterError as error:
             if error.status not in (FORBIDDEN, NOT_FOUND):
                 raise
 
-    async def _remove(self, path: str) -> None:
+    async def _delete_if_found(self, path: str) -> None:
         try:
             await self.api.delete(path)
         except ClusterError as error:
             if error.status != NOT_FOUND:
                 raise
 
-    async def find(self, path: str) -> JsonObject | None:
+    async def find_object(self, path: str) -> JsonObject | None:
         """Return the object at a path of the API server, or None."""
         try:
             return await self.api.read(path)
@@ -218,15 +225,19 @@ class RunsCluster:
                 raise
             return None
 
-    async def _list(self, path: str, labels: str) -> list[JsonObject]:
+    async def _list_objects(self, path: str, labels: str) -> list[JsonObject]:
         return (await self.api.read(path, {"labelSelector": labels})).get("items") or []
 
-    async def _namespaces_with_releases(self) -> str:
+    async def _list_release_namespaces(self) -> str:
         try:
-            config_maps = await self._list(core_path("", "configmaps"), f"{RUNS_LABEL}=true")
+            config_maps = await self._list_objects(
+                make_core_path("", "configmaps"), f"{RUNS_LABEL}=true"
+            )
         except ClusterError:
             return ""
-        return ", ".join(sorted({item["metadata"]["namespace"] for item in config_maps}))
+        return ", ".join(
+            sorted({config_map["metadata"]["namespace"] for config_map in config_maps})
+        )
 
 
 def is_head(pod: JsonObject) -> bool:
@@ -234,14 +245,14 @@ def is_head(pod: JsonObject) -> bool:
     return (pod["metadata"].get("labels") or {}).get(NODE_TYPE_LABEL) == "head"
 
 
-def run_config_json(config_map: JsonObject) -> str:
+def read_run_config_json(config_map: JsonObject) -> str:
     """Return the run configuration in a run's ConfigMap.
 
     Raises:
         NotFoundError: the ConfigMap has none.
     """
-    text = (config_map.get("data") or {}).get(RUN_KEY)
-    if not text:
+    config_json = (config_map.get("data") or {}).get(RUN_KEY)
+    if not config_json:
         name = config_map["metadata"]["name"]
         raise NotFoundError(f"ConfigMap '{name}' has no key {RUN_KEY}")
-    return str(text)
+    return str(config_json)

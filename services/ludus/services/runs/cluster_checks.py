@@ -1,9 +1,9 @@
-"""Checks of the cluster before a run is submitted, so that the run does not fail minutes later.
+"""Checks of the cluster before a run is submitted, so that a run does not fail minutes later.
 
-Each check yields messages with the problem and its remedy. A check that the account may not perform
-is skipped with a note: checks need no more rights than the run itself. The dry run of `admission`
-finds what the API server refuses. The other checks find what would show only later, in a RayJob
-that KubeRay refuses or in pods that wait.
+Each check yields messages with a problem and its remedy. If the user's account lacks a permission,
+the check is skipped with a note, because the run itself may not need that permission. The
+`admission` check makes a dry run, so it finds what the API server would refuse. The other checks
+find problems that would appear later, as a RayJob that KubeRay refuses or as pods that wait.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from decimal import Decimal
 from typing import Any
 
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.kubernetes.api import JsonObject, resource_path
+from ludus.services.kubernetes.api import JsonObject, make_resource_path
 from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
 from ludus.services.runs.cluster import CONFLICT, FORBIDDEN, NOT_FOUND, RunsCluster
 from ludus.services.runs.demand import (
-    device_shortages,
-    node_problems,
-    pod_demands,
-    quota_shortages,
-    total_demand,
+    compute_pod_demands,
+    find_device_shortages,
+    find_node_problems,
+    find_quota_shortages,
+    sum_demands,
 )
 from ludus.services.runs.manifest import (
     RunManifests,
-    pod_containers,
-    pod_templates,
-    ray_cluster,
-    worker_groups,
+    get_pod_containers,
+    get_pod_templates,
+    get_ray_cluster_spec,
+    get_worker_groups,
 )
 from ludus.services.runs.names import (
     ELASTIC_ANNOTATION,
     QUEUE_LABEL,
-    core_path,
-    job_name_problem,
-    job_path,
+    explain_job_name_problem,
+    make_core_path,
+    make_job_path,
 )
 
 KUBERAY_INSTALL = (
@@ -51,18 +51,18 @@ _SECRET_FIELDS = ("imagePullSecrets", "secret", "secretKeyRef", "secretRef")
 
 @dataclass(slots=True)
 class ClusterFindings:
-    """The messages of all checks."""
+    """The problems and notes of all checks."""
 
     problems: list[str] = field(default_factory=list)
-    """Reasons why the run would not start, or would fail."""
+    """Reasons why the run would not start or would fail, with remedies."""
     notes: list[str] = field(default_factory=list)
     """Skipped checks and other information."""
 
-    def raise_if_any(self) -> None:
+    def raise_problems(self) -> None:
         """Refuse the run if there are problems.
 
         Raises:
-            ConfigError: there are problems, one per line.
+            ConfigError: there are problems. The message lists them, one per line.
         """
         if len(self.problems) == 1:
             raise ConfigError(self.problems[0])
@@ -72,7 +72,7 @@ class ClusterFindings:
 
 
 class Note(str):
-    """A message that does not prevent the run."""
+    """A message about something that does not prevent the run."""
 
 
 Check = Callable[[RunsCluster, RunManifests], AsyncIterator[str]]
@@ -81,7 +81,9 @@ Check = Callable[[RunsCluster, RunManifests], AsyncIterator[str]]
 async def check_cluster(
     cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str] = ()
 ) -> ClusterFindings:
-    """Run all checks except the ignored ones; without the operator, skip the rest.
+    """Run all checks except the ignored ones, and return their findings.
+
+    If the operator is not installed, the other checks are skipped.
 
     Raises:
         ConfigError: a name in `ignored` is not the name of a check.
@@ -95,7 +97,7 @@ async def check_cluster(
     findings = ClusterFindings()
     for name, check in CHECKS.items():
         if name in ignored or (name == "admission" and findings.problems):
-            continue  # the API server would report the same problems again
+            continue  # the dry run would only repeat the problems
         try:
             async for message in check(cluster, manifests):
                 (findings.notes if isinstance(message, Note) else findings.problems).append(message)
@@ -109,7 +111,7 @@ async def check_cluster(
 
 
 async def _check_operator(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    api_group = await cluster.find("/apis/ray.io/v1") or {}
+    api_group = await cluster.find_object("/apis/ray.io/v1") or {}
     if "rayjobs" not in {resource.get("name") for resource in api_group.get("resources") or []}:
         yield (
             "the cluster does not support RayJobs (ray.io/v1), because the KubeRay operator is not "
@@ -118,15 +120,15 @@ async def _check_operator(cluster: RunsCluster, manifests: RunManifests) -> Asyn
 
 
 async def _check_rules(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    for message in broken_rules(manifests):
+    for message in find_broken_rules(manifests):
         yield message
 
 
-def broken_rules(manifests: RunManifests) -> Iterator[str]:
-    """Yield a message for each rule that the API server does not check."""
+def find_broken_rules(manifests: RunManifests) -> Iterator[str]:
+    """Yield a message for each violation of a rule that the API server does not check."""
     job, run = manifests.job, manifests.run
-    spec, cluster = job["spec"], ray_cluster(job)
-    if problem := job_name_problem(run.name):
+    spec, cluster_spec = job["spec"], get_ray_cluster_spec(job)
+    if problem := explain_job_name_problem(run.name):
         yield problem
     shuts_down = spec.get("shutdownAfterJobFinishes")
     if shuts_down and (spec.get("deletionStrategy") or {}).get("deletionRules"):
@@ -138,34 +140,34 @@ def broken_rules(manifests: RunManifests) -> Iterator[str]:
     if queue and not shuts_down:
         yield f"a run in queue '{queue}' needs shutdownAfterJobFinishes: true; set it"
     is_elastic = (job["metadata"].get("annotations") or {}).get(ELASTIC_ANNOTATION) == "true"
-    if queue and cluster.get("enableInTreeAutoscaling") and not is_elastic:
+    if queue and cluster_spec.get("enableInTreeAutoscaling") and not is_elastic:
         yield (
             f"a run in queue '{queue}' with autoscaling needs the annotation "
             f'{ELASTIC_ANNOTATION}: "true"; set it, or disable autoscaling'
         )
-    for group in worker_groups(job):
-        minimum, maximum = group["minReplicas"], group["maxReplicas"]
-        if not minimum <= group["replicas"] <= maximum:
+    for group in get_worker_groups(job):
+        min_replicas, max_replicas = group["minReplicas"], group["maxReplicas"]
+        if not min_replicas <= group["replicas"] <= max_replicas:
             yield (
                 f"worker group '{group['groupName']}': replicas {group['replicas']} must be "
-                f"between {minimum} and {maximum}"
+                f"between {min_replicas} and {max_replicas}"
             )
     yield from _find_missing_gpus(manifests)
-    path = str(getattr(run.model, "path", ""))
-    if path.startswith((".", "/", "~")) and not path.startswith(run.output_dir):
+    model_path = str(getattr(run.model, "path", ""))
+    if model_path.startswith((".", "/", "~")) and not model_path.startswith(run.output_dir):
         yield (
-            f"model.path = '{path}' is a folder of this machine; name a model of the hub, or a "
-            f"folder below {run.output_dir}, which all pods share"
+            f"model.path = '{model_path}' is a folder of this machine; name a model of the hub, or "
+            f"a folder below {run.output_dir}, which all pods share"
         )
 
 
 def _find_missing_gpus(manifests: RunManifests) -> Iterator[str]:
-    gpus = {
+    gpu_field_by_role = {
         "learner": ("learner.num_gpus_per_rank", manifests.run.learner.num_gpus_per_rank),
         "rollout": ("rollout.num_gpus_per_worker", manifests.run.rollout.num_gpus_per_worker),
     }
-    for demand in pod_demands(manifests.job):
-        name, num_gpus = gpus.get(demand.role, ("", 0.0))
+    for demand in compute_pod_demands(manifests.job):
+        name, num_gpus = gpu_field_by_role.get(demand.role, ("", 0.0))
         if num_gpus > 0 and not any("gpu" in resource for resource in demand.requests):
             yield (
                 f"{name} = {num_gpus:g}, but the release's {demand.role} pods have no GPU; upgrade "
@@ -177,29 +179,37 @@ async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
     queue = manifests.job["metadata"]["labels"].get(QUEUE_LABEL)
     if not queue:
         return
-    group = await cluster.find(f"/apis/{_KUEUE}")
-    if group is None:
+    api_group = await cluster.find_object(f"/apis/{_KUEUE}")
+    if api_group is None:
         yield (
             f"the run uses queue '{queue}', but Kueue is not installed; install it, or remove the "
             "queue from the release's values"
         )
         return
-    api = str((group.get("preferredVersion") or {}).get("groupVersion", f"{_KUEUE}/v1beta1"))
-    local = await cluster.find(resource_path(api, cluster.namespace, "localqueues", queue))
-    if local is None:
+    api_version = str(
+        (api_group.get("preferredVersion") or {}).get("groupVersion", f"{_KUEUE}/v1beta1")
+    )
+    local_queue = await cluster.find_object(
+        make_resource_path(api_version, cluster.namespace, "localqueues", queue)
+    )
+    if local_queue is None:
         yield (
             f"there is no LocalQueue '{queue}' in namespace '{cluster.namespace}'; create it, or "
             "choose another with --queue"
         )
         return
-    name = local["spec"]["clusterQueue"]
-    cluster_queue = await cluster.find(resource_path(api, "", "clusterqueues", name))
+    name = local_queue["spec"]["clusterQueue"]
+    cluster_queue = await cluster.find_object(
+        make_resource_path(api_version, "", "clusterqueues", name)
+    )
     if cluster_queue is None:
         yield f"queue '{queue}' uses ClusterQueue '{name}', which does not exist; create it"
         return
-    totals = total_demand(pod_demands(manifests.job))
+    demand_by_resource = sum_demands(compute_pod_demands(manifests.job))
     for resource, quota in _sum_nominal_quotas(cluster_queue["spec"]).items():
-        amount = totals.get("pods" if resource == "pods" else f"requests.{resource}", Decimal(0))
+        amount = demand_by_resource.get(
+            "pods" if resource == "pods" else f"requests.{resource}", Decimal(0)
+        )
         if amount > quota:
             yield (
                 f"the run would wait forever: it starts with {format_quantity(amount, resource)}"
@@ -209,12 +219,12 @@ async def _check_queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIt
 
 
 def _sum_nominal_quotas(spec: JsonObject) -> dict[str, Decimal]:
-    """Return the quota of each resource in all flavors; empty if the queue may borrow."""
+    """Return the quota of each resource, summed over flavors; {} if the queue may borrow."""
     quotas: dict[str, Decimal] = {}
     if spec.get("cohort") or spec.get("cohortName"):
         return quotas
-    for group in spec.get("resourceGroups") or []:
-        for flavor in group["flavors"]:
+    for resource_group in spec.get("resourceGroups") or []:
+        for flavor in resource_group["flavors"]:
             for resource in flavor["resources"]:
                 amount = parse_quantity(resource["nominalQuota"])
                 quotas[resource["name"]] = quotas.get(resource["name"], Decimal(0)) + amount
@@ -222,13 +232,13 @@ def _sum_nominal_quotas(spec: JsonObject) -> dict[str, Decimal]:
 
 
 async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    for name, keys in _required_secrets(manifests.job).items():
-        secret = await cluster.find(core_path(cluster.namespace, "secrets", name))
+    for name, keys in _find_required_secrets(manifests.job).items():
+        secret = await cluster.find_object(make_core_path(cluster.namespace, "secrets", name))
         if secret is None:
-            literals = "".join(f" --from-literal={key}=..." for key in sorted(keys))
+            literal_options = "".join(f" --from-literal={key}=..." for key in sorted(keys))
             yield (
                 f"there is no Secret '{name}' in namespace '{cluster.namespace}'; create it with: "
-                f"kubectl -n {cluster.namespace} create secret generic {name}{literals}"
+                f"kubectl -n {cluster.namespace} create secret generic {name}{literal_options}"
             )
             continue
         missing_keys = sorted(keys - set(secret.get("data") or {}))
@@ -236,21 +246,23 @@ async def _check_secrets(cluster: RunsCluster, manifests: RunManifests) -> Async
             yield f"Secret '{name}' has no key '{missing_keys[0]}'; add it, or correct the values"
 
 
-def _required_secrets(job: JsonObject) -> dict[str, set[str]]:
-    """Return the names of the Secrets that the pods need to start, with the keys of each."""
+def _find_required_secrets(job: JsonObject) -> dict[str, set[str]]:
+    """Return the required keys of each Secret that the pods need, by the Secret's name."""
     keys_by_secret: dict[str, set[str]] = {}
-    for reference in _find_fields(pod_templates(job), _SECRET_FIELDS):
+    for reference in _find_fields(get_pod_templates(job), _SECRET_FIELDS):
         if not reference.get("optional"):
             name = reference.get("secretName") or reference["name"]
             keys = {
-                item["key"] for item in (reference, *reference.get("items", ())) if "key" in item
+                keyed_object["key"]
+                for keyed_object in (reference, *reference.get("items", ()))
+                if "key" in keyed_object
             }
             keys_by_secret.setdefault(name, set()).update(keys)
     return keys_by_secret
 
 
 def _find_fields(tree: Any, names: Sequence[str]) -> Iterator[JsonObject]:
-    """Yield the objects in all fields of these names, at any depth."""
+    """Yield the objects in all fields with these names, at any depth of the tree."""
     if isinstance(tree, list):
         for item in tree:
             yield from _find_fields(item, names)
@@ -263,9 +275,11 @@ def _find_fields(tree: Any, names: Sequence[str]) -> Iterator[JsonObject]:
 
 
 async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    references = _find_fields(pod_templates(manifests.job), ["persistentVolumeClaim"])
+    references = _find_fields(get_pod_templates(manifests.job), ["persistentVolumeClaim"])
     for name in sorted({reference["claimName"] for reference in references}):
-        claim = await cluster.find(core_path(cluster.namespace, "persistentvolumeclaims", name))
+        claim = await cluster.find_object(
+            make_core_path(cluster.namespace, "persistentvolumeclaims", name)
+        )
         if claim is None:
             yield (
                 f"there is no PersistentVolumeClaim '{name}' in namespace '{cluster.namespace}'; "
@@ -278,38 +292,38 @@ async def _check_volumes(cluster: RunsCluster, manifests: RunManifests) -> Async
 
 
 async def _check_nodes(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    nodes = (await cluster.api.read(resource_path("v1", "", "nodes"))).get("items") or []
-    demands = pod_demands(manifests.job)
-    problems = list(node_problems(demands, nodes))
+    nodes = (await cluster.api.read(make_resource_path("v1", "", "nodes"))).get("items") or []
+    demands = compute_pod_demands(manifests.job)
+    problems = list(find_node_problems(demands, nodes))
     for problem in problems:
         yield (
             f"{problem}; correct the resources or node selectors of the release's values, or "
             "submit with --ignore nodes if nodes are added on demand"
         )
     if not problems:
-        for message in device_shortages(total_demand(demands), nodes):
+        for message in find_device_shortages(sum_demands(demands), nodes):
             yield message
 
 
 async def _check_quotas(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
     if QUEUE_LABEL in manifests.job["metadata"]["labels"]:
-        return  # the run waits in its queue until there is room
-    totals = total_demand(pod_demands(manifests.job))
-    path = core_path(cluster.namespace, "resourcequotas")
+        return  # the run waits in its queue until the quota permits it
+    demand_by_resource = sum_demands(compute_pod_demands(manifests.job))
+    path = make_core_path(cluster.namespace, "resourcequotas")
     for quota in (await cluster.api.read(path)).get("items") or []:
         if not quota["spec"].get("scopes") and not quota["spec"].get("scopeSelector"):
-            for message in quota_shortages(totals, quota):
+            for message in find_quota_shortages(demand_by_resource, quota):
                 yield message
 
 
 async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator[str]:
-    """Validate the objects by a dry run on the API server: schema, webhooks and policies."""
-    refusal = await _refusal(cluster, job_path(cluster.namespace), manifests.job)
+    """Create the objects in a dry run, in which the API server checks schema and policies."""
+    refusal = await _find_refusal(cluster, make_job_path(cluster.namespace), manifests.job)
     if "unknown field" in refusal:
         yield Note(f"this version of KubeRay ignores unknown fields: {refusal}")
     elif refusal:
         yield f"the API server refuses the RayJob: {refusal}"
-    for template in pod_templates(manifests.job):
+    for template in get_pod_templates(manifests.job):
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -319,20 +333,20 @@ async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> Asy
             },
             "spec": template.get("spec") or {},
         }
-        refusal = await _refusal(cluster, core_path(cluster.namespace, "pods"), pod)
+        refusal = await _find_refusal(cluster, make_core_path(cluster.namespace, "pods"), pod)
         if refusal:
-            container = (pod_containers(template) or [{}])[0].get("name", "")
+            container = (get_pod_containers(template) or [{}])[0].get("name", "")
             yield f"the API server refuses the pod of container '{container}': {refusal}"
 
 
-async def _refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
-    """Return why the API server refuses an object; '' if it accepts it or cannot answer."""
+async def _find_refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
+    """Return the reason why the API server refuses an object; '' if it does not or cannot say."""
     try:
         await cluster.api.create(path, body, _DRY_RUN)
     except ClusterError as error:
         is_forbidden = error.status == FORBIDDEN and "cannot create resource" in error.message
         is_unsupported = error.status == _BAD_REQUEST and "dry run" in error.message
-        # When a run is resumed, the RayJob of the same name still exists (CONFLICT).
+        # CONFLICT: when a run is resumed, its old RayJob still exists.
         if is_forbidden or is_unsupported or error.status in (0, NOT_FOUND, CONFLICT):
             return ""
         _, separator, reason = error.message.partition(f": {error.status} ")

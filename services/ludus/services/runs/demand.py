@@ -1,4 +1,4 @@
-"""Resources that a run needs when it starts, compared with nodes and quotas."""
+"""The resources that a run needs to start, compared with nodes and quotas."""
 
 from __future__ import annotations
 
@@ -8,83 +8,92 @@ from decimal import Decimal
 
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
-from ludus.services.runs.manifest import head_template, pod_containers, ray_cluster, worker_groups
+from ludus.services.runs.manifest import (
+    get_head_template,
+    get_pod_containers,
+    get_ray_cluster_spec,
+    get_worker_groups,
+)
 
 ZERO = Decimal(0)
 
 
 @dataclass(frozen=True, slots=True)
 class PodDemand:
-    """The pods of one role and the resources of each."""
+    """The pods of one role, and the resources of each pod."""
 
     role: str
-    count: int
+    num_pods: int
     """Initial number of pods."""
     spec: JsonObject
     requests: Mapping[str, Decimal]
     limits: Mapping[str, Decimal]
 
 
-def pod_demands(job: JsonObject) -> list[PodDemand]:
+def compute_pod_demands(job: JsonObject) -> list[PodDemand]:
     """Return the pods that a RayJob starts with, the head first."""
-    cluster = ray_cluster(job)
+    cluster = get_ray_cluster_spec(job)
     # KubeRay adds the autoscaler as a second container to the head.
     sidecars = [cluster["autoscalerOptions"]] if cluster.get("enableInTreeAutoscaling") else []
     return [
-        _demand("head", 1, head_template(job), sidecars),
+        _compute_demand("head", 1, get_head_template(job), sidecars),
         *(
-            _demand(group["groupName"], group["replicas"], group["template"], [])
-            for group in worker_groups(job)
+            _compute_demand(group["groupName"], group["replicas"], group["template"], [])
+            for group in get_worker_groups(job)
         ),
     ]
 
 
-def _demand(role: str, count: int, template: JsonObject, sidecars: list[JsonObject]) -> PodDemand:
-    containers = [*pod_containers(template), *sidecars]
+def _compute_demand(
+    role: str, num_pods: int, template: JsonObject, sidecars: list[JsonObject]
+) -> PodDemand:
+    containers = [*get_pod_containers(template), *sidecars]
     limits = _sum_resources(containers, "limits")
     # Kubernetes sets a missing request to the limit.
     requests = {**limits, **_sum_resources(containers, "requests")}
-    return PodDemand(role, count, template["spec"], requests, limits)
+    return PodDemand(role, num_pods, template["spec"], requests, limits)
 
 
-def _sum_resources(containers: list[JsonObject], kind: str) -> dict[str, Decimal]:
+def _sum_resources(containers: list[JsonObject], field: str) -> dict[str, Decimal]:
     totals: dict[str, Decimal] = {}
     for container in containers:
-        for resource, amount in ((container.get("resources") or {}).get(kind) or {}).items():
+        for resource, amount in ((container.get("resources") or {}).get(field) or {}).items():
             totals[resource] = totals.get(resource, ZERO) + parse_quantity(amount)
     return totals
 
 
-def total_demand(demands: list[PodDemand]) -> dict[str, Decimal]:
-    """Return the sum of all pods, by the resource names of a ResourceQuota."""
-    totals = {"pods": Decimal(sum(demand.count for demand in demands))}
+def sum_demands(demands: list[PodDemand]) -> dict[str, Decimal]:
+    """Return the total amount of each resource, by its name in a ResourceQuota."""
+    totals = {"pods": Decimal(sum(demand.num_pods for demand in demands))}
     for demand in demands:
-        amounts = [(f"requests.{name}", amount) for name, amount in demand.requests.items()]
-        amounts += [(f"limits.{name}", amount) for name, amount in demand.limits.items()]
-        for name, amount in amounts:
-            totals[name] = totals.get(name, ZERO) + amount * demand.count
-    # A quota may name these requests without the prefix.
+        named_amounts = [(f"requests.{name}", amount) for name, amount in demand.requests.items()]
+        named_amounts += [(f"limits.{name}", amount) for name, amount in demand.limits.items()]
+        for name, amount in named_amounts:
+            totals[name] = totals.get(name, ZERO) + amount * demand.num_pods
+    # A quota may name these two requests without the prefix.
     return totals | {name: totals.get(f"requests.{name}", ZERO) for name in ("cpu", "memory")}
 
 
-def node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
-    """Yield a message for each role whose pods fit on no node, even if the nodes were empty."""
+def find_node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
+    """Yield a message for each role whose pods would fit on no node, even on empty nodes."""
     for demand in demands:
-        admitting_nodes = [node for node in nodes if _admits(node, demand.spec)]
-        if demand.count and not any(_fits(demand, node) for node in admitting_nodes):
+        admitting_nodes = [node for node in nodes if _admits_pod(node, demand.spec)]
+        if demand.num_pods and not any(_fits_on_node(demand, node) for node in admitting_nodes):
             yield _explain_no_node(demand, admitting_nodes)
 
 
 def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> str:
     if not admitting_nodes:
-        selector = ", ".join(f"{k}={v}" for k, v in (demand.spec.get("nodeSelector") or {}).items())
+        selector = ", ".join(
+            f"{key}={value}" for key, value in (demand.spec.get("nodeSelector") or {}).items()
+        )
         with_labels = f" with {selector}" if selector else ""
         return (
             f"no node{with_labels} admits a {demand.role} pod; check its nodeSelector and "
             "tolerations"
         )
     for resource, amount in demand.requests.items():
-        max_amount = max(_allocatable(node, resource) for node in admitting_nodes)
+        max_amount = max(_read_allocatable(node, resource) for node in admitting_nodes)
         if max_amount < amount:
             return (
                 f"a {demand.role} pod requests {format_quantity(amount, resource)} of {resource},"
@@ -93,48 +102,51 @@ def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> st
     return f"a {demand.role} pod fits on no node: no node has all the resources it requests"
 
 
-def device_shortages(totals: Mapping[str, Decimal], nodes: list[JsonObject]) -> Iterator[str]:
+def find_device_shortages(totals: Mapping[str, Decimal], nodes: list[JsonObject]) -> Iterator[str]:
     """Yield a message for each device type, such as a GPU, that the cluster has too few of."""
-    for name, requested in totals.items():
+    for name, requested_amount in totals.items():
         device = name.removeprefix("requests.")
-        available = sum((_allocatable(node, device) for node in nodes), ZERO)
-        if device != name and "/" in device and requested > available:
+        available_amount = sum((_read_allocatable(node, device) for node in nodes), ZERO)
+        if device != name and "/" in device and requested_amount > available_amount:
             yield (
-                f"the run starts with {requested:f} {device}, but the nodes have {available:f}; "
-                "lower learner.num_ranks or rollout.min_workers, or add nodes"
+                f"the run starts with {requested_amount:f} {device}, but the nodes have "
+                f"{available_amount:f}; lower learner.num_ranks or rollout.min_workers, or add "
+                "nodes"
             )
 
 
-def quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterator[str]:
+def find_quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterator[str]:
     """Yield a message for each resource that exceeds the quota."""
     name, status = quota["metadata"]["name"], quota.get("status") or {}
-    for resource, hard in (status.get("hard") or {}).items():
-        amount, limit = totals.get(resource, ZERO), parse_quantity(hard)
-        free = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
-        start = f"the run starts with {format_quantity(amount, resource)} of {resource}, but quota"
+    for resource, hard_limit in (status.get("hard") or {}).items():
+        amount, limit = totals.get(resource, ZERO), parse_quantity(hard_limit)
+        free_amount = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
+        message_start = (
+            f"the run starts with {format_quantity(amount, resource)} of {resource}, but quota"
+        )
         if amount > limit:
             yield (
-                f"{start} '{name}' allows {format_quantity(limit, resource)}; request a larger "
-                "quota, or lower learner.num_ranks, rollout.min_workers or the resources in the "
-                "release's values"
+                f"{message_start} '{name}' allows {format_quantity(limit, resource)}; request a "
+                "larger quota, or lower learner.num_ranks, rollout.min_workers or the resources in "
+                "the release's values"
             )
-        elif amount > max(free, ZERO):
+        elif amount > max(free_amount, ZERO):
             yield (
-                f"{start} '{name}' has {format_quantity(free, resource)} left of"
+                f"{message_start} '{name}' has {format_quantity(free_amount, resource)} left of"
                 f" {format_quantity(limit, resource)}; wait for other runs to end (ludus list),"
                 " or stop one (ludus stop NAME)"
             )
 
 
-def _fits(demand: PodDemand, node: JsonObject) -> bool:
-    return all(_allocatable(node, name) >= amount for name, amount in demand.requests.items())
+def _fits_on_node(demand: PodDemand, node: JsonObject) -> bool:
+    return all(_read_allocatable(node, name) >= amount for name, amount in demand.requests.items())
 
 
-def _allocatable(node: JsonObject, resource: str) -> Decimal:
+def _read_allocatable(node: JsonObject, resource: str) -> Decimal:
     return parse_quantity(((node.get("status") or {}).get("allocatable") or {}).get(resource, 0))
 
 
-def _admits(node: JsonObject, pod: JsonObject) -> bool:
+def _admits_pod(node: JsonObject, pod: JsonObject) -> bool:
     """Return whether the node's labels and taints allow a pod with this spec."""
     labels, spec = node["metadata"].get("labels") or {}, node.get("spec") or {}
     return (

@@ -1,10 +1,10 @@
-"""Construction of the Kubernetes objects of a run from its configuration and a release.
+"""The Kubernetes objects of a run, built from its configuration and a release.
 
     LanguageModelRun --adapt_to_release--> LanguageModelRun --+
                                                               +--> make_manifests --> RayJob,
     Release --template----------------------------------------+                       ConfigMap
 
-This module sends no request to a cluster.
+This module sends no requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.services.runs.names import (
     RELEASE_LABEL,
     RUN_KEY,
     RUN_LABEL,
-    config_map_name,
+    make_config_map_name,
 )
 from ludus.services.runs.platform import Platform, PlatformEnvironment, Release
 
@@ -63,20 +63,20 @@ def make_manifests(
     """Build the objects of a run.
 
     Args:
-        environments: mapping from an environment's name in the run to its name in the release, if
-            the names differ.
-        queue: the Kueue queue that replaces the release's queue.
+        environments: name in the release by name in the run, for environments whose names
+            differ.
+        queue: Kueue queue for the run; None uses the release's queue.
 
     Raises:
         ConfigError: the release does not serve the run's environments.
     """
     run = adapt_to_release(run, release.platform, environments or {})
-    job = _insert_name(release.template, run.name)
+    job = _insert_run_name(release.template, run.name)
     labels = {RUN_LABEL: run.name, RELEASE_LABEL: release.platform.release}
-    _label(job, labels, release.platform.namespace)
+    _add_labels(job, labels, release.platform.namespace)
     job["spec"]["metadata"] = {**(job["spec"].get("metadata") or {}), "run_id": run.name}
-    for template in pod_templates(job):
-        _label(template, labels)
+    for template in get_pod_templates(job):
+        _add_labels(template, labels)
     _size_groups(job, run, release.platform)
     job["spec"]["entrypoint"] = _copy_output_to_log(job["spec"]["entrypoint"])
     if queue is not None:
@@ -84,17 +84,17 @@ def make_manifests(
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": config_map_name(run.name)},
+        "metadata": {"name": make_config_map_name(run.name)},
         "data": {RUN_KEY: run.model_dump_json(indent=2)},
     }
-    _label(config_map, labels, release.platform.namespace)
+    _add_labels(config_map, labels, release.platform.namespace)
     return RunManifests(run, job, config_map)
 
 
 def adapt_to_release(
     run: LanguageModelRun, platform: Platform, environments: Mapping[str, str]
 ) -> LanguageModelRun:
-    """Return the run with the environments, output folder and weight store of the release.
+    """Return the run's configuration with the release's environments, folder and weight store.
 
     Raises:
         ConfigError: the release does not serve the run's environments.
@@ -105,9 +105,9 @@ def adapt_to_release(
             f"--environment {unknown_names[0]}=...: the run has no environment "
             f"'{unknown_names[0]}'; it has {', '.join(run.environments)}"
         )
-    update: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "environments": {
-            name: _find_served(name, environment, platform, environments.get(name))
+            name: _find_served_environment(name, environment, platform, environments.get(name))
             for name, environment in run.environments.items()
         },
         "output_dir": platform.output_dir,
@@ -115,17 +115,17 @@ def adapt_to_release(
     }
     if platform.metrics_port and run.metrics.prometheus is None:
         sink = PrometheusSink(port=platform.metrics_port, host="0.0.0.0")
-        update["metrics"] = run.metrics.model_copy(update={"prometheus": sink})
-    return run.model_copy(update=update)
+        changes["metrics"] = run.metrics.model_copy(update={"prometheus": sink})
+    return run.model_copy(update=changes)
 
 
-def _find_served(
+def _find_served_environment(
     name: str,
     environment: LocalEnvironment | RemoteEnvironment,
     platform: Platform,
     platform_name: str | None,
 ) -> LocalEnvironment | RemoteEnvironment:
-    """Return the release's environment for one of the run's environments."""
+    """Return the remote environment that serves one of the run's environments."""
     if isinstance(environment, RemoteEnvironment) and platform_name is None:
         return environment
     candidate = platform.environments.get(platform_name or name)
@@ -138,7 +138,9 @@ def _find_served(
             f"add environments.{platform_name or name} to the release's values, or choose "
             f"another with --environment {name}=NAME"
         )
-    if isinstance(environment, LocalEnvironment) and not _matches(environment, candidate):
+    if isinstance(environment, LocalEnvironment) and not _matches_environment(
+        environment, candidate
+    ):
         raise ConfigError(
             f"environments.{name} is {environment.package} {json.dumps(environment.options)}, "
             f"but '{platform_name or name}' of release '{platform.release}' is "
@@ -152,8 +154,8 @@ def _find_served(
 _LOCAL_FIELDS = set(LocalEnvironment.model_fields) - set(RemoteEnvironment.model_fields)
 
 
-def _matches(environment: LocalEnvironment, candidate: PlatformEnvironment) -> bool:
-    """Return whether the candidate is the environment, as far as the release describes it."""
+def _matches_environment(environment: LocalEnvironment, candidate: PlatformEnvironment) -> bool:
+    """Return whether the candidate may be the environment; the release may not describe it."""
     return candidate.package in (None, environment.package) and candidate.options in (
         None,
         environment.options,
@@ -166,13 +168,13 @@ def _find_unique_match(
     matches = [
         candidate
         for candidate in platform.environments.values()
-        if candidate.package is not None and _matches(environment, candidate)
+        if candidate.package is not None and _matches_environment(environment, candidate)
     ]
     return matches[0] if len(matches) == 1 else None
 
 
 def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> WeightStoreConfig:
-    """Return the run's S3 store, or the release's store with the run's settings."""
+    """Return the run's S3 store, or the release's store with the settings of the run's store."""
     if isinstance(weights, S3WeightStore):
         return weights
     settings = dict(weights)
@@ -181,64 +183,67 @@ def _choose_weight_store(weights: WeightStoreConfig, platform: Platform) -> Weig
     )
 
 
-# The parts of a RayJob.
+# Parts of a RayJob.
 
 
-def ray_cluster(job: JsonObject) -> JsonObject:
+def get_ray_cluster_spec(job: JsonObject) -> JsonObject:
     """Return the specification of the job's RayCluster."""
     return job["spec"]["rayClusterSpec"]
 
 
-def head_template(job: JsonObject) -> JsonObject:
+def get_head_template(job: JsonObject) -> JsonObject:
     """Return the head's pod template."""
-    return ray_cluster(job)["headGroupSpec"]["template"]
+    return get_ray_cluster_spec(job)["headGroupSpec"]["template"]
 
 
-def worker_groups(job: JsonObject) -> list[JsonObject]:
+def get_worker_groups(job: JsonObject) -> list[JsonObject]:
     """Return the worker groups."""
-    return ray_cluster(job)["workerGroupSpecs"]
+    return get_ray_cluster_spec(job)["workerGroupSpecs"]
 
 
-def pod_templates(job: JsonObject) -> list[JsonObject]:
+def get_pod_templates(job: JsonObject) -> list[JsonObject]:
     """Return the pod templates of the head and of each worker group."""
-    return [head_template(job), *(group["template"] for group in worker_groups(job))]
+    return [get_head_template(job), *(group["template"] for group in get_worker_groups(job))]
 
 
-def pod_containers(template: JsonObject) -> list[JsonObject]:
+def get_pod_containers(template: JsonObject) -> list[JsonObject]:
     """Return the containers of a pod template, the Ray container first."""
     return template["spec"]["containers"]
 
 
 def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
     """Set the number of pods in each group from the run's learner ranks and rollout workers."""
-    is_elastic = bool(ray_cluster(job).get("enableInTreeAutoscaling"))
-    for group in worker_groups(job):
+    is_elastic = bool(get_ray_cluster_spec(job).get("enableInTreeAutoscaling"))
+    for group in get_worker_groups(job):
         name = group.get("groupName")
         if name == LEARNER_GROUP:
-            size = math.ceil(run.learner.num_ranks / platform.learner.per_pod)
-            group.update(replicas=size, minReplicas=size, maxReplicas=size)
+            num_pods = math.ceil(run.learner.num_ranks / platform.learner.per_pod)
+            group.update(replicas=num_pods, minReplicas=num_pods, maxReplicas=num_pods)
         elif name == ROLLOUT_GROUP:
             num_pods = math.ceil(run.rollout.num_workers / platform.rollout.per_pod)
             min_pods = math.ceil(run.rollout.min_workers / platform.rollout.per_pod)
-            # KubeRay submits the job only when all `replicas` run, so workers that may join later
-            # are not part of that number. The maximum leaves room for `ludus scale`.
+            # KubeRay submits the job only when all `replicas` run, so that number does not include
+            # workers that may join later. The maximum leaves room for `ludus scale`.
             max_pods = max(num_pods, group.get("maxReplicas") or 0)
             if not is_elastic:
                 min_pods = max_pods = num_pods
             group.update(replicas=min_pods, minReplicas=min_pods, maxReplicas=max_pods)
 
 
-def _insert_name(template: JsonObject, name: str) -> JsonObject:
-    """Return a copy of the template with the run's name instead of its placeholder."""
-    names = {PLACEHOLDER: name, config_map_name(PLACEHOLDER): config_map_name(name)}
-    text = json.dumps(template)
-    for placeholder, value in names.items():
-        text = text.replace(json.dumps(placeholder), json.dumps(value))
-    return json.loads(text)
+def _insert_run_name(template: JsonObject, name: str) -> JsonObject:
+    """Return a copy of the template in which the run's name replaces the placeholder."""
+    value_by_placeholder = {
+        PLACEHOLDER: name,
+        make_config_map_name(PLACEHOLDER): make_config_map_name(name),
+    }
+    template_json = json.dumps(template)
+    for placeholder, value in value_by_placeholder.items():
+        template_json = template_json.replace(json.dumps(placeholder), json.dumps(value))
+    return json.loads(template_json)
 
 
-def _label(item: JsonObject, labels: Mapping[str, str], namespace: str = "") -> None:
-    metadata = item.setdefault("metadata", {})
+def _add_labels(manifest: JsonObject, labels: Mapping[str, str], namespace: str = "") -> None:
+    metadata = manifest.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
     if namespace:
         metadata["namespace"] = namespace
@@ -247,14 +252,14 @@ def _label(item: JsonObject, labels: Mapping[str, str], namespace: str = "") -> 
 def _copy_output_to_log(entrypoint: str) -> str:
     """Return the driver's command with its output copied to its container's log.
 
-    The driver is not its container's main process. Without the copy, its output goes only to a
-    file of Ray that is deleted with the pod. `kubectl logs` and `ludus logs` read the log.
+    The driver is not its container's main process, so Ray writes its output only to a file that is
+    deleted with the pod. `kubectl logs` and `ludus logs` read the container's log.
     """
     script = f"{CONTROL_VARIABLE}={CONFIG_FOLDER}/{CONTROL_KEY} {entrypoint} 2>&1"
     return f"bash -o pipefail -c {shlex.quote(f'{script} | tee {_CONTAINER_LOG}')}"
 
 
 def _set_queue(job: JsonObject, queue: str) -> None:
-    _label(job, {QUEUE_LABEL: queue})
-    if ray_cluster(job).get("enableInTreeAutoscaling"):
+    _add_labels(job, {QUEUE_LABEL: queue})
+    if get_ray_cluster_spec(job).get("enableInTreeAutoscaling"):
         job["metadata"].setdefault("annotations", {})[ELASTIC_ANNOTATION] = "true"

@@ -2,14 +2,14 @@
 
 RayJob      NAME            label ludus.dev/run: NAME
 ConfigMap   NAME-config     the same label; the configuration, mounted at /etc/ludus
-folder      /runs/NAME      on the release's volume; outlives both objects
+folder      /runs/NAME      on the release's volume; remains after both objects are deleted
 """
 
 from __future__ import annotations
 
 import re
 
-from ludus.services.kubernetes.api import resource_path
+from ludus.services.kubernetes.api import make_resource_path
 
 RAY_API = "ray.io/v1"
 RAY_JOBS = "rayjobs"
@@ -30,40 +30,41 @@ PLACEHOLDER = "RUN"
 """Placeholder for the run's name in a release's template."""
 
 MAX_NAME_CHARS = 47
-"""Maximum length of a run's name, from which KubeRay derives names of pods and services."""
-_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+"""Maximum length of a run's name. KubeRay derives longer names of pods and services from it."""
+_DNS_1035_PATTERN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def job_name_problem(name: str) -> str:
-    """Return the reason why a RayJob cannot have this name, with a remedy, or ''."""
+def explain_job_name_problem(name: str) -> str:
+    """Return the reason why a RayJob cannot have this name, and a remedy; '' if it can."""
     if len(name) > MAX_NAME_CHARS:
         return (
             f"name = '{name}' has {len(name)} characters, but a RayJob's name has at most "
             f"{MAX_NAME_CHARS}; set a shorter name with --set name=..."
         )
-    if not _DNS_1035.fullmatch(name):
+    if not _DNS_1035_PATTERN.fullmatch(name):
         return (
             f"name = '{name}' cannot be the name of a RayJob, which consists of lower-case "
-            f"letters, digits and '-' and starts with a letter; try --set name={_suggest(name)}"
+            f"letters, digits and '-' and starts with a letter; try --set "
+            f"name={_suggest_name(name)}"
         )
     return ""
 
 
-def config_map_name(run: str) -> str:
+def make_config_map_name(run: str) -> str:
     """Return the name of a run's ConfigMap."""
     return f"{run}-config"
 
 
-def job_path(namespace: str, run: str = "") -> str:
+def make_job_path(namespace: str, run: str = "") -> str:
     """Return the API path of a run's RayJob, or of all RayJobs."""
-    return resource_path(RAY_API, namespace, RAY_JOBS, run)
+    return make_resource_path(RAY_API, namespace, RAY_JOBS, run)
 
 
-def core_path(namespace: str, plural: str, name: str = "") -> str:
+def make_core_path(namespace: str, plural: str, name: str = "") -> str:
     """Return the API path of a core resource, such as a pod, or of all resources of its kind."""
-    return resource_path("v1", namespace, plural, name)
+    return make_resource_path("v1", namespace, plural, name)
 
 
-def _suggest(name: str) -> str:
+def _suggest_name(name: str) -> str:
     suggestion = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return suggestion if suggestion[:1].isalpha() else f"run-{suggestion}".rstrip("-")

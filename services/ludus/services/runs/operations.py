@@ -1,11 +1,11 @@
-"""Operations on runs in a cluster: list, stop, resume.
+"""Operations on the runs of a cluster: list, stop and resume.
 
-stop      sets a stop request in the run's control file, which its ConfigMap mounts. The driver
-          finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
-          reports a failure. KubeRay cannot do this: `suspend` deletes the cluster while the driver
-          runs, and a deletion sends SIGTERM when the learners are already stopping. Both lose
-          the steps since the last checkpoint.
-resume    replaces the RayJob by a new one with the same name, and so the same folder and
+stop      writes a stop request into the control file in the run's ConfigMap. The driver reads the
+          file, finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
+          reports a failure. KubeRay itself cannot stop a run without losing the steps since the
+          last checkpoint: `suspend` deletes the RayCluster while the driver runs, and a deletion
+          sends SIGTERM to the driver when the learners are already stopping.
+resume    replaces the RayJob by a new one with the same name, which uses the same folder and its
           checkpoints.
 """
 
@@ -25,16 +25,16 @@ from ludus.proto.config import (
 from ludus.proto.config.changes import find_changes
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
-from ludus.services.runs.cluster import RunsCluster, is_head, run_config_json
-from ludus.services.runs.names import CONTROL_KEY, config_map_name, job_path
+from ludus.services.runs.cluster import RunsCluster, is_head, read_run_config_json
+from ludus.services.runs.names import CONTROL_KEY, make_config_map_name, make_job_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
 _TTL_AFTER_STOP_S = 30
-"""Pod lifetime after a stop: short, so that their resources are freed."""
+"""Seconds that pods remain after a stop: few, so that their resources become free."""
 
 
 class StopOutcome(StrEnum):
-    """Effect of a stop request."""
+    """The outcome of a request to stop a run."""
 
     OVER = "over"
     """The run had already ended."""
@@ -45,10 +45,10 @@ class StopOutcome(StrEnum):
 
 
 async def refuse_existing(cluster: RunsCluster, run: str) -> None:
-    """Refuse a name that an existing run has.
+    """Refuse a run whose name is already in use.
 
     Raises:
-        ConfigError: the run exists.
+        ConfigError: a run with this name exists.
     """
     state = await find_state(cluster, run)
     if state is None:
@@ -62,7 +62,7 @@ async def refuse_existing(cluster: RunsCluster, run: str) -> None:
 
 async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
     """Return the state of a run, or None if there is no such run."""
-    job, config_map = await cluster.find_job(run), await cluster.config_map(run)
+    job, config_map = await cluster.find_job(run), await cluster.find_config_map(run)
     if job is not None:
         return read_state(job, config_map)
     return None if config_map is None else ClusterRunState(run, RunPhase.STOPPED)
@@ -70,40 +70,43 @@ async def find_state(cluster: RunsCluster, run: str) -> ClusterRunState | None:
 
 async def list_states(cluster: RunsCluster) -> list[ClusterRunState]:
     """Return the states of all runs of the namespace, oldest first."""
-    config_maps = {item["metadata"]["name"]: item for item in await cluster.config_maps()}
+    config_maps = {
+        config_map["metadata"]["name"]: config_map
+        for config_map in await cluster.list_config_maps()
+    }
     states = []
-    for job in await cluster.jobs():
-        config_map = config_maps.pop(config_map_name(job["metadata"]["name"]), None)
+    for job in await cluster.list_jobs():
+        config_map = config_maps.pop(make_config_map_name(job["metadata"]["name"]), None)
         states.append(read_state(job, config_map))
     for name, config_map in config_maps.items():
         created_at = config_map["metadata"]["creationTimestamp"]
-        run = name.removesuffix(config_map_name(""))
+        run = name.removesuffix(make_config_map_name(""))
         states.append(ClusterRunState(run, RunPhase.STOPPED, created_at=created_at))
     return sorted(states, key=lambda state: state.created_at)
 
 
-async def stop(cluster: RunsCluster, run: str, *, now: bool = False) -> StopOutcome:
-    """Request a stop after the current step; delete a run that has not started.
+async def stop(cluster: RunsCluster, run: str, *, deletes_now: bool = False) -> StopOutcome:
+    """Request a stop after the current step, or delete the run if it has not started.
 
     Args:
-        now: delete the run without waiting for its step.
+        deletes_now: True to delete the run without waiting for its current step.
 
     Raises:
         NotFoundError: there is no such run.
     """
-    job, config_map = await cluster.job(run), await cluster.config_map(run)
+    job, config_map = await cluster.read_job(run), await cluster.find_config_map(run)
     state = read_state(job, config_map)
     if state.is_over:
         return StopOutcome.OVER
-    is_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
-    if now or not is_started or config_map is None:
+    has_started = state.phase in (RunPhase.RUNNING, RunPhase.STOPPING)
+    if deletes_now or not has_started or config_map is None:
         await cluster.delete(run)
         return StopOutcome.DELETED
     control = RunControl.model_validate_json(config_map["data"].get(CONTROL_KEY, "{}"))
     await cluster.write_control(run, control.model_copy(update={"stop": True}).model_dump_json())
-    ttl = {"spec": {"ttlSecondsAfterFinished": _TTL_AFTER_STOP_S}}
-    await cluster.api.merge(job_path(cluster.namespace, run), ttl)
-    for pod in await cluster.pods(state.ray_cluster):
+    ttl_patch = {"spec": {"ttlSecondsAfterFinished": _TTL_AFTER_STOP_S}}
+    await cluster.api.merge(make_job_path(cluster.namespace, run), ttl_patch)
+    for pod in await cluster.list_pods(state.ray_cluster):
         if is_head(pod):
             await cluster.refresh_mounts(pod["metadata"]["name"], datetime.now(UTC).isoformat())
     return StopOutcome.REQUESTED
@@ -118,7 +121,7 @@ async def load_resumable_config(
         NotFoundError: there is no such run.
         ConfigError: the run has not ended, or an override is invalid or cannot be changed.
     """
-    config_map = await cluster.config_map(run)
+    config_map = await cluster.find_config_map(run)
     state = await find_state(cluster, run)
     if state is None or config_map is None:
         raise NotFoundError(
@@ -130,8 +133,8 @@ async def load_resumable_config(
         raise ConfigError(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
-    previous_config = run_config_json(config_map)
-    run_config = run_config_from(json.loads(previous_config), overrides)
+    previous_config_json = read_run_config_json(config_map)
+    run_config = run_config_from(json.loads(previous_config_json), overrides)
     config = require_language_model(run_config, "ludus resume")
     if config.name != run:
         raise ConfigError(
@@ -139,5 +142,5 @@ async def load_resumable_config(
             "checkpoints; remove this option"
         )
     # The driver would refuse the same changes, but only after the old RayJob is deleted.
-    find_changes(validate_run_json(previous_config), config)
+    find_changes(validate_run_json(previous_config_json), config)
     return config

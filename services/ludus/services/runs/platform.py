@@ -1,4 +1,4 @@
-"""The part of an installed release that runs need: environments, volume, RayJob template.
+"""The description of an installed release: its environments, volume and RayJob template.
 
 The chart writes a ConfigMap with the label ludus.dev/runs and two keys: rayjob.yaml, a RayJob
 without the run's name, and platform.json, which this module reads.
@@ -20,30 +20,30 @@ from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.names import PLATFORM_KEY, RUNS_LABEL, TEMPLATE_KEY
 
 
-class _Part(BaseModel):
-    # A newer chart may have fields that this program does not know.
+class _PlatformModel(BaseModel):
+    # Unknown fields are ignored, because a newer chart may add some.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class PlatformEnvironment(_Part):
+class PlatformEnvironment(_PlatformModel):
     """An environment that the release's gateway serves."""
 
     address: str
     """Address for clients in the cluster, for example grpc://ludus-gateway:18000/blackjack."""
     package: str | None = None
-    """Package of its servers; null if the release does not report it."""
+    """Package of the environment; None if the release does not report it."""
     options: dict[str, Any] | None = None
 
 
-class PodGroup(_Part):
+class PodGroup(_PlatformModel):
     """The pods of learner ranks or of rollout workers."""
 
     per_pod: Annotated[int, Field(ge=1)] = 1
     """Number of learner ranks or rollout workers per pod."""
 
 
-class Platform(_Part):
-    """A release's description of itself, platform.json."""
+class Platform(_PlatformModel):
+    """The content of platform.json, in which a release describes itself."""
 
     release: str
     namespace: str
@@ -55,7 +55,7 @@ class Platform(_Part):
     learner: PodGroup = PodGroup()
     rollout: PodGroup = PodGroup()
     metrics_port: int | None = None
-    """Port of the driver's pod that the release's monitors scrape."""
+    """Port for metrics in the driver's pod, which the release's monitors scrape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ class Release:
 
 
 def parse_release(config_map: JsonObject) -> Release:
-    """Parse the release that a ConfigMap describes.
+    """Parse a ConfigMap that describes a release.
 
     Raises:
         ConfigError: the ConfigMap is incomplete or invalid.
     """
     name = (config_map.get("metadata") or {}).get("name", "")
-    data = config_map.get("data") or {}
-    missing_keys = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in data]
+    contents = config_map.get("data") or {}
+    missing_keys = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in contents]
     if missing_keys:
         raise _invalid_release(name, f"it has no key {missing_keys[0]}")
     try:
-        platform = Platform.model_validate_json(data[PLATFORM_KEY])
-        template = yaml.load(data[TEMPLATE_KEY], yaml.CSafeLoader)
+        platform = Platform.model_validate_json(contents[PLATFORM_KEY])
+        template = yaml.load(contents[TEMPLATE_KEY], yaml.CSafeLoader)
     except ValidationError as error:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))
@@ -99,14 +99,14 @@ def _invalid_release(name: str, reason: str) -> ConfigError:
 
 
 def choose_release(config_maps: Sequence[JsonObject], name: str | None, source: str) -> Release:
-    """Return the release with this name, or the only one.
+    """Return the release with this name, or the only release.
 
     Args:
-        source: the namespace or file with the ConfigMaps, for messages.
+        source: description of where the ConfigMaps come from, for messages.
 
     Raises:
-        NotFoundError: there is no release, or none with this name.
-        ConfigError: there are several releases and no name.
+        NotFoundError: there is no release, or no release with this name.
+        ConfigError: no name was given, and there are several releases.
     """
     releases = {release.platform.release: release for release in map(parse_release, config_maps)}
     names = ", ".join(sorted(releases))
@@ -124,18 +124,22 @@ def choose_release(config_maps: Sequence[JsonObject], name: str | None, source: 
 
 
 def read_release_file(path: Path, name: str | None) -> Release:
-    """Read a release from a file of manifests, as `helm template` writes it.
+    """Read a release from a file of manifests that `helm template` wrote.
 
     Raises:
         NotFoundError: the file contains no such release.
         ConfigError: the file cannot be read.
     """
     try:
-        documents = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
+        manifests = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
-    config_maps = [item for item in documents if item and item["kind"] == "ConfigMap"]
-    releases = [
-        item for item in config_maps if RUNS_LABEL in (item["metadata"].get("labels") or {})
+    config_maps = [
+        manifest for manifest in manifests if manifest and manifest["kind"] == "ConfigMap"
     ]
-    return choose_release(releases, name, f"'{path}'")
+    release_config_maps = [
+        manifest
+        for manifest in config_maps
+        if RUNS_LABEL in (manifest["metadata"].get("labels") or {})
+    ]
+    return choose_release(release_config_maps, name, f"'{path}'")

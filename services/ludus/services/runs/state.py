@@ -1,4 +1,4 @@
-"""State of a run on a cluster, derived from its RayJob, its ConfigMap and its pods."""
+"""The state of a run on a cluster, derived from its RayJob, its ConfigMap and its pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.services.runs.names import CONTROL_KEY, GROUP_LABEL, QUEUE_LABEL
 
 
 class RunPhase(StrEnum):
-    """Phase of a run on a cluster."""
+    """A phase of a run on a cluster."""
 
     SUBMITTED = "submitted"
     """The RayJob exists, but no operator has processed it."""
@@ -34,11 +34,11 @@ class RunPhase(StrEnum):
     ENDING = "being deleted"
 
 
-_OVER = {RunPhase.SUCCEEDED, RunPhase.STOPPED, RunPhase.FAILED, RunPhase.REFUSED}
+_FINAL_PHASES = {RunPhase.SUCCEEDED, RunPhase.STOPPED, RunPhase.FAILED, RunPhase.REFUSED}
 _MAX_REASON_CHARS = 400
-_EXIT_CODE = re.compile(r"failed with exit code (-?\d+)")
+_EXIT_CODE_PATTERN = re.compile(r"failed with exit code (-?\d+)")
 
-_HINTS = {
+_REMEDIES = {
     "ErrImageNeverPull": "load the image onto every node, or set image.pullPolicy",
     "ErrImagePull": "push the image, or set image.registry, image.tag and image.pullSecrets",
     "ImagePullBackOff": "push the image, or set image.registry, image.tag and image.pullSecrets",
@@ -53,17 +53,17 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterRunState:
-    """State of a run at one moment."""
+    """The state of a run at one moment."""
 
     name: str
     phase: RunPhase
     reason: str = ""
     """Reason for the phase; empty if there is nothing to add."""
     message: str = ""
-    """Last output of a driver that failed."""
+    """Last output of the driver, if it failed."""
     ray_cluster: str = ""
-    attempts_failed: int = 0
-    attempts_allowed: int = 1
+    num_attempts_failed: int = 0
+    num_attempts_allowed: int = 1
     queue: str = ""
     created_at: str = ""
     """Creation time in ISO 8601."""
@@ -71,12 +71,12 @@ class ClusterRunState:
     @property
     def is_over(self) -> bool:
         """True if the phase is final."""
-        return self.phase in _OVER
+        return self.phase in _FINAL_PHASES
 
     @property
     def exit_code(self) -> int | None:
         """Exit code of the driver; None if Ray does not report it."""
-        match = _EXIT_CODE.search(self.message)
+        match = _EXIT_CODE_PATTERN.search(self.message)
         return int(match[1]) if match else None
 
 
@@ -85,12 +85,12 @@ def read_state(job: JsonObject, config_map: JsonObject | None = None) -> Cluster
     status, spec, metadata = job.get("status") or {}, job.get("spec") or {}, job["metadata"]
     return ClusterRunState(
         name=metadata["name"],
-        phase=_phase(job, status, is_stop_requested(config_map)),
-        reason=_reason(status),
+        phase=_derive_phase(job, status, is_stop_requested(config_map)),
+        reason=_derive_reason(status),
         message=str(status.get("message") or ""),
         ray_cluster=str(status.get("rayClusterName") or ""),
-        attempts_failed=int(status.get("failed") or 0),
-        attempts_allowed=int(spec.get("backoffLimit") or 0) + 1,
+        num_attempts_failed=int(status.get("failed") or 0),
+        num_attempts_allowed=int(spec.get("backoffLimit") or 0) + 1,
         queue=str((metadata.get("labels") or {}).get(QUEUE_LABEL, "")),
         created_at=metadata.get("creationTimestamp", ""),
     )
@@ -98,19 +98,19 @@ def read_state(job: JsonObject, config_map: JsonObject | None = None) -> Cluster
 
 def is_stop_requested(config_map: JsonObject | None) -> bool:
     """Return whether the control file requests a stop."""
-    text = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
+    control_json = ((config_map or {}).get("data") or {}).get(CONTROL_KEY)
     try:
-        return RunControl.model_validate_json(text or "{}").stop
+        return RunControl.model_validate_json(control_json or "{}").stop
     except ValidationError:
         return False
 
 
-def _phase(job: JsonObject, status: JsonObject, is_stop_requested: bool) -> RunPhase:
+def _derive_phase(job: JsonObject, status: JsonObject, has_stop_request: bool) -> RunPhase:
     if job["metadata"].get("deletionTimestamp"):
         return RunPhase.ENDING
     match status.get("jobDeploymentStatus") or "":
         case "Complete":
-            is_stopped = is_stop_requested or status.get("jobStatus") == "STOPPED"
+            is_stopped = has_stop_request or status.get("jobStatus") == "STOPPED"
             return RunPhase.STOPPED if is_stopped else RunPhase.SUCCEEDED
         case "Failed":
             return RunPhase.FAILED
@@ -119,7 +119,7 @@ def _phase(job: JsonObject, status: JsonObject, is_stop_requested: bool) -> RunP
         case "Retrying":
             return RunPhase.RETRYING
         case "Running":
-            return RunPhase.STOPPING if is_stop_requested else RunPhase.RUNNING
+            return RunPhase.STOPPING if has_stop_request else RunPhase.RUNNING
         case "Initializing" | "Waiting":
             return RunPhase.STARTING
         case _ if (job.get("spec") or {}).get("suspend"):
@@ -129,7 +129,7 @@ def _phase(job: JsonObject, status: JsonObject, is_stop_requested: bool) -> RunP
             return RunPhase.SUBMITTED
 
 
-def _reason(status: JsonObject) -> str:
+def _derive_reason(status: JsonObject) -> str:
     if status.get("jobDeploymentStatus") == "ValidationFailed":
         return _shorten(status.get("message"))
     reason = str(status.get("reason") or "")
@@ -146,42 +146,45 @@ def _reason(status: JsonObject) -> str:
 # Pods that do not run.
 
 
-def pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
+def find_pod_troubles(pods: Sequence[JsonObject]) -> list[str]:
     """Return the reasons why pods do not run, with remedies if they are known."""
     return [message for pod in pods for message in _find_troubles(pod)]
 
 
-def pod_role(pod: JsonObject) -> str:
+def read_pod_role(pod: JsonObject) -> str:
     """Return the role of a pod in its RayCluster: head, learner or rollout."""
     group = str((pod["metadata"].get("labels") or {}).get(GROUP_LABEL, ""))
     return group.removesuffix("group") or "pod"
 
 
 def _find_troubles(pod: JsonObject) -> Iterator[str]:
-    status, name = pod.get("status") or {}, f"the {pod_role(pod)} pod {pod['metadata']['name']}"
+    status, name = (
+        pod.get("status") or {},
+        f"the {read_pod_role(pod)} pod {pod['metadata']['name']}",
+    )
     for condition in status.get("conditions") or []:
         is_scheduled = condition.get("type") != "PodScheduled" or condition.get("status") == "True"
         if not is_scheduled and status.get("phase") == "Pending":
             yield f"{name} waits for a node: {_shorten(condition.get('message'))}"
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind) or []:
-            yield from _container_troubles(container, name)
+            yield from _find_container_troubles(container, name)
     if status.get("phase") == "Failed" and status.get("reason"):
         yield f"{name} was stopped: {status['reason']}: {_shorten(status.get('message'))}"
 
 
-def _container_troubles(container: JsonObject, name: str) -> Iterator[str]:
+def _find_container_troubles(container: JsonObject, name: str) -> Iterator[str]:
     state = container.get("state") or {}
     waiting_state, terminated_state = state.get("waiting") or {}, state.get("terminated") or {}
     reason = str(waiting_state.get("reason") or "")
-    if reason in _HINTS:
+    if reason in _REMEDIES:
         detail = _shorten(waiting_state.get("message")) or f"image {container.get('image')}"
-        if reason == "CrashLoopBackOff":  # the message contains seconds and always differs
+        if reason == "CrashLoopBackOff":  # its own message contains a changing number of seconds
             last_state = (container.get("lastState") or {}).get("terminated") or {}
             detail = f"it exited with code {last_state.get('exitCode')}"
-        yield f"{name} does not start: {reason}: {detail}; {_HINTS[reason]}"
+        yield f"{name} does not start: {reason}: {detail}; {_REMEDIES[reason]}"
     if terminated_state.get("reason") == "OOMKilled":
-        yield f"{name} ran out of memory; {_HINTS['OOMKilled']}"
+        yield f"{name} ran out of memory; {_REMEDIES['OOMKilled']}"
 
 
 def _shorten(text: Any) -> str:

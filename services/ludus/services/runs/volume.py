@@ -1,9 +1,9 @@
-"""Results of a run on the cluster's volume, copied to a local folder.
+"""The copying of a run's results from the cluster's volume to a local folder.
 
     head of the run, or a temporary pod  --pods/exec-->  tar stream  -->  local folder
 
-A pod packs the folder in Python, because an image may lack the `tar` program. The stream is
-unpacked next to its destination before anything there is replaced.
+The pod packs the folder with Python, because an image may not contain `tar`. The stream is unpacked
+next to the local folder, whose files are replaced only afterwards.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from ludus.proto.errors import ClusterError, ConfigError, NotFoundError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE
 from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import RunsCluster, is_head
-from ludus.services.runs.manifest import head_template, pod_containers
-from ludus.services.runs.names import RUN_LABEL, core_path
+from ludus.services.runs.manifest import get_head_template, get_pod_containers
+from ludus.services.runs.names import RUN_LABEL, make_core_path
 from ludus.services.runs.platform import Release
-from ludus.services.runs.state import pod_troubles, read_state
+from ludus.services.runs.state import find_pod_troubles, read_state
 
 LARGE_FOLDERS = (CHECKPOINTS_FOLDER, "initial_model", "weights")
-"""Subfolders that are fetched on request only."""
+"""Subfolders that are fetched only on request."""
 START_TIMEOUT_S = 180.0
-_LIFETIME_S = 900
+_READER_LIFETIME_S = 900
 _POLL_S = 0.5
-_RESOURCES = {"cpu": "100m", "memory": "256Mi"}
-_NO_FOLDER = "there is no folder "
+_READER_RESOURCES = {"cpu": "100m", "memory": "256Mi"}
+_NO_FOLDER_MESSAGE = "there is no folder "
 _PACK_SCRIPT = f"""
 import pathlib, sys, tarfile
 folder, excluded_names = pathlib.Path(sys.argv[1]), set(sys.argv[2:])
 if not folder.is_dir():
-    sys.exit("{_NO_FOLDER}" + str(folder))
+    sys.exit("{_NO_FOLDER_MESSAGE}" + str(folder))
 with tarfile.open(fileobj=sys.stdout.buffer, mode="w|gz") as archive:
     for path in sorted(folder.iterdir()):
         if path.name not in excluded_names and not path.name.endswith(".partial"):
             archive.add(path, arcname=path.name)
 """
-_SHOW_SCRIPT = """
+_PRINT_SCRIPT = """
 import pathlib, shutil, sys
 with pathlib.Path(sys.argv[1]).open("rb") as file:
     shutil.copyfileobj(file, sys.stdout.buffer)
@@ -85,15 +85,15 @@ async def fetch(
         try:
             await _run_script(cluster, release, run, (_PACK_SCRIPT, path, *excluded_names), archive)
         except ClusterError as error:
-            if _NO_FOLDER not in error.message:
+            if _NO_FOLDER_MESSAGE not in error.message:
                 raise
             raise NotFoundError(
                 f"run '{run}' has no folder {path} on the cluster's volume; see: ludus status {run}"
             ) from None
         archive.seek(0)
-        _unpack(archive, Path(unpacked_folder))
+        _unpack_archive(archive, Path(unpacked_folder))
         _refuse_another_run(Path(unpacked_folder), folder)
-        _move(Path(unpacked_folder), folder)
+        _move_files(Path(unpacked_folder), folder)
 
 
 async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
@@ -106,7 +106,7 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
     path = f"{release.platform.output_dir}/{run}/{LOG_FILE}"
     log = io.BytesIO()
     try:
-        await _run_script(cluster, release, run, (_SHOW_SCRIPT, path), log)
+        await _run_script(cluster, release, run, (_PRINT_SCRIPT, path), log)
     except ClusterError as error:
         if "No such file" not in error.message:
             raise
@@ -121,7 +121,7 @@ async def _run_script(
     arguments: tuple[str, ...],
     destination: IO[bytes],
 ) -> None:
-    """Run a Python script in a pod with the volume, and write its output to a local file."""
+    """Run a Python script in a pod that mounts the volume; write its output to `destination`."""
     command = ("python", "-c", *arguments)
     async with _open_reader(cluster, release, run) as (pod, container):
         output = cluster.api.run_command(cluster.namespace, pod, container, command)
@@ -130,7 +130,7 @@ async def _run_script(
                 destination.write(chunk)
 
 
-def _unpack(archive: IO[bytes], folder: Path) -> None:
+def _unpack_archive(archive: IO[bytes], folder: Path) -> None:
     try:
         with tarfile.open(fileobj=archive, mode="r|gz") as tar:
             tar.extractall(folder, filter="data")
@@ -139,6 +139,8 @@ def _unpack(archive: IO[bytes], folder: Path) -> None:
 
 
 class _Origin(BaseModel):
+    """The name and the output folder of the run that wrote a configuration."""
+
     model_config = ConfigDict(extra="ignore")
 
     name: str = ""
@@ -146,12 +148,19 @@ class _Origin(BaseModel):
 
 
 def _refuse_another_run(fetched_folder: Path, folder: Path) -> None:
-    """Refuse to replace the results of a different run that has the same name."""
-    remote, local = _read_origin(fetched_folder / CONFIG_FILE), _read_origin(folder / CONFIG_FILE)
-    if local is not None and local != remote:
+    """Refuse to replace the results of another run.
+
+    Raises:
+        ConfigError: the local folder contains another run.
+    """
+    fetched_origin, local_origin = (
+        _read_origin(fetched_folder / CONFIG_FILE),
+        _read_origin(folder / CONFIG_FILE),
+    )
+    if local_origin is not None and local_origin != fetched_origin:
         raise ConfigError(
-            f"'{folder}' contains another run, from {local.output_dir or 'this machine'}; choose "
-            "another folder with --folder"
+            f"'{folder}' contains another run, from {local_origin.output_dir or 'this machine'}; "
+            "choose another folder with --folder"
         )
 
 
@@ -164,13 +173,13 @@ def _read_origin(path: Path) -> _Origin | None:
         return _Origin()
 
 
-def _move(fetched_folder: Path, folder: Path) -> None:
+def _move_files(fetched_folder: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for path in fetched_folder.iterdir():
-        target = folder / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(path, target)
+        destination = folder / path.name
+        if destination.is_dir():
+            shutil.rmtree(destination)
+        os.replace(path, destination)
 
 
 # The pod that reads the volume.
@@ -180,7 +189,7 @@ def _move(fetched_folder: Path, folder: Path) -> None:
 async def _open_reader(
     cluster: RunsCluster, release: Release, run: str
 ) -> AsyncIterator[tuple[str, str]]:
-    """Yield the names of a pod with the volume and of its container.
+    """Yield the name of a pod that mounts the volume, and the name of its container.
 
     The pod is the run's head if it is running, otherwise a temporary pod.
 
@@ -189,13 +198,13 @@ async def _open_reader(
         ClusterError: the temporary pod does not start.
     """
     job = await cluster.find_job(run)
-    pods = await cluster.pods(read_state(job).ray_cluster) if job else []
+    pods = await cluster.list_pods(read_state(job).ray_cluster) if job else []
     for pod in pods:
         if is_head(pod) and (pod.get("status") or {}).get("phase") == "Running":
             yield pod["metadata"]["name"], pod["spec"]["containers"][0]["name"]
             return
-    path = core_path(cluster.namespace, "pods")
-    pod = await cluster.api.create(path, _reader_pod(release, run))
+    path = make_core_path(cluster.namespace, "pods")
+    pod = await cluster.api.create(path, _make_reader_pod(release, run))
     name = pod["metadata"]["name"]
     try:
         await _wait_until_running(cluster, pod)
@@ -205,33 +214,41 @@ async def _open_reader(
             await cluster.api.delete(f"{path}/{name}", {"gracePeriodSeconds": 0})
 
 
-def _reader_pod(release: Release, run: str) -> JsonObject:
-    """Return the release's head pod without Ray, credentials and service account token.
+def _make_reader_pod(release: Release, run: str) -> JsonObject:
+    """Build a pod that mounts the volume like the release's head, but runs only `sleep`.
 
-    The pod has the head's image (which the nodes already have), volume, security context, node
-    selectors and image pull secrets.
+    It has the head's image, which the nodes already have, and the head's security context, node
+    selectors and image pull secrets. It has no credentials and no service account token.
 
     Raises:
-        ConfigError: the release has no volume for runs.
+        ConfigError: the release has no volume.
     """
-    template = copy.deepcopy(head_template(release.template))
-    spec, (head, *_) = template["spec"], pod_containers(template)
+    template = copy.deepcopy(get_head_template(release.template))
+    spec, (head, *_) = template["spec"], get_pod_containers(template)
     output_dir = release.platform.output_dir
-    mounts = [m for m in head.get("volumeMounts") or [] if m.get("mountPath") == output_dir]
+    mounts = [
+        mount for mount in head.get("volumeMounts") or [] if mount.get("mountPath") == output_dir
+    ]
     if not mounts:
         raise ConfigError(
             f"release '{release.platform.release}' mounts no volume at {output_dir}, so results "
             "are lost with the pods; set storage in the release's values"
         )
-    names = {mount["name"] for mount in mounts}
-    fields = ("securityContext", "nodeSelector", "tolerations", "affinity", "imagePullSecrets")
+    volume_names = {mount["name"] for mount in mounts}
+    copied_fields = (
+        "securityContext",
+        "nodeSelector",
+        "tolerations",
+        "affinity",
+        "imagePullSecrets",
+    )
     container = {
         "name": "reader",
         "image": head.get("image"),
         "imagePullPolicy": head.get("imagePullPolicy", "IfNotPresent"),
-        "command": ["python", "-c", f"import time; time.sleep({_LIFETIME_S})"],
+        "command": ["python", "-c", f"import time; time.sleep({_READER_LIFETIME_S})"],
         "securityContext": head.get("securityContext") or {},
-        "resources": {"requests": _RESOURCES, "limits": _RESOURCES},
+        "resources": {"requests": _READER_RESOURCES, "limits": _READER_RESOURCES},
         "volumeMounts": mounts,
     }
     return {
@@ -243,19 +260,21 @@ def _reader_pod(release: Release, run: str) -> JsonObject:
             "labels": {RUN_LABEL: run, "app.kubernetes.io/component": "reader"},
         },
         "spec": {
-            **{key: spec[key] for key in fields if key in spec},
+            **{key: spec[key] for key in copied_fields if key in spec},
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": 0,
-            "activeDeadlineSeconds": _LIFETIME_S,
+            "activeDeadlineSeconds": _READER_LIFETIME_S,
             "containers": [container],
-            "volumes": [v for v in spec.get("volumes") or [] if v.get("name") in names],
+            "volumes": [
+                volume for volume in spec.get("volumes") or [] if volume.get("name") in volume_names
+            ],
         },
     }
 
 
 async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
-    path = core_path(cluster.namespace, "pods", pod["metadata"]["name"])
+    path = make_core_path(cluster.namespace, "pods", pod["metadata"]["name"])
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
@@ -269,7 +288,7 @@ async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
     except TimeoutError:
         pass
     phase = (pod.get("status") or {}).get("phase")
-    troubles = "; ".join(pod_troubles([pod])) or f"its phase is {phase}"
+    troubles = "; ".join(find_pod_troubles([pod])) or f"its phase is {phase}"
     raise ClusterError(
         f"the pod that reads the volume did not start within {START_TIMEOUT_S:.0f} s: {troubles}"
     )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ludus.proto.errors import ClusterError
-from ludus.services.kubernetes.api import KubernetesApi, resource_path
+from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class DeletionCostWriter:
     async def _write_cost(self, pod: str, bucket: int) -> None:
         started_s = self._clock()
         self._last_writes[pod] = _CostWrite(None, started_s)
-        path = resource_path("v1", self._namespace, "pods", pod)
+        path = make_resource_path("v1", self._namespace, "pods", pod)
         try:
             await self._api.merge(
                 path, {"metadata": {"annotations": {COST_ANNOTATION: str(bucket)}}}

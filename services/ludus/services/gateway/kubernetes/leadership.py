@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.kubernetes.api import KubernetesApi, resource_path
+from ludus.services.kubernetes.api import KubernetesApi, make_resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class Leadership:
         return {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
 
     def _make_path(self, name: str = "") -> str:
-        return resource_path(_API_VERSION, self._namespace, "leases", name)
+        return make_resource_path(_API_VERSION, self._namespace, "leases", name)
 
     def _log_leadership_change(self) -> None:
         if self.is_leader != self._was_leader:

@@ -34,7 +34,7 @@ from ludus.services.gateway.config import SandboxEnvironment
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.fleet.sources import Publish, ServerEndpoint
 from ludus.services.gateway.kubernetes.follower import ListFollower
-from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, resource_path
+from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, make_resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class SandboxSource:
         self._lifetime = timedelta(seconds=lifetime_s)
         self._max_unused_s, self._check_interval_s = max_unused_s, check_interval_s
         self._identity = f"{socket.gethostname()[-50:].strip('-.')}-{secrets.token_hex(4)}"
-        self._path = resource_path(API_VERSION, environment.namespace, "sandboxclaims")
+        self._path = make_resource_path(API_VERSION, environment.namespace, "sandboxclaims")
         self._follower = ListFollower(
             api,
             self._path,
@@ -270,7 +270,7 @@ class SandboxSource:
         self._start_task(self._create_claims(names))
 
     async def _create_claims(self, names: list[str]) -> None:
-        path = resource_path(
+        path = make_resource_path(
             API_VERSION, self._environment.namespace, _POOL_RESOURCE, self._pool_name
         )
         try:

@@ -38,7 +38,7 @@ from ludus.services.gateway.fleet.sources import Publish, ServerEndpoint
 from ludus.services.gateway.kubernetes.deletion_cost import DeletionCostWriter, ReadLoads
 from ludus.services.gateway.kubernetes.follower import RETRY_PAUSES_S, ListFollower
 from ludus.services.gateway.kubernetes.leadership import Leadership
-from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, resource_path
+from ludus.services.kubernetes.api import EventType, KubernetesApi, WatchEvent, make_resource_path
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class EndpointSliceSource:
         self._service = f"{environment.namespace}/{environment.service}"
         self._follower = ListFollower(
             api,
-            resource_path(_API_VERSION, environment.namespace, "endpointslices"),
+            make_resource_path(_API_VERSION, environment.namespace, "endpointslices"),
             f"kubernetes.io/service-name={environment.service}",
             f"endpoints of {self._service}",
             self._handle_list,
