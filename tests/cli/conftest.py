@@ -57,7 +57,7 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     """Start a fake cluster with a release; the kubeconfig names it."""
-    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.05)
     with cluster_in_thread() as (url, call):
         call(install)
         context_fields = {"cluster": "c", "user": "u", "namespace": NAMESPACE}

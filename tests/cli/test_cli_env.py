@@ -15,7 +15,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
-from ludus.services.cli.tables import result_cells
+from ludus.services.cli.tables import format_result_cells
 from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
@@ -65,9 +65,9 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
 
 def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
     silent = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    assert result_cells(silent) == ["4", "–", "–", "–", "17.000", "0.000"]
+    assert format_result_cells(silent) == ["4", "–", "–", "–", "17.000", "0.000"]
     failed = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
-    assert result_cells(failed)[1] == "0.0%"
+    assert format_result_cells(failed)[1] == "0.0%"
 
 
 def test_bench_results_agree_with_exact_values(ludus: RunCli, catch_address: str) -> None:

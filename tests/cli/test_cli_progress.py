@@ -68,24 +68,24 @@ def test_progress_shows_the_open_environments_of_the_curriculum() -> None:
     for num_open, opened in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
         values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
         progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in opened)])
-        open_environments.append(progress.facts()["open environments"])
+        open_environments.append(progress.list_facts()["open environments"])
     assert open_environments == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
 
 
 def test_a_run_without_a_curriculum_shows_no_open_environments() -> None:
     progress = RunProgress(num_steps=100)
     progress.update([train_row(1, 1.0)])
-    assert "open environments" not in progress.facts()
+    assert "open environments" not in progress.list_facts()
 
 
 def test_time_left_follows_the_pace_of_recent_steps() -> None:
     progress = RunProgress(num_steps=100)
-    assert progress.seconds_left is None
+    assert progress.remaining_s is None
     progress.update([train_row(1, 50.0)])
-    assert progress.seconds_left is None
+    assert progress.remaining_s is None
     # A slow start, then half a second per step.
     progress.update([train_row(step, 50.0 + 0.5 * (step - 1)) for step in range(2, 41)])
-    assert progress.seconds_left == 30.0
+    assert progress.remaining_s == 30.0
 
 
 def test_progress_has_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
@@ -97,13 +97,13 @@ def test_progress_has_the_latest_evaluation_the_mean_reward_and_all_losses() -> 
     }
     progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.28), eval_row(10, 0.4)])
     progress.update([train_row(step, step, **rewards) for step in range(8, 11)])
-    facts = progress.facts()
+    facts = progress.list_facts()
     assert facts["wins"] == "40.0% (38.0 to 42.0%)"
     assert facts["return"] == "−0.200"
     assert facts["reward"] == "0.500"
     assert facts["lost episodes"] == "6"
     assert facts["failed episodes"] == "9"
-    assert progress.line().startswith("step 10/100 · training · wins 40.0%")
+    assert progress.format_line().startswith("step 10/100 · training · wins 40.0%")
 
 
 def test_a_resumed_run_counts_each_step_once() -> None:
@@ -113,13 +113,13 @@ def test_a_resumed_run_counts_each_step_once() -> None:
     # The file is rewritten up to the checkpoint, and its follower reads it from the start.
     progress.update([train_row(step, step, **lost_episodes) for step in range(1, 4)])
     assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
-    assert progress.facts()["lost episodes"] == "10"
+    assert progress.list_facts()["lost episodes"] == "10"
 
 
 def test_progress_of_a_mixed_run_names_every_environment() -> None:
     progress = RunProgress(num_steps=100)
     progress.update([eval_row(0, 0.28), eval_row(0, 0.2, "catch"), eval_row(10, 0.9, "catch")])
-    facts = progress.facts()
+    facts = progress.list_facts()
     assert facts["wins in blackjack"] == "28.0% (26.0 to 30.0%)"
     assert facts["wins in catch"] == "90.0% (88.0 to 92.0%)"
     assert "wins" not in facts
@@ -130,7 +130,7 @@ def test_an_environment_without_wins_is_followed_by_its_return() -> None:
     values = {EvalMetric.RETURN_MEAN.value: 17.0}
     progress = RunProgress(num_steps=100)
     progress.update([eval_row(0, 0.28), balanced.model_copy(update={"values": values})])
-    facts = progress.facts()
+    facts = progress.list_facts()
     assert (facts["wins in blackjack"], facts["return in pole"]) == (
         "28.0% (26.0 to 30.0%)",
         "17.000",
@@ -151,8 +151,8 @@ def test_steps_are_weighted_by_their_episodes() -> None:
         values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
     )
     progress.update([train_row(1, 1, **few), train_row(2, 2, **many), partial_row])
-    assert progress.facts()["reward"] == "0.250"
-    assert progress.facts()["canary error"] == "0.25"
+    assert progress.list_facts()["reward"] == "0.250"
+    assert progress.list_facts()["canary error"] == "0.25"
 
 
 def test_a_stop_is_shown_in_every_phase() -> None:
@@ -165,7 +165,7 @@ def test_a_stop_is_shown_in_every_phase() -> None:
 
 def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     assert follower.read_new() == []
     content = encode_rows(train_row(1, 1.0), train_row(2, 2.0))
     path.write_bytes(content[:-10])
@@ -179,7 +179,7 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
     path = tmp_path / METRICS_FILE
     path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
-    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     assert follower.read_new() == []
     path.unlink()
     assert follower.read_new() == []
@@ -189,7 +189,7 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
 
 def test_follower_restarts_on_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     path.write_bytes(encode_rows(*(train_row(step, step) for step in range(1, 6))))
     assert len(follower.read_new()) == 5
     # Resuming drops the rows after the checkpoint, but the new file may be longer.
@@ -206,7 +206,7 @@ def test_follower_restarts_on_a_replaced_file(tmp_path: Path) -> None:
 
 def test_an_invalid_line_is_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    follower = RecordsFollower(path, MetricsRow, skips_old_file=True)
     path.write_bytes(b'{"kind": "rumour"}\n' + encode_rows(train_row(1, 1.0)))
     assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 1

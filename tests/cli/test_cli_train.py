@@ -170,7 +170,7 @@ def test_last_words_that_are_read_late_are_shown(
         listen(*arguments)
 
     monkeypatch.setattr(trainer_process, "collect_output", late)
-    monkeypatch.setattr(trainer_process, "TICK_S", 0.01)
+    monkeypatch.setattr(trainer_process, "POLL_INTERVAL_S", 0.01)
     fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
@@ -293,15 +293,15 @@ def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -
 
 
 def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) -> None:
-    assert "starts again" in train_command.next_command(tmp_path)
+    assert "starts again" in train_command.advise_next_command(tmp_path)
     (tmp_path / "checkpoints/step-00000005.partial").mkdir(parents=True)
-    assert "starts again" in train_command.next_command(tmp_path)
+    assert "starts again" in train_command.advise_next_command(tmp_path)
     (tmp_path / "checkpoints/step-00000005").mkdir()
-    assert train_command.next_command(tmp_path).endswith("config.json --resume")
+    assert train_command.advise_next_command(tmp_path).endswith("config.json --resume")
 
 
 def test_the_trainer_is_started_as_a_module_of_this_python() -> None:
-    command = trainer_process.trainer_command(["train", "--config", "c.json"])
+    command = trainer_process.build_trainer_command(["train", "--config", "c.json"])
     assert command == [sys.executable, "-m", "ludus.trainer", "train", "--config", "c.json"]
 
 

@@ -65,7 +65,7 @@ def test_watch_continues_until_the_run_ends(
     write(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
     shown_steps: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(run_folder_commands, "POLL_S", 0.01)
+    monkeypatch.setattr(run_folder_commands, "POLL_INTERVAL_S", 0.01)
     show = run_folder_commands.show_transcript
 
     def show_and_record(console: Console, episode: Transcript) -> None:

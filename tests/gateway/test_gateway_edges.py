@@ -144,7 +144,7 @@ async def test_a_port_in_use_is_named_and_nothing_is_started(name):
 
 
 async def test_opens_without_servers_wait_and_then_report_the_reason(monkeypatch):
-    monkeypatch.setattr(admission, "MIN_DESCRIBE_S", 0.3)
+    monkeypatch.setattr(admission, "MIN_DESCRIBE_TIMEOUT_S", 0.3)
     sessions = {"queue_timeout_s": 0.3}
     async with Gateway(make_config("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
         with pytest.raises(CapacityError, match="accepts sessions"):

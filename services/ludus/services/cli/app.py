@@ -1,7 +1,7 @@
-"""The `ludus` command: collects its subcommands and turns errors into messages.
+"""The `ludus` command, which has subcommands and turns errors into messages.
 
-Nothing here may import torch, ray, vllm or a game library: `ludus --help` answers at once.
-Commands import what they need when they run, and the trainer runs as a separate process.
+This module must not import torch, ray, vllm or a game library, so that `ludus --help` is fast.
+Commands import what they need when they run, and the trainer is a separate process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         sys.stdout.write(f"ludus {version('ludus-services')}\n")
         raise typer.Exit
 
@@ -71,7 +71,7 @@ app.command("fetch")(runs_commands.fetch)
 
 
 def main() -> None:
-    """Run the command line and exit: 2 after a user's mistake, 130 after Ctrl-C."""
+    """Run the command; the exit code is 2 after a user's mistake and 130 after Ctrl-C."""
     try:
         app(prog_name="ludus")
     except LudusError as error:

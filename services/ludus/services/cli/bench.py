@@ -1,4 +1,4 @@
-"""Benchmark of an environment's fixed policies on the same seeds, next to their exact returns."""
+"""The benchmark of an environment's fixed policies, all of which play the same seeds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_CONCURRENT = 256
 """Maximum number of concurrent sessions; a server may allow fewer."""
 CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for the first response of a server."""
-RANDOM = "random"
-"""Name of the policy that every environment has."""
+RANDOM_POLICY = "random"
+"""Name of the random policy, which every environment has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,23 @@ class BenchPlan:
     """The policies and seeds of a benchmark."""
 
     package: str | None
-    """Target that provides the policies. None: the environment that the server names."""
+    """Target that provides the policies. None means the environment that the server names."""
     policies: Sequence[str]
-    """Names of the policies to play. Empty: all."""
+    """Names of the policies to play. Empty means all."""
     seeds: Sequence[int]
     source: str = ""
-    """The `module:function` that returns the policies. Empty: the package's `fixed_policies`."""
+    """Function that returns the policies, as `module:function`. Empty means `fixed_policies` of the
+    package."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Result and speed of one fixed policy."""
+    """The result and the speed of one fixed policy."""
 
     name: str
     result: PolicyResult
     exact_return: float | None
-    """Expected return by enumeration; None if the package does not provide it."""
+    """Exact expected return; None if the package does not provide it."""
     num_void: int
     """Number of episodes that were lost or failed."""
     steps_per_second: float
@@ -64,7 +65,7 @@ OnEpisode = Callable[[str, EpisodeOutcome], None]
 async def bench(
     plan: BenchPlan, address: str, token: str | None, on_episode: OnEpisode
 ) -> list[BenchResult]:
-    """Play the policies one after the other on the same seeds; return one result per policy.
+    """Play the policies one after another on the same seeds, and return a result for each.
 
     Raises:
         NotFoundError: no server responds at the address, or a policy does not exist.
@@ -75,11 +76,11 @@ async def bench(
         package = plan.package or description.name
         if is_package(package):
             require_package(package)
-        policies = _fixed_policies(package, description, plan.policies, plan.source)
-        exact = _reference_returns(package, description.options)
+        policies = _select_policies(package, description, plan.policies, plan.source)
+        exact_returns = _compute_exact_returns(package, description.options)
         num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
 
-        async def measure(name: str, policy: FixedPolicy) -> BenchResult:
+        async def measure_policy(name: str, policy: FixedPolicy) -> BenchResult:
             started_at_s = time.perf_counter()
             outcomes = await play_policy(
                 client,
@@ -89,9 +90,9 @@ async def bench(
                 on_episode=lambda outcome: on_episode(name, outcome),
             )
             wall_s = time.perf_counter() - started_at_s
-            return _result(name, outcomes, exact.get(name), wall_s)
+            return _make_result(name, outcomes, exact_returns.get(name), wall_s)
 
-        return [await measure(name, policy) for name, policy in policies.items()]
+        return [await measure_policy(name, policy) for name, policy in policies.items()]
 
 
 async def _connect(address: str, token: str | None) -> AsyncEnvClient:
@@ -105,7 +106,7 @@ async def _connect(address: str, token: str | None) -> AsyncEnvClient:
         ) from None
 
 
-def _result(
+def _make_result(
     name: str, outcomes: Sequence[EpisodeOutcome], exact_return: float | None, wall_s: float
 ) -> BenchResult:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
@@ -123,7 +124,7 @@ def _result(
     )
 
 
-def _fixed_policies(
+def _select_policies(
     target: str, description: EnvironmentDescription, names: Sequence[str], source: str = ""
 ) -> dict[str, FixedPolicy]:
     """Return the fixed policies of a target with these names, or all if `names` is empty.
@@ -131,18 +132,18 @@ def _fixed_policies(
     Every environment has a random policy, which the environment may replace.
 
     Args:
-        source: the `module:function` that builds the policies from the environment's options;
-            the package's `policies:fixed_policies` if empty.
+        source: function that builds the policies from the environment's options, as
+            `module:function`. Empty means `policies:fixed_policies` of the package.
 
     Raises:
         NotFoundError: a policy or the source does not exist.
         ConfigError: the source is not a function, or does not return policies by name.
     """
     if source:
-        custom = _load_policies(source, description.options)
+        package_policies = _load_policies(source, description.options)
     else:
-        custom = _load_package_policies(target, description)
-    policies = {RANDOM: random_policy(description), **custom}
+        package_policies = _load_package_policies(target, description)
+    policies = {RANDOM_POLICY: random_policy(description), **package_policies}
     for name in names:
         if name not in policies:
             raise NotFoundError(f"--policy must be one of {', '.join(policies)}, got '{name}'")
@@ -173,11 +174,11 @@ def _load_package_policies(
     return _load_policies(f"{module_name}:fixed_policies", description.options)
 
 
-def _reference_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
-    """Return exact expected returns of fixed policies, by name; empty if none are known.
+def _compute_exact_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the exact expected returns of fixed policies, by name; {} if they are unknown.
 
-    `<package>.solutions.reference_returns` takes the options that its values depend on. The
-    values hold only if the environment was built without other options.
+    The parameters of `<package>.solutions.reference_returns` are the options on which the returns
+    depend. Its results are valid only if the environment has no other options.
     """
     module_name = f"{package}.solutions"
     if not is_package(package) or importlib.util.find_spec(module_name) is None:
@@ -191,4 +192,4 @@ def _reference_returns(package: str, options: Mapping[str, Any]) -> dict[str, fl
             return {}
     finally:
         environment.close()
-    return {name: value.expected_return for name, value in solve(**solved_options).items()}
+    return {name: solution.expected_return for name, solution in solve(**solved_options).items()}

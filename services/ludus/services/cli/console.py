@@ -1,4 +1,4 @@
-"""Output of the command line: results go to stdout, progress and messages to stderr."""
+"""Output of the commands: results go to stdout, progress and messages go to stderr."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rich.text import Text
 INTERRUPTED = 130
 """Exit code after Ctrl-C, by shell convention (128 + SIGINT)."""
 FAILED = 1
-"""Exit code if a process failed without an exit code."""
+"""Exit code after a failure for which there is no other exit code."""
 PLAIN_WIDTH = 120
-"""Columns if the output is not a terminal, for example a file or a build log."""
+"""Line width in characters if the output is not a terminal, but for example a file."""
 
 
-def results_console() -> Console:
+def make_results_console() -> Console:
     """Return a console on stdout."""
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
-def progress_console() -> Console:
+def make_progress_console() -> Console:
     """Return a console on stderr."""
     width = None if sys.stderr.isatty() else PLAIN_WIDTH
     return Console(stderr=True, width=width, highlight=False)
 
 
 def print_line(console: Console, message: str, style: str | None = None) -> None:
-    """Print a line literally, without markup and without wrapping."""
+    """Print a line as it is, without markup and without wrapping."""
     console.print(message, style=style, markup=False, soft_wrap=True)
 
 
@@ -39,11 +39,11 @@ def print_warning(console: Console, message: str) -> None:
     print_line(console, f"warning: {message}", style="yellow")
 
 
-def new_table(*columns: str, numbers: Collection[str] = (), title: str = "") -> Table:
+def make_table(*columns: str, number_columns: Collection[str] = (), title: str = "") -> Table:
     """Return an empty table in the style of this command line.
 
     Args:
-        numbers: names of the columns that are aligned to the right.
+        number_columns: names of the columns to align to the right.
     """
     table = Table(
         title=Text(title) if title else None,
@@ -54,5 +54,5 @@ def new_table(*columns: str, numbers: Collection[str] = (), title: str = "") -> 
         pad_edge=False,
     )
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(column, justify="right" if column in number_columns else "left")
     return table

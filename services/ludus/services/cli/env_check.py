@@ -1,9 +1,9 @@
-"""`ludus env check`: the executable specification, for a target or a running server.
+"""`ludus env check`: checks the rules of environments and servers.
 
 TARGET  --> rules of the environment, in a child process --> rules of the wire, on a server
 ADDRESS ---------------------------------------------------> rules of the wire
 
-The environment's code never runs in this process, so the check always finishes.
+The environment's code never runs in this process, so that the check always finishes.
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.errors import UnavailableError, UserError
-from ludus.services.cli.console import FAILED, new_table, progress_console, results_console
+from ludus.services.cli.console import (
+    FAILED,
+    make_progress_console,
+    make_results_console,
+    make_table,
+)
 from ludus.services.cli.env_targets import require_options_only_for_targets
 from ludus.services.cli.options import Options, TargetOrAddress, TokenEnv, parse_options
 
 if TYPE_CHECKING:
     from ludus.env.check import CheckReport
 
-_IN_PROCESS = "environment"
-_ON_THE_WIRE = "wire"
+_ABOUT_ENVIRONMENT = "environment"
+_ABOUT_WIRE = "wire"
 _MAX_DETAIL_CHARS = 400
 _VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
 _MAX_SESSIONS = 12
-"""Session limit of the server under test, low enough to test that it refuses more."""
+"""Maximum sessions of the checked server: few, because a rule opens more to see them refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one rule of a contract."""
+    """The result of one rule."""
 
     about: str
     """Subject of the rule: environment or wire."""
@@ -47,7 +52,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """Amount of play and time limits of a check."""
+    """The number of episodes and steps of a check, and its time limits."""
 
     seeds: range
     num_steps: int
@@ -88,17 +93,17 @@ def check(
     require_options_only_for_targets(location, environment_options)
     plan = CheckPlan(range(seeds), steps, timeout, wait)
     if "://" in location:
-        with progress_console().status(f"checking {location}"):
+        with make_progress_console().status(f"checking {location}"):
             report = asyncio.run(_check_address(location, plan, os.environ.get(token_env)))
-        rows = _rows(report, _ON_THE_WIRE)
+        rows = _make_rows(report, _ABOUT_WIRE)
     else:
         rows = _check_target(location, environment_options, plan)
     is_ok = all(row.verdict != "broken" for row in rows)
     if as_json:
-        checks = list(map(asdict, rows))
-        typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": checks}, indent=2))
+        check_dicts = list(map(asdict, rows))
+        typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": check_dicts}, indent=2))
     else:
-        results_console().print(_table(rows))
+        make_results_console().print(_make_table_of_rows(rows))
     if not is_ok:
         raise typer.Exit(FAILED)
 
@@ -108,15 +113,15 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.serving.subprocess import LocalServer
     from ludus.env.targets.targets import TargetFactory
 
-    with progress_console().status(f"checking {target}"):
-        in_process = check_environment(
+    with make_progress_console().status(f"checking {target}"):
+        environment_report = check_environment(
             TargetFactory(target, options),
             seeds=plan.seeds,
             num_steps=plan.num_steps,
             timeout_s=plan.timeout_s,
         )
-        rows = _rows(in_process, _IN_PROCESS)
-        if not in_process.checks[0].ok:  # a server could not build the environment either
+        rows = _make_rows(environment_report, _ABOUT_ENVIRONMENT)
+        if not environment_report.checks[0].ok:  # a server could not build it, either
             return rows
         server = LocalServer(
             target, options, _MAX_SESSIONS, extra_arguments=["--no-determinism-check"]
@@ -125,10 +130,10 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
             address = server.start().grpc
         except (UserError, UnavailableError) as error:
             detail = f"the server does not start: {error}"
-            return [*rows, CheckRow(_ON_THE_WIRE, "a_server_of_it_starts", "broken", detail)]
+            return [*rows, CheckRow(_ABOUT_WIRE, "a_server_of_it_starts", "broken", detail)]
         try:
-            on_wire = asyncio.run(_check_address(address, plan, None))
-            return [*rows, *_rows(on_wire, _ON_THE_WIRE)]
+            wire_report = asyncio.run(_check_address(address, plan, None))
+            return [*rows, *_make_rows(wire_report, _ABOUT_WIRE)]
         finally:
             server.stop()
 
@@ -144,12 +149,12 @@ async def _check_address(address: str, plan: CheckPlan, token: str | None) -> Ch
         )
 
 
-def _rows(report: CheckReport, about: str) -> list[CheckRow]:
+def _make_rows(report: CheckReport, about: str) -> list[CheckRow]:
     return [CheckRow(about, check.name, check.verdict, check.detail) for check in report.checks]
 
 
-def _table(rows: list[CheckRow]) -> Table:
-    table = new_table("about", "rule", "", "detail")
+def _make_table_of_rows(rows: list[CheckRow]) -> Table:
+    table = make_table("about", "rule", "", "detail")
     for row in rows:
         detail = row.detail[:_MAX_DETAIL_CHARS] + "..." * (len(row.detail) > _MAX_DETAIL_CHARS)
         verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])

@@ -1,4 +1,4 @@
-"""`ludus env`: all commands for environments; the longer ones are in separate files."""
+"""`ludus env`: the commands for environments. The longer ones are in separate modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from rich.progress import (
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import new_table, print_line, progress_console, results_console
+from ludus.services.cli.console import (
+    make_progress_console,
+    make_results_console,
+    make_table,
+    print_line,
+)
 from ludus.services.cli.env_check import check
 from ludus.services.cli.env_play import play
 from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
 from ludus.services.cli.env_targets import serve_target
 from ludus.services.cli.options import TARGET_HELP, Options, TokenEnv, parse_options
-from ludus.services.cli.tables import bench_table
+from ludus.services.cli.tables import make_bench_table
 
 if TYPE_CHECKING:
     from ludus.env.evaluation import EpisodeOutcome
@@ -61,7 +66,7 @@ def init(
         f"ludus env serve {package} --port 8000",
     )
     for line in (*written_paths, "", *next_commands):
-        print_line(results_console(), str(line))
+        print_line(make_results_console(), str(line))
 
 
 @app.command("list")
@@ -72,11 +77,11 @@ def list_packages() -> None:
     """
     from ludus.env.targets.targets import installed_packages
 
-    table = new_table("package", "version", "description")
+    table = make_table("package", "version", "description")
     packages = installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))
-    console = results_console()
+    console = make_results_console()
     if packages:
         console.print(table)
     else:
@@ -135,16 +140,16 @@ def bench(
 
     plan = BenchPlan(target, policy or (), range(seed, seed + games), policies)
     with serve_target(location, environment_options) as server_address:
-        results = _run_bench(plan, server_address, os.environ.get(token_env))
-    console = results_console()
-    console.print(bench_table(results))
-    num_void = sum(result.num_void for result in results)
+        bench_results = _run_bench(plan, server_address, os.environ.get(token_env))
+    console = make_results_console()
+    console.print(make_bench_table(bench_results))
+    num_void = sum(bench_result.num_void for bench_result in bench_results)
     if num_void:
         print_line(console, f"{num_void:,} episodes are void and not counted")
 
 
 def _run_bench(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:
-    from ludus.services.cli.bench import bench as play
+    from ludus.services.cli.bench import bench as run_benchmark
 
     columns = (
         TextColumn("{task.description}"),
@@ -152,15 +157,15 @@ def _run_bench(plan: BenchPlan, address: str, token: str | None) -> list[BenchRe
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    console = progress_console()
+    console = make_progress_console()
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        tasks: dict[str, TaskID] = {}
+        task_by_policy: dict[str, TaskID] = {}
 
-        def advance(name: str, _outcome: EpisodeOutcome) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(escape(name), total=len(plan.seeds))
-            progress.advance(tasks[name])
+        def advance_bar(name: str, _outcome: EpisodeOutcome) -> None:
+            if name not in task_by_policy:
+                task_by_policy[name] = progress.add_task(escape(name), total=len(plan.seeds))
+            progress.advance(task_by_policy[name])
 
-        return asyncio.run(play(plan, address, token, advance))
+        return asyncio.run(run_benchmark(plan, address, token, advance_bar))

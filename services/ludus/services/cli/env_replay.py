@@ -1,4 +1,4 @@
-"""`ludus env replay`: recorded episodes, played again and compared step by step.
+"""`ludus env replay`: replays recorded episodes and compares each step.
 
 FILE --> episodes --grouped by environment--> a server per environment --> table, first difference
 """
@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import FAILED, new_table, print_line, results_console
+from ludus.services.cli.console import FAILED, make_results_console, make_table, print_line
 from ludus.services.cli.options import Options, TokenEnv, parse_options
 
 if TYPE_CHECKING:
@@ -70,22 +70,22 @@ def replay(
 async def _replay_all(
     episodes: list[RecordedEpisode], server: Any, token: str | None
 ) -> list[Replay]:
-    """Replay the episodes in order; consecutive episodes of one environment share a server."""
+    """Replay the episodes in order; consecutive episodes of an environment share a server."""
     from ludus.env.recording.verify import recorded_factory, replay_episode
     from ludus.env.serving.loopback import PlayOptions, open_client
 
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
-        neighbors = list(group)
-        async with open_client(server or recorded_factory(neighbors[0]), options) as client:
-            replays += [await replay_episode(client, episode) for episode in neighbors]
+        same_environment = list(group)
+        async with open_client(server or recorded_factory(same_environment[0]), options) as client:
+            replays += [await replay_episode(client, episode) for episode in same_environment]
     return replays
 
 
 def _print_replays(replays: list[Replay]) -> None:
     columns = ("episode", "environment", "seed", "steps", "return", "ended", "")
-    table = new_table(*columns, numbers=("episode", "seed", "steps", "return"))
+    table = make_table(*columns, number_columns=("episode", "seed", "steps", "return"))
     for number, replay in enumerate(replays, 1):
         episode = replay.episode
         verdict = (
@@ -100,7 +100,7 @@ def _print_replays(replays: list[Replay]) -> None:
             Text(episode.end_reason),
             verdict,
         )
-    console = results_console()
+    console = make_results_console()
     console.print(table)
     num_same = sum(replay.is_same for replay in replays)
     print_line(console, f"{num_same} of {len(replays)} episodes are the same")

@@ -1,4 +1,4 @@
-"""`ludus env serve`: the options are those of `python -m ludus.env`."""
+"""`ludus env serve`, which has the same options as `python -m ludus.env`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def serve(target: Target, options: Options = None, **server_options: Any) -> Non
 
     factory = environment_factory(target, parse_options(options or ()))
     given_options = {name: value for name, value in server_options.items() if value is not None}
-    if "check_determinism" in given_options:  # the flag is --no-determinism-check
+    # The flag is --no-determinism-check, so a user who gives it disables the check.
+    if "check_determinism" in given_options:
         given_options["check_determinism"] = False
     run_server(factory, given_options)
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
-    """Build the parameter from which Typer makes an option."""
+def _make_parameter(flag: Flag) -> inspect.Parameter:
+    """Make a function parameter, from which Typer makes a command-line option."""
     bounds = {type(bound).__name__.lower(): bound for bound in flag.info.metadata}
     option = typer.Option(
         flag.name,
@@ -43,18 +44,18 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         flag.field,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[_annotation(flag) | None, option],
+        annotation=Annotated[_make_annotation(flag) | None, option],
     )
 
 
-def _annotation(flag: Flag) -> Any:
+def _make_annotation(flag: Flag) -> Any:
     return list[get_args(flag.annotation)[0]] if flag.is_repeated else flag.annotation  # type: ignore[misc]
 
 
-_signature = inspect.signature(serve, eval_str=True)
-serve.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+_serve_signature = inspect.signature(serve, eval_str=True)
+serve.__signature__ = _serve_signature.replace(  # type: ignore[attr-defined]
     parameters=[
-        *(_signature.parameters[name] for name in ("target", "options")),
-        *map(_parameter, flags()),
+        *(_serve_signature.parameters[name] for name in ("target", "options")),
+        *map(_make_parameter, flags()),
     ]
 )

@@ -1,4 +1,4 @@
-"""Targets and addresses: `ludus env` plays on a running server, or starts one for a target.
+"""The servers of `ludus env`: a running server at an address, or a new one for a target.
 
 TARGET  --> `python -m ludus.env TARGET` as a child process --> the child's address
 ADDRESS ----------------------------------------------------> ADDRESS
@@ -22,10 +22,10 @@ MAX_PROCESSES = 8
 
 
 def require_options_only_for_targets(location: str, options: dict[str, Any]) -> None:
-    """Refuse options for a running server.
+    """Refuse options for the environment of a running server.
 
     Raises:
-        ConfigError: options are combined with an address.
+        ConfigError: the location is an address, and there are options.
     """
     if "://" in location and options:
         raise ConfigError(
@@ -36,7 +36,7 @@ def require_options_only_for_targets(location: str, options: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def serve_target(location: str, options: dict[str, Any], max_sessions: int = 1024) -> Iterator[str]:
-    """Yield the address of a server; a server started for a target stops with the context.
+    """Yield the address of a server. A server for a target runs until the context ends.
 
     Raises:
         UserError: the target or its options are invalid.
@@ -48,7 +48,7 @@ def serve_target(location: str, options: dict[str, Any], max_sessions: int = 102
     from ludus.env.serving.subprocess import LocalServer
     from ludus.env.targets.targets import environment_factory
 
-    factory = environment_factory(location, options)  # reports mistakes before a child is started
+    factory = environment_factory(location, options)  # finds mistakes before a process is started
     num_sessions = min(max_sessions, MAX_PROCESSES) if factory.one_per_process else max_sessions
     server = LocalServer(location, options, max_sessions=num_sessions)
     try:

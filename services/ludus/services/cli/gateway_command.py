@@ -1,4 +1,4 @@
-"""`ludus gateway`: environments on one address, served by local or remote servers."""
+"""`ludus gateway`: serves the environments of local and remote servers on one address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import print_line, results_console
+from ludus.services.cli.console import make_results_console, print_line
 from ludus.services.cli.options import parse_options
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _EXAMPLE = "for example --env blackjack=openspiel_env or --env cards=grpc://10.0.0.7:18000"
 
 
-def _port_option(protocols: str, default: str) -> Any:
-    text = f"Port for {protocols}; 0 picks a free port."
-    return typer.Option(min=0, max=65535, help=text, show_default=default)
+def _make_port_option(protocols: str, default: str) -> Any:
+    help_text = f"Port for {protocols}; 0 picks a free port."
+    return typer.Option(min=0, max=65535, help=help_text, show_default=default)
 
 
 ConfigFile = Annotated[
@@ -52,8 +52,8 @@ Isolation = Annotated[
     ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
-Port = Annotated[int | None, _port_option("HTTP and WebSocket", "8000")]
-GrpcPort = Annotated[int | None, _port_option("gRPC", "port + 10000")]
+Port = Annotated[int | None, _make_port_option("HTTP and WebSocket", "8000")]
+GrpcPort = Annotated[int | None, _make_port_option("gRPC", "port + 10000")]
 TenantsFile = Annotated[
     Path | None, typer.Option(help="File with tenants, tokens and quotas, TOML.")
 ]
@@ -100,8 +100,8 @@ def gateway(
         "token_env": token_env,
         "insecure": insecure or None,
     }
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    environments = _environments(
+    overrides = {name: setting for name, setting in overrides.items() if setting is not None}
+    environments = _parse_environments(
         env or (),
         option or (),
         {"num_servers": servers, "max_sessions": max_sessions, "isolation": isolation},
@@ -109,17 +109,17 @@ def gateway(
     if environments:
         overrides["environments"] = environments
     if config is not None:
-        chosen = GatewayConfig.read(config, overrides)
+        gateway_config = GatewayConfig.read(config, overrides)
     elif environments:
-        chosen = GatewayConfig.parse(overrides, "ludus gateway")
+        gateway_config = GatewayConfig.parse(overrides, "ludus gateway")
     else:
         raise ConfigError(f"--config or --env is required; {_EXAMPLE}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ludus").setLevel(logging.INFO)
-    serve_gateway(chosen, _announce)
+    serve_gateway(gateway_config, _print_addresses)
 
 
-def _environments(
+def _parse_environments(
     targets: Sequence[str], options: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Build the `environments` section from `--env` and `--option`."""
@@ -137,24 +137,24 @@ def _environments(
             by_name[name] = {"kind": "static", "addresses": target.split(",")}
         else:
             by_name[name] = {"kind": "subprocess", "target": target, "options": {}, **settings}
-    for path, value in parse_options(options).items():
-        name, separator, key = path.partition(".")
+    for option_name, value in parse_options(options).items():
+        name, separator, key = option_name.partition(".")
         environment = by_name.get(name)
         if not separator or not key or environment is None or "options" not in environment:
-            local = [name for name, settings in by_name.items() if "options" in settings]
+            local_names = [name for name, settings in by_name.items() if "options" in settings]
             raise ConfigError(
                 f"--option must be NAME.KEY=VALUE, where NAME is an environment that runs on this"
-                f" machine ({', '.join(local) or 'there is none'}), got '{path}'"
+                f" machine ({', '.join(local_names) or 'there is none'}), got '{option_name}'"
             )
         environment["options"][key] = value
     return by_name
 
 
-def _announce(running: Gateway) -> None:
-    """Print the addresses for clients."""
-    console = results_console()
-    for name in running.environments:
-        suffix = f"/{name}" if len(running.environments) > 1 else ""
-        print_line(console, f"{name}: {running.http_address}/envs/{name} (OpenEnv clients)")
-        print_line(console, f"{name}: {running.grpc_address}{suffix} (ludus.env clients)")
-    print_line(console, f"all environments: {running.http_address}/v1/envs")
+def _print_addresses(gateway: Gateway) -> None:
+    """Print the addresses that clients use."""
+    console = make_results_console()
+    for name in gateway.environments:
+        suffix = f"/{name}" if len(gateway.environments) > 1 else ""
+        print_line(console, f"{name}: {gateway.http_address}/envs/{name} (OpenEnv clients)")
+        print_line(console, f"{name}: {gateway.grpc_address}{suffix} (ludus.env clients)")
+    print_line(console, f"all environments: {gateway.http_address}/v1/envs")

@@ -1,4 +1,4 @@
-"""`ludus init`: an example's configuration, copied for the user to change."""
+"""`ludus init`: copies an example's configuration, for the user to change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.cli.console import new_table, print_line, results_console
+from ludus.services.cli.console import make_results_console, make_table, print_line
 
-_PREFERRED = ("tiny.toml", "ppo.toml")
-"""Configurations that train on a laptop; an example without one of them cannot be copied."""
+_CONFIG_NAMES = ("tiny.toml", "ppo.toml")
+"""Names of configurations that train on a laptop. Only examples with one of them can be copied."""
 
 
 def init(
@@ -25,11 +25,11 @@ def init(
     Example: `ludus init blackjack && ludus train blackjack.toml`
     """
     examples = _find_examples()
-    console = results_console()
+    console = make_results_console()
     if not example:
-        table = new_table("example", "description")
+        table = make_table("example", "description")
         for name, config in examples.items():
-            table.add_row(name, _describe(config.read_text(encoding="utf-8")))
+            table.add_row(name, _extract_description(config.read_text(encoding="utf-8")))
         console.print(table)
         return
     if example not in examples:
@@ -46,7 +46,7 @@ def _find_examples() -> dict[str, Path]:
     """Return the configuration of each packaged example, by the example's name."""
     spec = find_spec("ludus.examples")
     locations = list(spec.submodule_search_locations or ()) if spec else []
-    # An editable installation adds a placeholder that is not a folder.
+    # An editable installation adds a location that is not a folder.
     folders = [
         folder
         for location in locations
@@ -55,42 +55,46 @@ def _find_examples() -> dict[str, Path]:
     ]
     if not folders:
         raise NotFoundError("the examples are not installed; run: pip install ludus")
-    configs: dict[str, Path] = {}
+    config_by_example: dict[str, Path] = {}
     for folder in sorted(folders):
-        for config in (folder / name for name in _PREFERRED):
+        for config in (folder / name for name in _CONFIG_NAMES):
             if config.is_file():
-                configs.setdefault(folder.name, config)
-    return configs
+                config_by_example.setdefault(folder.name, config)
+    return config_by_example
 
 
-def _describe(text: str) -> str:
-    """Return the first sentence of the comment that opens a configuration."""
-    comment = re.match(r"(?:#[^\n]*\n)+", text)
-    words = re.sub(r"\n?# ?", " ", comment.group() if comment else "").split()
-    return re.split(r"(?<=[.:]) ", " ".join(words), maxsplit=1)[0].rstrip(":")
+def _extract_description(config_text: str) -> str:
+    """Return the first sentence of the comment at the start of a configuration."""
+    comment = re.match(r"(?:#[^\n]*\n)+", config_text)
+    comment_words = re.sub(r"\n?# ?", " ", comment.group() if comment else "").split()
+    return re.split(r"(?<=[.:]) ", " ".join(comment_words), maxsplit=1)[0].rstrip(":")
 
 
 def _copy_example(name: str, config: Path, output_dir: Path) -> list[Path]:
-    """Write the configuration and the files it uses; return their paths, the configuration first.
+    """Copy a configuration and the files that it uses; return the new paths, configuration first.
 
     Raises:
         ConfigError: a file to be written exists.
     """
-    text = config.read_text(encoding="utf-8")
-    neighbors = [
+    config_text = config.read_text(encoding="utf-8")
+    companion_files = [
         path
         for path in sorted(config.parent.iterdir())
-        if path.suffix in (".jsonl", ".py") and path.stem in re.findall(r"\w+", text)
+        if path.suffix in (".jsonl", ".py") and path.stem in re.findall(r"\w+", config_text)
     ]
-    text = re.sub(rf"examples/{name}/{config.name}", f"{name}.toml", text)
-    text = re.sub(rf"examples[./]{name}[./]", "", text)
-    text = re.sub(r'^name = ".*"', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
-    contents = {output_dir / f"{name}.toml": text}
-    contents |= {output_dir / path.name: path.read_text(encoding="utf-8") for path in neighbors}
-    for path in contents:
+    config_text = re.sub(rf"examples/{name}/{config.name}", f"{name}.toml", config_text)
+    config_text = re.sub(rf"examples[./]{name}[./]", "", config_text)
+    config_text = re.sub(
+        r'^name = ".*"', f'name = "{name}"', config_text, count=1, flags=re.MULTILINE
+    )
+    text_by_path = {output_dir / f"{name}.toml": config_text}
+    text_by_path |= {
+        output_dir / path.name: path.read_text(encoding="utf-8") for path in companion_files
+    }
+    for path in text_by_path:
         if path.exists():
             raise ConfigError(f"'{path}' exists; remove it, or set --output-dir to another folder")
     output_dir.mkdir(parents=True, exist_ok=True)
-    for path, content in contents.items():
-        path.write_text(content, encoding="utf-8")
-    return list(contents)
+    for path, text in text_by_path.items():
+        path.write_text(text, encoding="utf-8")
+    return list(text_by_path)

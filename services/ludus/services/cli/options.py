@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments of several commands."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ ResultsFolder = Annotated[
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` options; a value is JSON, TOML or text."""
+    """Parse options of the form KEY=VALUE, whose values are JSON, TOML or text."""
     parsed_options: dict[str, Any] = {}
     for option in options:
         key, separator, value_text = option.partition("=")
@@ -119,31 +119,33 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed_options
 
 
-def cluster_command(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def cluster_command(
+    coroutine_function: Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., None]:
     """Build a command from a coroutine function whose first parameter is a RunsCluster.
 
-    The command connects to the cluster. It has the function's other parameters and the options
-    --namespace and --context.
+    The command connects to the cluster and calls the function. Its parameters are the function's
+    other parameters and the options --namespace and --context.
     """
 
-    def command(namespace: str, context: str, **arguments: Any) -> None:
-        async def connect_and_work() -> None:
+    def sync_command(namespace: str, context: str, **arguments: Any) -> None:
+        async def connect_and_run() -> None:
             from ludus.services.runs.cluster import connect_cluster
 
             async with connect_cluster(context, namespace) as cluster:
-                await work(cluster, **arguments)
+                await coroutine_function(cluster, **arguments)
 
-        asyncio.run(connect_and_work())
+        asyncio.run(connect_and_run())
 
-    # The class of the cluster is imported for type checking only.
-    signature = inspect.signature(work, locals={"RunsCluster": Any}, eval_str=True)
+    # RunsCluster is imported only for type checking, so its annotation needs a replacement.
+    signature = inspect.signature(coroutine_function, locals={"RunsCluster": Any}, eval_str=True)
     _, *parameters = signature.parameters.values()
     cluster_parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default="", annotation=annotation)
         for name, annotation in (("namespace", Namespace), ("context", Context))
     ]
-    command.__doc__ = work.__doc__
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    sync_command.__doc__ = coroutine_function.__doc__
+    sync_command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*parameters, *cluster_parameters]
     )
-    return command
+    return sync_command

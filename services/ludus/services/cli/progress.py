@@ -1,4 +1,4 @@
-"""Progress of a run, from its metrics rows, as a live panel on a terminal or as plain lines."""
+"""The progress of a run, shown as a live panel on a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACE_WINDOW = 20
 MEAN_WINDOW = 10
 """Number of recent training steps over which reward and rates are averaged."""
 PLAIN_INTERVAL_S = 5.0
-"""Minimum seconds between two plain lines."""
+"""Minimum time between two plain lines, in seconds."""
 BAR_WIDTH = 36
 
 PHASE_NAMES = {
@@ -45,7 +45,7 @@ PHASE_NAMES = {
 
 
 class RunProgress:
-    """Progress of a run, updated with each metrics row."""
+    """The progress of a run, updated with each metrics row."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -55,15 +55,15 @@ class RunProgress:
         self.is_stopping = False
         self.waiting_reason = ""
         """Reason why a run on a cluster is waiting; empty while it makes progress."""
-        self._num_void: dict[int, dict[str, int]] = {}
-        """Void episodes by step. After a restart of the learner, a step's row arrives again."""
-        self._evals: dict[str, dict[str, float]] = {}
-        """Latest evaluation of each environment."""
-        self._num_open = 0
-        """Number of environments that the curriculum has opened; 0 without a curriculum."""
-        self._newest_open = ""
-        self._recent: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
-        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
+        self._void_counts: dict[int, dict[str, int]] = {}
+        """Numbers of void episodes, by step: a restarted learner reports some steps again."""
+        self._eval_values: dict[str, dict[str, float]] = {}
+        """Values of the latest evaluation of each environment."""
+        self._num_open_environments = 0
+        """Number of environments that the curriculum has opened; 0 if there is no curriculum."""
+        self._newest_environment = ""
+        self._recent_values: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
+        self._recent_times: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
     def update(self, rows: Iterable[MetricsRow]) -> None:
         """Apply new rows."""
@@ -74,13 +74,13 @@ class RunProgress:
                     self.num_steps = row.num_steps or self.num_steps
                 case "eval":
                     self._record_position(row)
-                    self._evals[row.environment or ""] = row.values
+                    self._eval_values[row.environment or ""] = row.values
                 case "train":
                     self._record_position(row)
                     self._record_step(row)
                     self._record_curriculum(row)
                 case "event" if TrainMetric.NUM_UNLOCKS in row.values:
-                    self._newest_open = row.environment or ""
+                    self._newest_environment = row.environment or ""
 
     @property
     def phase_name(self) -> str:
@@ -92,105 +92,116 @@ class RunProgress:
         return "starting" if self.phase is None else PHASE_NAMES[self.phase]
 
     @property
-    def seconds_left(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Estimated seconds until the last training step; None while unknown."""
-        if len(self._pace) < 2:
+        if len(self._recent_times) < 2:
             return None
-        (first_step, first_s), (last_step, last_s) = self._pace[0], self._pace[-1]
+        (first_step, first_elapsed_s), (last_step, last_elapsed_s) = (
+            self._recent_times[0],
+            self._recent_times[-1],
+        )
         if last_step <= first_step:
             return None
-        return (self.num_steps - last_step) * (last_s - first_s) / (last_step - first_step)
+        return (
+            (self.num_steps - last_step)
+            * (last_elapsed_s - first_elapsed_s)
+            / (last_step - first_step)
+        )
 
-    def facts(self) -> dict[str, str]:
+    def list_facts(self) -> dict[str, str]:
         """Return the available facts as text, in display order."""
-        facts = self._eval_facts() | {
-            "reward": self._recent_mean(
+        facts = self._list_eval_facts() | {
+            "reward": self._format_recent_mean(
                 TrainMetric.REWARD_MEAN, lambda mean: format_fixed(mean, 3)
             ),
             "episodes": f"{self.num_games_trained:,}" if self.num_games_trained else None,
-            "open environments": self._open_environments(),
-            "episodes/s": self._recent_mean(TrainMetric.EPISODES_PER_SECOND),
-            "tokens/s": self._recent_mean(TrainMetric.TOKENS_PER_SECOND),
-            "staleness": self._recent_mean(TrainMetric.STALENESS_MEAN),
-            "zero-variance groups": self._recent_mean(
+            "open environments": self._format_open_environments(),
+            "episodes/s": self._format_recent_mean(TrainMetric.EPISODES_PER_SECOND),
+            "tokens/s": self._format_recent_mean(TrainMetric.TOKENS_PER_SECOND),
+            "staleness": self._format_recent_mean(TrainMetric.STALENESS_MEAN),
+            "zero-variance groups": self._format_recent_mean(
                 TrainMetric.ZERO_VARIANCE_GROUP_RATIO, lambda share: format_percent(share, 0)
             ),
-            "canary error": self._recent_mean(TrainMetric.CANARY_ERROR),
-            "lost episodes": self._total_void(TrainMetric.NUM_EPISODES_LOST),
-            "failed episodes": self._total_void(TrainMetric.NUM_EPISODES_FAILED),
+            "canary error": self._format_recent_mean(TrainMetric.CANARY_ERROR),
+            "lost episodes": self._format_total_void(TrainMetric.NUM_EPISODES_LOST),
+            "failed episodes": self._format_total_void(TrainMetric.NUM_EPISODES_FAILED),
         }
         return {name: text for name, text in facts.items() if text is not None}
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Format the progress as one line, for logs."""
         parts = [f"step {self.step}/{self.num_steps}", self.phase_name]
-        parts += [f"{name} {text}" for name, text in self.facts().items()]
-        if self.seconds_left is not None and self.step < self.num_steps:
-            parts.append(f"{format_duration(self.seconds_left)} left")
+        parts += [f"{name} {text}" for name, text in self.list_facts().items()]
+        if self.remaining_s is not None and self.step < self.num_steps:
+            parts.append(f"{format_duration(self.remaining_s)} left")
         return " · ".join(parts)
 
     def _record_step(self, row: MetricsRow) -> None:
-        self._recent.append(row.values)
-        self._pace.append((row.step, row.elapsed_s))
-        self._num_void[row.step] = {
+        self._recent_values.append(row.values)
+        self._recent_times.append((row.step, row.elapsed_s))
+        self._void_counts[row.step] = {
             metric: int(row.values.get(metric, 0))
             for metric in (TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES_FAILED)
         }
 
     def _record_curriculum(self, row: MetricsRow) -> None:
-        num_open = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
-        if num_open < self._num_open:
-            # After a restart of the learner, the curriculum has closed the environment again.
-            self._newest_open = ""
-        self._num_open = num_open
+        num_open_environments = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
+        if num_open_environments < self._num_open_environments:
+            # The learner was restarted, and the newest environment is closed again.
+            self._newest_environment = ""
+        self._num_open_environments = num_open_environments
 
-    def _open_environments(self) -> str | None:
-        if not self._num_open:
+    def _format_open_environments(self) -> str | None:
+        if not self._num_open_environments:
             return None
-        return f"{self._num_open}, newest {self._newest_open}" if self._newest_open else "1"
+        return (
+            f"{self._num_open_environments}, newest {self._newest_environment}"
+            if self._newest_environment
+            else "1"
+        )
 
-    def _total_void(self, metric: TrainMetric) -> str | None:
-        total = sum(counts[metric] for counts in self._num_void.values())
-        return f"{total:,}" if total else None
+    def _format_total_void(self, metric: TrainMetric) -> str | None:
+        num_void = sum(counts[metric] for counts in self._void_counts.values())
+        return f"{num_void:,}" if num_void else None
 
     def _record_position(self, row: MetricsRow) -> None:
-        # The latest row, not the largest step: a restarted learner repeats some steps.
+        # The step may decrease, because a restarted learner repeats some steps.
         self.step, self.num_games_trained = row.step, row.num_games_trained
 
-    def _recent_mean(
+    def _format_recent_mean(
         self, metric: TrainMetric, format_mean: Callable[[float], str] = format_compact
     ) -> str | None:
-        mean = combine_metric(metric, self._recent)
+        mean = combine_metric(metric, self._recent_values)
         return None if mean is None else format_mean(mean)
 
-    def _eval_facts(self) -> dict[str, str | None]:
-        """Return the wins of each environment; also the return if it is alone or has no wins."""
+    def _list_eval_facts(self) -> dict[str, str | None]:
+        """List the wins of each environment, and its return if there are no wins or no others."""
         facts: dict[str, str | None] = {}
-        for environment, values in self._evals.items():
-            suffix = f" in {environment}" if len(self._evals) > 1 else ""
-            facts[f"wins{suffix}"] = _wins(values)
+        for environment, values in self._eval_values.items():
+            suffix = f" in {environment}" if len(self._eval_values) > 1 else ""
+            facts[f"wins{suffix}"] = _format_wins(values)
             if not suffix or EvalMetric.WIN_RATE not in values:
                 mean = values.get(EvalMetric.RETURN_MEAN)
                 facts[f"return{suffix}"] = None if mean is None else format_fixed(mean, 3)
         return facts
 
 
-def _wins(values: Mapping[str, float]) -> str | None:
+def _format_wins(values: Mapping[str, float]) -> str | None:
     if EvalMetric.WIN_RATE not in values:
         return None
-    text = format_percent(values[EvalMetric.WIN_RATE])
+    wins_text = format_percent(values[EvalMetric.WIN_RATE])
     if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
         interval = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
-        text += f" ({format_percent_interval(interval)})"
-    return text
+        wins_text += f" ({format_percent_interval(interval)})"
+    return wins_text
 
 
-# Views.
+# Views of the progress.
 
 
 @contextlib.contextmanager
-def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
-    """Yield a live panel if the console is a terminal, otherwise a view of plain lines."""
+def show_progress(console: Console) -> Iterator[PlainView | TerminalView]:
+    """Show progress in a context: yield a live panel on a terminal, otherwise a plain view."""
     if not console.is_terminal:
         yield PlainView(console)
         return
@@ -200,22 +211,23 @@ def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
 
 
 class PlainView:
-    """A line every few seconds, and one when the run enters a phase for the first time.
+    """A view that prints a line every few seconds and when the run first enters a phase.
 
-    A run may switch between training, checkpoints and evaluations several times per second.
+    It does not print a line at every change of phase, because a run may change its phase several
+    times per second.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown_at_s = -PLAIN_INTERVAL_S
-        self._phase_names: set[str] = set()
-        """Phases that have been printed."""
-        self._line = ""
+        self._printed_phases: set[str] = set()
+        """Names of the phases that have been printed."""
+        self._last_line = ""
 
     def refresh(self, progress: RunProgress) -> None:
         """Print a line if the interval has passed or the phase is new."""
         is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
-        if is_due or progress.phase_name not in self._phase_names:
+        if is_due or progress.phase_name not in self._printed_phases:
             self._print(progress)
 
     def warn(self, message: str) -> None:
@@ -227,16 +239,16 @@ class PlainView:
         self._print(progress)
 
     def _print(self, progress: RunProgress) -> None:
-        line = progress.line()
-        if line != self._line:
+        line = progress.format_line()
+        if line != self._last_line:
             print_line(self._console, line)
             self._shown_at_s = time.monotonic()
-            self._phase_names.add(progress.phase_name)
-            self._line = line
+            self._printed_phases.add(progress.phase_name)
+            self._last_line = line
 
 
 class TerminalView:
-    """A panel that is redrawn on the same lines."""
+    """A view that redraws a panel on the same lines of the terminal."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console = console
@@ -246,7 +258,11 @@ class TerminalView:
 
     def refresh(self, progress: RunProgress) -> None:
         """Redraw the panel."""
-        self._live.update(Group(self._head(progress), self._bar(progress), _facts(progress)))
+        self._live.update(
+            Group(
+                self._update_spinner(progress), self._make_bar(progress), _make_facts_grid(progress)
+            )
+        )
 
     def warn(self, message: str) -> None:
         """Print the warning above the panel."""
@@ -255,7 +271,7 @@ class TerminalView:
     def finish(self, progress: RunProgress) -> None:
         """Do nothing: the panel disappears, and the caller prints the results."""
 
-    def _head(self, progress: RunProgress) -> Spinner:
+    def _update_spinner(self, progress: RunProgress) -> Spinner:
         elapsed = format_duration(time.monotonic() - self._started_at_s)
         style = "yellow" if progress.is_stopping else "bold"
         self._spinner.update(
@@ -263,8 +279,8 @@ class TerminalView:
         )
         return self._spinner
 
-    def _bar(self, progress: RunProgress) -> Table:
-        remaining_s = progress.seconds_left
+    def _make_bar(self, progress: RunProgress) -> Table:
+        remaining_s = progress.remaining_s
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {progress.step}/{progress.num_steps}"),
@@ -276,10 +292,10 @@ class TerminalView:
         return row
 
 
-def _facts(progress: RunProgress) -> Table:
-    """Lay out the facts with names above values, five per row."""
+def _make_facts_grid(progress: RunProgress) -> Table:
+    """Lay out the facts in a grid, with names above values and five facts per row."""
     grid = Table.grid(padding=(0, 3))
-    facts = list(progress.facts().items())
+    facts = list(progress.list_facts().items())
     for start in range(0, len(facts), 5):
         row = facts[start : start + 5]
         grid.add_row(*(Text(name, style="dim") for name, _ in row))

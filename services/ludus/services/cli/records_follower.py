@@ -1,4 +1,4 @@
-"""Reader of a run's JSON-lines files while the trainer writes them."""
+"""A reader of a run's JSON-lines files that works while the trainer writes them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 class RecordsFollower(Generic[RecordT]):
     """A file of records that is read as it grows."""
 
-    def __init__(self, path: Path, record: type[RecordT], *, skip_old: bool = False) -> None:
-        """Open nothing yet.
+    def __init__(
+        self, path: Path, record_type: type[RecordT], *, skips_old_file: bool = False
+    ) -> None:
+        """Remember the path; each `read_new` opens the file.
 
         Args:
-            skip_old: ignore an existing file until it is replaced or grows.
+            skips_old_file: True to ignore an existing file until it is replaced or grows.
         """
         self._path = path
-        self._record = record
-        self._old = _fingerprint(path) if skip_old else None
+        self._record_type = record_type
+        self._old_fingerprint = _fingerprint(path) if skips_old_file else None
         self._inode = 0
         self._offset_bytes = 0
         self.num_unreadable = 0
@@ -30,12 +32,12 @@ class RecordsFollower(Generic[RecordT]):
 
     def read_new(self) -> list[RecordT]:
         """Return the records since the last call, without an incomplete last line."""
-        if _fingerprint(self._path) in (None, self._old):
+        if _fingerprint(self._path) in (None, self._old_fingerprint):
             return []
-        self._old = None
+        self._old_fingerprint = None
         try:
             with self._path.open("rb") as file:
-                self._find_start(file)
+                self._seek_unread(file)
                 lines, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
@@ -43,8 +45,8 @@ class RecordsFollower(Generic[RecordT]):
         records = (self._parse(line) for line in lines.split(b"\n") if line)
         return [record for record in records if record is not None]
 
-    def _find_start(self, file: BinaryIO) -> None:
-        """Seek to the first unread byte; to the start if the file was replaced."""
+    def _seek_unread(self, file: BinaryIO) -> None:
+        """Seek to the first unread byte, which is the start of a file that was replaced."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._offset_bytes:
             self._inode, self._offset_bytes = status.st_ino, 0
@@ -52,14 +54,14 @@ class RecordsFollower(Generic[RecordT]):
 
     def _parse(self, line: bytes) -> RecordT | None:
         try:
-            return self._record.model_validate_json(line)
+            return self._record_type.model_validate_json(line)
         except ValidationError:
             self.num_unreadable += 1
             return None
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes whenever the file is written or replaced; None without a file."""
+    """Return a value that changes if the file is written or replaced; None without a file."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""`ludus report`, `watch` and `scale`: commands for the folder of a run on this machine."""
+"""`ludus report`, `watch` and `scale`: commands for a run on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from ludus.proto.runs import (
     Transcript,
     TranscriptTurn,
 )
-from ludus.services.cli.console import print_line, print_warning, progress_console, results_console
+from ludus.services.cli.console import (
+    make_progress_console,
+    make_results_console,
+    print_line,
+    print_warning,
+)
 from ludus.services.cli.options import RunDir
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import read_run_config
@@ -33,8 +38,8 @@ from ludus.services.transcripts import describe_consequence, describe_episode, d
 if TYPE_CHECKING:
     from ludus.proto.config import LanguageModelRun
 
-POLL_S = 0.5
-_RUNS = Path("runs")
+POLL_INTERVAL_S = 0.5
+_RUNS_FOLDER = Path("runs")
 
 
 def report(
@@ -60,7 +65,7 @@ def report(
     from ludus.services.report import write_figure, write_report
 
     path = write_figure(run_dir, figure) if figure else write_report(run_dir, output)
-    print_line(results_console(), str(path))
+    print_line(make_results_console(), str(path))
     if open_page:
         webbrowser.open(path.resolve().as_uri())
 
@@ -78,40 +83,41 @@ def scale(
     """
     from ludus.proto.config import require_language_model
 
-    _check_worker_count(require_language_model(read_run_config(run_dir), "ludus scale"), workers)
+    _check_num_workers(require_language_model(read_run_config(run_dir), "ludus scale"), workers)
     path = run_dir / CONTROL_FILE
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(RunControl(num_workers=workers).model_dump_json(indent=2))
-        partial.replace(path)
+        temporary_path.write_text(RunControl(num_workers=workers).model_dump_json(indent=2))
+        temporary_path.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise ConfigError(
             f"'{path}' cannot be written ({error.strerror or error}); the number of workers is "
             "unchanged"
         ) from error
-    print_line(results_console(), f"{run_dir}: requested {workers} rollout workers")
+    print_line(make_results_console(), f"{run_dir}: requested {workers} rollout workers")
 
 
-def _check_worker_count(run: LanguageModelRun, workers: int) -> None:
+def _check_num_workers(run: LanguageModelRun, num_workers: int) -> None:
     """Refuse a number of workers that the run cannot have.
 
     Raises:
         ConfigError: the number is too small or too large for the run.
     """
     rollout = run.rollout
-    if workers < rollout.min_workers:
+    if num_workers < rollout.min_workers:
         raise ConfigError(
-            f"--workers must be at least rollout.min_workers = {rollout.min_workers}, got {workers}"
+            f"--workers must be at least rollout.min_workers = {rollout.min_workers}, got"
+            f" {num_workers}"
         )
-    num_sessions = workers * rollout.num_groups_in_flight * rollout.group_size
+    num_sessions = num_workers * rollout.num_groups_in_flight * rollout.group_size
     for name, environment in run.environments.items():
         if environment.kind == "local" and num_sessions > environment.max_sessions:
-            field = f"{run.environment_section(name)}.max_sessions"
+            field_path = f"{run.environment_section(name)}.max_sessions"
             raise ConfigError(
-                f"{workers} workers need num_groups_in_flight * group_size = {num_sessions} "
-                f"concurrent sessions, but {field} = {environment.max_sessions}; start the run "
-                f"with --set {field}={num_sessions}"
+                f"{num_workers} workers need num_groups_in_flight * group_size = {num_sessions} "
+                f"concurrent sessions, but {field_path} = {environment.max_sessions}; start the "
+                f"run with --set {field_path}={num_sessions}"
             )
 
 
@@ -144,37 +150,43 @@ def watch(
 
     def read_new() -> list[Transcript]:
         transcripts = follower.read_new()
-        return [item for item in transcripts if environment in (None, item.environment)]
+        return [
+            transcript
+            for transcript in transcripts
+            if environment in (None, transcript.environment)
+        ]
 
     is_running = is_in_use(run_dir)
     transcripts = read_new()
-    _show(transcripts[max(0, len(transcripts) - last) :], as_json=as_json)
+    _show_transcripts(transcripts[max(0, len(transcripts) - last) :], as_json=as_json)
     while is_running:
-        time.sleep(POLL_S)
-        # Checked before the file is read, so that the run's last episodes are shown, too.
+        time.sleep(POLL_INTERVAL_S)
+        # Checked before the file is read, so that no episode at the end of the run is missed.
         is_running = is_in_use(run_dir)
-        _show(read_new(), as_json=as_json)
+        _show_transcripts(read_new(), as_json=as_json)
     if follower.num_unreadable:
         print_warning(
-            progress_console(),
+            make_progress_console(),
             f"{follower.num_unreadable} lines of {TRANSCRIPTS_FILE} cannot be read; another "
             "version of Ludus may have written them",
         )
 
 
 def _find_run_folder(run: str) -> Path:
-    for folder in (Path(run), _RUNS / run):
+    for folder in (Path(run), _RUNS_FOLDER / run):
         if (folder / METRICS_FILE).exists():
             return folder
-    raise NotFoundError(f"there is no run '{run}'; name the folder of a run, or a run in '{_RUNS}'")
+    raise NotFoundError(
+        f"there is no run '{run}'; name the folder of a run, or a run in '{_RUNS_FOLDER}'"
+    )
 
 
-def _show(transcripts: Sequence[Transcript], *, as_json: bool) -> None:
+def _show_transcripts(transcripts: Sequence[Transcript], *, as_json: bool) -> None:
     for transcript in transcripts:
         if as_json:
             typer.echo(transcript.model_dump_json())
         else:
-            show_transcript(results_console(), transcript)
+            show_transcript(make_results_console(), transcript)
 
 
 def show_transcript(console: Console, transcript: Transcript) -> None:
@@ -200,8 +212,9 @@ def _show_turn(console: Console, turn: TranscriptTurn) -> None:
 
 def _show_message(console: Console, role: str, text: str, style: str) -> None:
     console.print(Text(f"  {role}", style="dim italic"))
-    # A model's output must not control the terminal.
+    # Control characters are replaced, because a model's output must not control the terminal.
     printable = "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
     )
     console.print(Padding(Text(printable or "(empty)", style=style), (0, 0, 0, 4)))

@@ -1,4 +1,4 @@
-"""View of a run on a cluster, with the same progress display as a local run."""
+"""The view of a run on a cluster, which shows progress like the view of a local run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from ludus.services.cli.console import (
     FAILED,
     INTERRUPTED,
+    make_progress_console,
     print_line,
     print_warning,
-    progress_console,
 )
-from ludus.services.cli.progress import RunProgress, progress_view
+from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
 from ludus.services.runs.cluster import RunsCluster, read_run_config_json
@@ -41,17 +41,17 @@ _WAITING_REASONS = {
 
 
 def parse_row(line: str) -> MetricsRow | None:
-    """Parse the metrics row in a line of a driver's log; None if the line has none."""
+    """Parse a metrics row from a line of the driver's log; return None if the line has none."""
     if not line.startswith(LOG_ROW_PREFIX):
         return None
     try:
         return MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX))
     except ValidationError:
-        return None  # truncated when the pod exited
+        return None  # the line was truncated when the pod exited
 
 
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
-    """Return the number of steps of a run; 0 if its ConfigMap is gone."""
+    """Return the number of steps of a run; 0 if its ConfigMap no longer exists."""
     config_map = await cluster.find_config_map(run)
     if config_map is None:
         return 0
@@ -61,14 +61,14 @@ async def read_num_steps(cluster: RunsCluster, run: str) -> int:
 async def watch(
     cluster: RunsCluster, run: str, *, within_s: float | None = None
 ) -> tuple[ClusterRunState, TrainerOutput]:
-    """Show a run until it ends; return its final state and output.
+    """Show a run until it ends, and return its final state and output.
 
     Raises:
         TimeoutError: the run has not ended within `within_s` seconds.
         NotFoundError: the run was deleted.
     """
     output, shown_warnings = TrainerOutput(), set[str]()
-    with progress_view(progress_console()) as view:
+    with show_progress(make_progress_console()) as view:
         progress = RunProgress(await read_num_steps(cluster, run))
         async with asyncio.timeout(within_s), aclosing(follow_run(cluster, run)) as updates:
             async for update in updates:
@@ -104,13 +104,13 @@ async def show_end(
     end: tuple[ClusterRunState, TrainerOutput],
     folder: Path | None,
 ) -> None:
-    """Fetch the results of a run that succeeded; otherwise explain its end and exit.
+    """Fetch and show the results of a run that succeeded; otherwise explain its end and exit.
 
     Args:
-        folder: the folder for the results; None leaves the results on the cluster.
+        folder: local folder for the results; None leaves the results on the cluster.
     """
     state, output = end
-    console = progress_console()
+    console = make_progress_console()
     if state.phase is RunPhase.STOPPED:
         print_line(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
         raise typer.Exit(INTERRUPTED)
@@ -121,11 +121,11 @@ async def show_end(
 
 
 async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder: Path) -> None:
-    """Fetch and print the results; a failed fetch does not change the run's exit code."""
+    """Fetch and print the results; if that fails, print a warning and how to retry."""
     try:
         await fetch(cluster, release, run, folder)
     except LudusError as error:
-        console = progress_console()
+        console = make_progress_console()
         print_warning(console, f"the results are still on the cluster: {error}")
         print_line(console, f"fetch them with: ludus fetch {run}")
         return
@@ -133,16 +133,16 @@ async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder
 
 
 def show_fetched(folder: Path, run: str) -> None:
-    """Print the fetched results of a run, and write its report."""
+    """Print the results in a fetched run folder, and write the report."""
     show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
 
 
 def explain_failure(console: Console, state: ClusterRunState, output: TrainerOutput) -> int:
-    """Print why a run failed; return the exit code."""
+    """Print why a run failed, and return the exit code of the command."""
     if state.phase is RunPhase.REFUSED:
         print_line(console, f"error: KubeRay refused the RayJob: {state.reason}")
         return UserError.exit_code
-    errors = output.errors or _errors_in(state.message)
+    errors = output.errors or _find_errors(state.message)
     for error in errors[-1:]:
         print_line(console, f"error: {error}")
     if not errors:
@@ -158,7 +158,7 @@ def explain_failure(console: Console, state: ClusterRunState, output: TrainerOut
     return UserError.exit_code if state.exit_code == UserError.exit_code else FAILED
 
 
-def _errors_in(message: str) -> Sequence[str]:
+def _find_errors(message: str) -> Sequence[str]:
     output = TrainerOutput()
     for line in message.splitlines():
         output.feed(line)

@@ -1,4 +1,4 @@
-"""`ludus submit` and `ludus resume`: runs on a cluster, followed like local runs."""
+"""`ludus submit` and `ludus resume`: start runs on a cluster and follow them like local runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.services.cli import options
-from ludus.services.cli.console import print_line, print_warning, progress_console
+from ludus.services.cli.console import make_progress_console, print_line, print_warning
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ludus.services.runs.platform import Release
 
 
-Format = Literal["yaml", "json"]
+ManifestFormat = Literal["yaml", "json"]
 
 
 def submit(
     config_path: options.ConfigPath = None,
     overrides: options.Overrides = None,
-    release: options.ReleaseName = None,
+    release_name: options.ReleaseName = None,
     namespace: options.Namespace = "",
     context: options.Context = "",
     environment: options.ServedEnvironments = None,
@@ -38,7 +38,8 @@ def submit(
         bool, typer.Option("--dry-run", help="Print what would be created, and create nothing.")
     ] = False,
     output_format: Annotated[
-        Format, typer.Option("-o", "--format", help="Format of the manifests with --dry-run.")
+        ManifestFormat,
+        typer.Option("-o", "--format", help="Format of the manifests with --dry-run."),
     ] = "yaml",
     release_file: Annotated[
         Path | None,
@@ -66,23 +67,23 @@ def submit(
     if release_file is not None and not dry_run:
         raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
     if release_file is not None:
-        file_release = read_release_file(release_file, release)
+        file_release = read_release_file(release_file, release_name)
         _print_manifests(make_manifests(config, file_release, environments, queue), output_format)
         return
 
-    async def work() -> None:
+    async def submit_run() -> None:
         async with connect_cluster(context, namespace) as cluster:
-            found_release = await cluster.read_release(release)
-            manifests = make_manifests(config, found_release, environments, queue)
+            target_release = await cluster.read_release(release_name)
+            manifests = make_manifests(config, target_release, environments, queue)
             if dry_run:
                 _print_manifests(manifests, output_format)
                 return
             await operations.refuse_existing(cluster, config.name)
             await _check_cluster(cluster, manifests, ignore or ())
             await cluster.create(manifests)
-            await _follow_run(cluster, found_release, config.name, detach, folder)
+            await _follow_run(cluster, target_release, config.name, detach, folder)
 
-    asyncio.run(work())
+    asyncio.run(submit_run())
 
 
 @options.cluster_command
@@ -90,7 +91,7 @@ async def resume(
     cluster: RunsCluster,
     run: options.RunName,
     overrides: options.Overrides = None,
-    release: options.ReleaseName = None,
+    release_name: options.ReleaseName = None,
     queue: options.Queue = None,
     ignore: options.IgnoredChecks = None,
     detach: options.Detach = False,
@@ -104,22 +105,22 @@ async def resume(
     from ludus.services.runs.manifest import make_manifests
 
     config = await operations.load_resumable_config(cluster, run, overrides or ())
-    found_release = await cluster.read_release(release)
-    manifests = make_manifests(config, found_release, queue=queue)
+    target_release = await cluster.read_release(release_name)
+    manifests = make_manifests(config, target_release, queue=queue)
     await _check_cluster(cluster, manifests, ignore or ())
     await cluster.delete(run)
     await cluster.create(manifests)
-    await _follow_run(cluster, found_release, run, detach, folder)
+    await _follow_run(cluster, target_release, run, detach, folder)
 
 
 def _parse_environments(options: Sequence[str]) -> dict[str, str]:
-    served_names = {}
+    served_by_name = {}
     for option in options:
-        name, _, served = option.partition("=")
-        if not name or not served:
+        name, _, served_name = option.partition("=")
+        if not name or not served_name:
             raise ConfigError(f"--environment must be NAME=SERVED, got '{option}'")
-        served_names[name] = served
-    return served_names
+        served_by_name[name] = served_name
+    return served_by_name
 
 
 async def _check_cluster(
@@ -127,7 +128,7 @@ async def _check_cluster(
 ) -> None:
     from ludus.services.runs.cluster_checks import check_cluster
 
-    console = progress_console()
+    console = make_progress_console()
     with console.status("checking the cluster"):
         findings = await check_cluster(cluster, manifests, ignored)
     for note in findings.notes:
@@ -140,7 +141,7 @@ async def _follow_run(
 ) -> None:
     from ludus.services.cli.run_view import show_end, watch
 
-    console = progress_console()
+    console = make_progress_console()
     print_line(console, f"run '{run}' submitted to namespace '{cluster.namespace}'")
     if detach:
         print_line(console, f"follow it with: ludus logs -f {run}")
@@ -155,16 +156,16 @@ async def _follow_run(
     await show_end(cluster, release, end, folder or Path("runs") / run)
 
 
-def _print_manifests(manifests: RunManifests, output_format: Format) -> None:
+def _print_manifests(manifests: RunManifests, output_format: ManifestFormat) -> None:
     import yaml
 
     from ludus.services.runs.cluster_checks import find_broken_rules
 
     for message in find_broken_rules(manifests):
-        print_warning(progress_console(), message)
-    documents = [manifests.config_map, manifests.job]
+        print_warning(make_progress_console(), message)
+    manifest_dicts = [manifests.config_map, manifests.job]
     if output_format == "json":
-        items = {"apiVersion": "v1", "kind": "List", "items": documents}
-        typer.echo(json.dumps(items, indent=2))
+        manifest_list = {"apiVersion": "v1", "kind": "List", "items": manifest_dicts}
+        typer.echo(json.dumps(manifest_list, indent=2))
     else:
-        typer.echo(yaml.safe_dump_all(documents, sort_keys=False, width=100), nl=False)
+        typer.echo(yaml.safe_dump_all(manifest_dicts, sort_keys=False, width=100), nl=False)

@@ -1,4 +1,4 @@
-"""Tables of policies for the terminal."""
+"""Tables of policies and their results, for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
-from ludus.services.cli.console import new_table
+from ludus.services.cli.console import make_table
 from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
 from ludus.services.results import (
     NamedResult,
@@ -25,30 +25,39 @@ if TYPE_CHECKING:
 _RESULT_COLUMNS = ("episodes", "wins", "±95%", "draws", "return", "±95%")
 
 
-def policy_table(results: Sequence[NamedResult], title: str) -> Table:
-    """Build a table with one row per policy and half-widths of 95 % intervals."""
-    table = new_table("policy", *_RESULT_COLUMNS, numbers=_RESULT_COLUMNS, title=title)
+def make_policy_table(results: Sequence[NamedResult], title: str) -> Table:
+    """Make a table with one row per policy; ± columns are half-widths of 95 % intervals."""
+    table = make_table("policy", *_RESULT_COLUMNS, number_columns=_RESULT_COLUMNS, title=title)
     for named_result in results:
         style = "bold cyan" if named_result.is_trained else None
-        table.add_row(Text(named_result.name), *result_cells(named_result.result), style=style)
+        table.add_row(
+            Text(named_result.name), *format_result_cells(named_result.result), style=style
+        )
     return table
 
 
-def bench_table(results: Sequence[BenchResult]) -> Table:
-    """Build a table with one row per fixed policy, with exact returns if they are known."""
+def make_bench_table(results: Sequence[BenchResult]) -> Table:
+    """Make a table with one row per fixed policy, and its exact return if that is known."""
     columns = (*_RESULT_COLUMNS, "exact", "steps/s")
-    table = new_table("policy", *columns, numbers=columns)
-    for bench in results:
-        exact = NO_VALUE if bench.exact_return is None else format_fixed(bench.exact_return, 4)
-        name, speed = format_policy_name(bench.name), f"{bench.steps_per_second:,.0f}"
-        table.add_row(Text(name), *result_cells(bench.result), exact, speed)
+    table = make_table("policy", *columns, number_columns=columns)
+    for bench_result in results:
+        exact_text = (
+            NO_VALUE
+            if bench_result.exact_return is None
+            else format_fixed(bench_result.exact_return, 4)
+        )
+        name, speed_text = (
+            format_policy_name(bench_result.name),
+            f"{bench_result.steps_per_second:,.0f}",
+        )
+        table.add_row(Text(name), *format_result_cells(bench_result.result), exact_text, speed_text)
     return table
 
 
-def result_cells(result: PolicyResult) -> list[str]:
-    """Format the number of episodes, wins, draws and return of a policy.
+def format_result_cells(result: PolicyResult) -> list[str]:
+    """Format a policy's number of episodes, wins, draws and return, with intervals.
 
-    A dash stands for wins and draws that the environment does not report.
+    A dash means that the environment does not report wins or draws.
     """
     return [
         f"{result.num_games:,}",
@@ -60,30 +69,30 @@ def result_cells(result: PolicyResult) -> list[str]:
     ]
 
 
-def summary_tables(summary: Summary) -> Iterator[RenderableType]:
-    """Yield per environment the policies before and after training, the baselines and the gap."""
+def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
+    """Yield, per environment, the trained policy with its start, the baselines and the gap."""
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
-        yield policy_table(compare_policies(result), title)
-        yield from _gap(result.report)
+        yield make_policy_table(compare_policies(result), title)
+        yield from _format_gap(result.report)
 
 
-def eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
-    """Yield per environment the evaluated policy, the baselines and the gap."""
+def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
+    """Yield, per environment, the evaluated policy, the baselines and the gap."""
     for name, report in evaluation.environments.items():
         prefix = f"{name}, " if len(evaluation.environments) > 1 else ""
         policy = NamedResult("policy", report.policy, is_trained=True)
         results = [policy, *rank_policies(report.baselines)]
-        yield policy_table(results, f"{prefix}at temperature {report.temperature:g}")
-        yield from _gap(report)
+        yield make_policy_table(results, f"{prefix}at temperature {report.temperature:g}")
+        yield from _format_gap(report)
 
 
-def _gap(report: EvalReport) -> Iterator[RenderableType]:
+def _format_gap(report: EvalReport) -> Iterator[RenderableType]:
     if report.gap_closed is None:
         return
     interval = report.gap_closed_ci95
-    spread = f" ({format_percent_interval(interval)}, 95%)" if interval is not None else ""
-    yield Text(f"gap closed  {format_percent(report.gap_closed)}{spread}", style="bold")
+    interval_text = f" ({format_percent_interval(interval)}, 95%)" if interval is not None else ""
+    yield Text(f"gap closed  {format_percent(report.gap_closed)}{interval_text}", style="bold")
 
 
 def _half_width(interval: tuple[float, float]) -> float:

@@ -1,4 +1,4 @@
-"""`ludus train` and `ludus eval`: both run the trainer as a child process."""
+"""`ludus train` and `ludus eval`, which run the trainer as a child process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ludus.proto.runs import (
 from ludus.services.cli.console import (
     FAILED,
     INTERRUPTED,
+    make_progress_console,
+    make_results_console,
     print_line,
     print_warning,
-    progress_console,
-    results_console,
 )
 from ludus.services.cli.options import ConfigPath, Overrides, RunDir
-from ludus.services.cli.progress import RunProgress, progress_view
+from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.records_follower import RecordsFollower
-from ludus.services.cli.tables import eval_tables, summary_tables
+from ludus.services.cli.tables import make_eval_tables, make_summary_tables
 from ludus.services.cli.trainer_process import STOP_GRACE_S, TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 class TrainCommand(TyperCommand):
-    """A command whose --resume option has an optional value, which Typer does not support."""
+    """A command whose option --resume may have a value, which Typer itself does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; --resume alone means --resume=always."""
-        always = f"--resume={Resume.ALWAYS}"
-        return super().parse_args(ctx, [always if arg == "--resume" else arg for arg in args])
+        """Parse the arguments; --resume without a value means --resume=always."""
+        always_flag = f"--resume={Resume.ALWAYS}"
+        return super().parse_args(ctx, [always_flag if arg == "--resume" else arg for arg in args])
 
 
 def train(
@@ -90,17 +90,17 @@ def train(
     if resume is not Resume.NEVER and overwrite:
         raise ConfigError("--resume cannot be combined with --overwrite; remove one")
     run_dir = Path(config.output_dir) / config.name
-    flags = ["--overwrite"] if overwrite else []
+    trainer_flags = ["--overwrite"] if overwrite else []
     if resume is not Resume.NEVER:
-        flags.append(f"--resume={resume}")
+        trainer_flags.append(f"--resume={resume}")
     if dry_run:
-        end = run_quietly("checking", ["check", *flags], config)
+        end = run_quietly("checking", ["check", *trainer_flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
         typer.echo(config.model_dump_json(indent=2))
         return
     _check_environments(config)
-    end = _run_training(config, run_dir, flags)
-    exit_on_failure(end, run_dir, next_command(run_dir))
+    end = _run_training(config, run_dir, trainer_flags)
+    exit_on_failure(end, run_dir, advise_next_command(run_dir))
     show_results(
         run_dir,
         {
@@ -139,19 +139,19 @@ def evaluate(
     Example: `ludus eval runs/demo --games 20000 --temperature 0`
     """
     read_run_config(run_dir)
-    output = run_dir / EVAL_FILE
+    eval_path = run_dir / EVAL_FILE
     arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
-    choices = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
-    for flag, value in choices.items():
-        if value is not None:
-            arguments += [flag, str(value)]
-    end = run_quietly("evaluating", [*arguments, "--output", str(output)])
+    flag_values = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
+    for flag, choice in flag_values.items():
+        if choice is not None:
+            arguments += [flag, str(choice)]
+    end = run_quietly("evaluating", [*arguments, "--output", str(eval_path)])
     exit_on_failure(end, run_dir, "nothing was written")
-    evaluation = Evaluation.model_validate_json(output.read_bytes())
-    console = results_console()
-    for part in eval_tables(evaluation):
-        console.print(part)
-    print_line(console, f"written to {output}", style="dim")
+    evaluation = Evaluation.model_validate_json(eval_path.read_bytes())
+    console = make_results_console()
+    for table in make_eval_tables(evaluation):
+        console.print(table)
+    print_line(console, f"written to {eval_path}", style="dim")
 
 
 def read_run_config(run_dir: Path) -> RunConfig:
@@ -172,7 +172,7 @@ def read_run_config(run_dir: Path) -> RunConfig:
 
 
 def _check_environments(config: RunConfig) -> None:
-    """Build each environment once, to report mistakes before the trainer starts.
+    """Build each local environment once, to find mistakes before the trainer starts.
 
     Raises:
         UserError: a package, game or option does not exist.
@@ -184,8 +184,8 @@ def _check_environments(config: RunConfig) -> None:
             environment_factory(environment.package, environment.options)().close()
 
 
-def next_command(run_dir: Path) -> str:
-    """Return the advice for a run that was stopped."""
+def advise_next_command(run_dir: Path) -> str:
+    """Return the advice on how to continue a run that was stopped."""
     if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
         return f"continue with: ludus train {run_dir / CONFIG_FILE} --resume"
     return "no checkpoint was written yet; the same command starts again"
@@ -193,8 +193,8 @@ def next_command(run_dir: Path) -> str:
 
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
     progress = RunProgress(config.training.num_steps)
-    follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skip_old=True)
-    with progress_view(progress_console()) as view:
+    follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skips_old_file=True)
+    with show_progress(make_progress_console()) as view:
 
         def refresh() -> None:
             progress.update(follower.read_new())
@@ -219,12 +219,12 @@ def run_quietly(
     config: BaseModel | None = None,
     on_tick: Callable[[Status], None] = lambda status: None,
 ) -> TrainerEnd:
-    """Run the trainer, show its warnings and a status line, and return how the trainer ended.
+    """Run the trainer with a status line, show its warnings, and return how it ended.
 
     Args:
         on_tick: called several times per second with the status line.
     """
-    console = progress_console()
+    console = make_progress_console()
     with console.status(activity) as status:
         return run_trainer(
             arguments,
@@ -236,31 +236,32 @@ def run_quietly(
 
 
 def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
-    """Explain why the trainer failed or was stopped, and exit with its code.
+    """If the trainer failed or was stopped, explain it and exit with the trainer's code.
 
     Args:
-        advice: the text to print if the trainer was stopped.
+        advice: text to print if the trainer was stopped.
     """
-    console = progress_console()
+    console = make_progress_console()
     if end.was_stopped:
         outcome = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
         print_line(console, f"{outcome}; {advice}")
         raise typer.Exit(INTERRUPTED)
     if end.exit_code == 0:
         return
-    errors = [f"error: {message}" for message in end.output.errors]
-    for line in errors or [f"  {line}" for line in end.output.tail]:
+    error_lines = [f"error: {message}" for message in end.output.errors]
+    for line in error_lines or [f"  {line}" for line in end.output.tail]:
         print_line(console, line)
-    if end.exit_code == UserError.exit_code and errors:
+    if end.exit_code == UserError.exit_code and error_lines:
         raise typer.Exit(UserError.exit_code)
-    status = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
-    log = run_dir / LOG_FILE
-    log_hint = f"; see {log}" if log.exists() else ""
-    if errors:
-        print_line(console, f"the trainer exited with {status}{log_hint}")
+    status_text = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
+    log_path = run_dir / LOG_FILE
+    log_hint = f"; see {log_path}" if log_path.exists() else ""
+    if error_lines:
+        print_line(console, f"the trainer exited with {status_text}{log_hint}")
     else:
         print_line(
-            console, f"error: the trainer exited with {status}; its last output is above{log_hint}"
+            console,
+            f"error: the trainer exited with {status_text}; its last output is above{log_hint}",
         )
     raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
 
@@ -273,28 +274,28 @@ def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
     """
     from ludus.services.report import write_report
 
-    path = run_dir / SUMMARY_FILE
-    if not path.is_file():
-        raise NotFoundError(f"the trainer did not write '{path}'; see {LOG_FILE}")
-    summary = Summary.model_validate_json(path.read_bytes())
-    report = write_report(run_dir)
-    console = results_console()
-    for part in summary_tables(summary):
-        console.print(part)
+    summary_path = run_dir / SUMMARY_FILE
+    if not summary_path.is_file():
+        raise NotFoundError(f"the trainer did not write '{summary_path}'; see {LOG_FILE}")
+    summary = Summary.model_validate_json(summary_path.read_bytes())
+    report_path = write_report(run_dir)
+    console = make_results_console()
+    for table in make_summary_tables(summary):
+        console.print(table)
     print_line(
         console,
         f"{summary.games_trained:,} episodes in"
         f" {format_duration(summary.wall_seconds_training)} of training"
         f" · {_describe_sampling(summary)}",
     )
-    print_line(console, f"report      {report}")
+    print_line(console, f"report      {report_path}")
     for purpose, command in next_commands.items():
         command = command.replace("{more}", str(summary.num_steps * 2))
         print_line(console, f"{purpose:<11} {command}", style="dim")
 
 
 def _describe_sampling(summary: Summary) -> str:
-    """Describe the engine and the weight syncs of a run."""
+    """Describe how the run sampled: its engine and its weight syncs."""
     if summary.generator == NETWORK:
         return "a network, by classic PPO"
     return (

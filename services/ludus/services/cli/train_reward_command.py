@@ -1,4 +1,4 @@
-"""`ludus train-reward`: trains a reward model, in the trainer's process."""
+"""`ludus train-reward`: trains a reward model in a child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from ludus.proto.reward_models import (
     RewardModelMetrics,
     RewardModelProgress,
 )
-from ludus.services.cli.console import new_table, print_line, progress_console, results_console
+from ludus.services.cli.console import (
+    make_progress_console,
+    make_results_console,
+    make_table,
+    print_line,
+)
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import exit_on_failure, run_quietly
@@ -28,8 +33,8 @@ if TYPE_CHECKING:
     from ludus.proto.config import RewardModelRun
 
 PLAIN_INTERVAL_S = 5.0
-"""Minimum seconds between two lines of progress without a terminal."""
-_PHASES = {"read": "reading", "train": "training", "judge": "evaluating", "save": "saving"}
+"""Minimum time between two lines of progress if there is no terminal, in seconds."""
+_PHASE_NAMES = {"read": "reading", "train": "training", "judge": "evaluating", "save": "saving"}
 
 
 def train_reward(
@@ -73,11 +78,13 @@ def train_reward(
     """
     from ludus.proto.config import load_reward_model_config
 
-    fields = {"model": model, "data": data, "output": output}
-    options = [f"{key}={value}" for key, value in fields.items() if value is not None]
-    config = load_reward_model_config(config_path or {}, [*options, *(overrides or ())])
-    switches = {"--resume": resume, "--overwrite": overwrite}
-    flags = [flag for flag, is_set in switches.items() if is_set]
+    config_fields = {"model": model, "data": data, "output": output}
+    field_overrides = [
+        f"{key}={value}" for key, value in config_fields.items() if value is not None
+    ]
+    config = load_reward_model_config(config_path or {}, [*field_overrides, *(overrides or ())])
+    is_set_by_flag = {"--resume": resume, "--overwrite": overwrite}
+    flags = [flag for flag, is_set in is_set_by_flag.items() if is_set]
     if dry_run:
         end = run_quietly("checking", ["check", *flags], config)
         exit_on_failure(end, config.folder, "nothing was written")
@@ -91,22 +98,22 @@ def train_reward(
 
 
 class _ProgressView:
-    """Progress of a reward model: a line per epoch, and a status line between epochs."""
+    """A view of the training of a reward model: a line per epoch, and a status line."""
 
     def __init__(self, config: RewardModelRun) -> None:
         self._config = config
         path = config.folder / PROGRESS_FILE
-        self._follower = RecordsFollower(path, RewardModelProgress, skip_old=True)
-        self._console = progress_console()
+        self._follower = RecordsFollower(path, RewardModelProgress, skips_old_file=True)
+        self._console = make_progress_console()
         self._shown_at_s = 0.0
         self._last_epoch = 0
 
     def refresh(self, status: Status) -> None:
-        """Show the new progress."""
+        """Show the progress since the last call."""
         for progress in self._follower.read_new():
             if progress.finished is not None:
                 self._last_epoch = progress.finished.epoch
-                print_line(self._console, _epoch_line(progress.finished, progress.num_epochs))
+                print_line(self._console, _format_epoch(progress.finished, progress.num_epochs))
                 continue
             line = _format_progress(progress)
             status.update(line)
@@ -116,27 +123,27 @@ class _ProgressView:
                 print_line(self._console, line)
 
     def finish(self) -> None:
-        """Show the epochs that ended after the last update, whose progress file is gone."""
+        """Show the epochs that ended after the last refresh, whose progress file was deleted."""
         epochs = _read_metrics(self._config).epochs
         for epoch in epochs[self._last_epoch :]:
-            print_line(self._console, _epoch_line(epoch, len(epochs)))
+            print_line(self._console, _format_epoch(epoch, len(epochs)))
 
 
 def _format_progress(progress: RewardModelProgress) -> str:
-    phase = _PHASES[progress.phase]
+    phase = _PHASE_NAMES[progress.phase]
     if not progress.num_steps:
         return f"{phase} the data"
-    loss = "" if progress.loss is None else f"  loss {format_fixed(progress.loss, 4)}"
-    remaining = ""
+    loss_text = "" if progress.loss is None else f"  loss {format_fixed(progress.loss, 4)}"
+    remaining_text = ""
     if progress.step:
         remaining_s = progress.elapsed_s / progress.step * (progress.num_steps - progress.step)
-        remaining = f"  {format_duration(remaining_s)} left"
-    return f"{phase}  step {progress.step}/{progress.num_steps}{loss}{remaining}"
+        remaining_text = f"  {format_duration(remaining_s)} left"
+    return f"{phase}  step {progress.step}/{progress.num_steps}{loss_text}{remaining_text}"
 
 
-def _epoch_line(epoch: RewardModelEpoch, num_epochs: int) -> str:
-    head = f"epoch {epoch.epoch}/{num_epochs}  loss {format_fixed(epoch.train_loss, 4)}"
-    return head if epoch.test is None else f"{head}  held out: {_format_scores(epoch.test)}"
+def _format_epoch(epoch: RewardModelEpoch, num_epochs: int) -> str:
+    line = f"epoch {epoch.epoch}/{num_epochs}  loss {format_fixed(epoch.train_loss, 4)}"
+    return line if epoch.test is None else f"{line}  held out: {_format_scores(epoch.test)}"
 
 
 def _format_scores(test: PreferenceScores) -> str:
@@ -152,11 +159,11 @@ def _read_metrics(config: RewardModelRun) -> RewardModelMetrics:
 
 def _print_results(config: RewardModelRun) -> None:
     metrics = _read_metrics(config)
-    console = results_console()
+    console = make_results_console()
     if metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None:
         num_answers = metrics.num_answers
         mrr_by_chance = sum(1 / rank for rank in range(1, num_answers + 1)) / num_answers
-        table = new_table("held-out comparisons", "value", "by chance")
+        table = make_table("held-out comparisons", "value", "by chance")
         table.add_row("accuracy", format_percent(metrics.accuracy), format_percent(1 / num_answers))
         table.add_row("MRR", format_fixed(metrics.mrr, 4), format_fixed(mrr_by_chance, 4))
         table.add_row("loss", format_fixed(metrics.loss, 4), format_fixed(math.log(num_answers), 4))
@@ -169,5 +176,5 @@ def _print_results(config: RewardModelRun) -> None:
         f" · epoch {metrics.kept_epoch} of {len(metrics.epochs)}",
     )
     print_line(console, f"reward model  {config.output}")
-    term = f'rewards = [{{kind = "model", path = "{config.output}"}}]'
-    print_line(console, f"as a reward   {term}", style="dim")
+    reward_config = f'rewards = [{{kind = "model", path = "{config.output}"}}]'
+    print_line(console, f"as a reward   {reward_config}", style="dim")

@@ -1,13 +1,13 @@
-"""The trainer as a child process that never outlives its parent.
+"""The trainer as a child process, which is killed before this process exits.
 
-The child leads its own process session, so a terminal's Ctrl-C reaches only this process, which
-forwards the signal exactly once. The child then writes its checkpoint and exits. After
-STOP_GRACE_S its whole process group is killed.
+The child has its own process session. Ctrl-C on a terminal therefore reaches only this process,
+which forwards the signal exactly once. The child then writes its checkpoint and exits. If it has
+not exited after `STOP_GRACE_S`, its whole process group is killed.
 
-The child's stdout and stderr are piped to this process. Lines that start with `warning: ` are
-shown immediately. Lines that start with `error: `, with the indented lines that follow them, are
-shown at the end. Metrics rows, which a run on a cluster prints, are ignored here, because they are
-read from the run folder.
+The child's stdout and stderr are piped to this process. Lines that start with `warning: ` are shown
+immediately. Lines that start with `error: `, and indented lines after them, are shown at the end.
+Metrics rows are ignored, because this process reads them from the run folder; they are printed for
+runs on a cluster.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pydantic import BaseModel
 from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX
 
 STOP_GRACE_S = 60.0
-"""Seconds for the child to write its checkpoint after Ctrl-C."""
+"""Seconds that the child has to write its checkpoint after Ctrl-C."""
 OUTPUT_GRACE_S = 10.0
-"""Seconds to wait for the child's remaining output, which contains its errors, after it exits."""
-TICK_S = 0.2
+"""Seconds to wait, after the child's exit, for its remaining output, which contains its errors."""
+POLL_INTERVAL_S = 0.2
 """Seconds between two polls of the child."""
 NUM_TAIL_LINES = 25
 """Number of last output lines to show if the child crashes."""
@@ -43,24 +43,24 @@ NUM_TAIL_LINES = 25
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def trainer_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts the trainer."""
+def build_trainer_command(arguments: Sequence[str]) -> list[str]:
+    """Build the command that starts the trainer."""
     return [sys.executable, "-m", "ludus.trainer", *arguments]
 
 
 @dataclass
 class TrainerOutput:
-    """The child's output so far, sorted by kind."""
+    """The child's output so far, separated into errors, warnings and other lines."""
 
     errors: list[str] = field(default_factory=list)
     warnings: deque[str] = field(default_factory=deque)
     """Warnings that have not been shown yet."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_TAIL_LINES))
-    """Last lines of any kind."""
+    """Latest lines of any kind."""
     _is_in_error: bool = False
 
     def feed(self, line: str) -> None:
-        """Sort a line, passed without its newline."""
+        """Add a line, which is passed without its newline."""
         if line.startswith(LOG_ROW_PREFIX):
             return
         self.tail.append(line)
@@ -95,17 +95,17 @@ def run_trainer(
     on_tick: Callable[[], None],
     on_stopping: Callable[[], None],
 ) -> TrainerEnd:
-    """Run the trainer until it exits; afterwards, no process of its group is left.
+    """Run the trainer until it exits, then kill what remains of its process group.
 
     Args:
-        config: the value of the option --config, which the trainer reads from a temporary file.
+        config: configuration that the trainer reads from a temporary file (option --config).
         warn: called with each warning of the child.
         on_tick: called several times per second while the child runs, and once at the end.
         on_stopping: called when a stop request has been forwarded.
     """
     output = TrainerOutput()
 
-    def tick() -> None:
+    def poll_output() -> None:
         while output.warnings:
             warn(output.warnings.popleft())
         on_tick()
@@ -113,27 +113,27 @@ def run_trainer(
     with (
         _write_config(config) as config_arguments,
         _record_signals() as signals,
-        _start_child(trainer_command([*arguments, *config_arguments]), output) as child,
+        _start_child(build_trainer_command([*arguments, *config_arguments]), output) as child,
     ):
-        deadline: float | None = None
+        kill_deadline_s: float | None = None
         was_killed = False
         while child.poll() is None:
-            tick()
-            if signals and deadline is None:
+            poll_output()
+            if signals and kill_deadline_s is None:
                 child.send_signal(signals[0])
-                deadline = time.monotonic() + STOP_GRACE_S
+                kill_deadline_s = time.monotonic() + STOP_GRACE_S
                 on_stopping()
-            if deadline is not None and time.monotonic() > deadline:
+            if kill_deadline_s is not None and time.monotonic() > kill_deadline_s:
                 was_killed = True
                 break
-            time.sleep(TICK_S)
-    tick()
+            time.sleep(POLL_INTERVAL_S)
+    poll_output()
     return TrainerEnd(child.returncode, bool(signals), was_killed, output)
 
 
 @contextlib.contextmanager
 def _write_config(config: BaseModel | None) -> Iterator[list[str]]:
-    """Yield the option with a temporary file of the configuration; nothing without one."""
+    """Yield the option --config with a temporary file, or [] if there is no configuration."""
     if config is None:
         yield []
         return
@@ -145,19 +145,21 @@ def _write_config(config: BaseModel | None) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _record_signals() -> Iterator[list[signal.Signals]]:
-    """Yield a list that receives the signal to forward when this process is asked to stop."""
+    """Yield a list to which each signal that must be forwarded to the child is appended."""
     signals: list[signal.Signals] = []
 
-    def record(number: int, _frame: FrameType | None) -> None:
-        # The child has no terminal: a hangup is forwarded as SIGTERM.
-        signals.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    def record(signal_number: int, _frame: FrameType | None) -> None:
+        # SIGHUP is forwarded as SIGTERM, because the child has no terminal.
+        signals.append(signal.SIGINT if signal_number == signal.SIGINT else signal.SIGTERM)
 
-    previous_handlers = {number: signal.signal(number, record) for number in _STOP_SIGNALS}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, record) for signal_number in _STOP_SIGNALS
+    }
     try:
         yield signals
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 @contextlib.contextmanager
@@ -174,21 +176,23 @@ def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subp
         start_new_session=True,
     )
     assert child.stdout is not None
-    listener = threading.Thread(target=collect_output, args=(child.stdout, output), daemon=True)
-    listener.start()
+    output_thread = threading.Thread(
+        target=collect_output, args=(child.stdout, output), daemon=True
+    )
+    output_thread.start()
     try:
         yield child
     finally:
-        # Also after success: processes that the trainer may have left behind are in its group.
+        # Also after success, because the trainer may have left processes in its group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # A grandchild in another group could keep the pipe open, so the wait is bounded.
-        listener.join(OUTPUT_GRACE_S)
+        # The wait has a timeout, because a grandchild in another group could keep the pipe open.
+        output_thread.join(OUTPUT_GRACE_S)
 
 
 def collect_output(stream: IO[str], output: TrainerOutput) -> None:
-    """Sort the child's lines into `output` until the child closes its stream."""
+    """Add the child's lines to `output` until the child closes its stream."""
     with stream:
         for line in stream:
             output.feed(line.rstrip("\n"))

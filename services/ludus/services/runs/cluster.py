@@ -34,7 +34,7 @@ REMEDIES: Mapping[int, str] = {
     FORBIDDEN: "ask for the Role that docs/submit.md names",
 }
 _GONE_TIMEOUT_S = 120.0
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 def load_personal_access(context: str = "") -> ApiAccess:
@@ -187,7 +187,7 @@ class RunsCluster:
         try:
             async with asyncio.timeout(_GONE_TIMEOUT_S):
                 while await self.find_job(run) is not None:
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
             raise ClusterError(
                 f"RayJob '{run}' still exists {_GONE_TIMEOUT_S:.0f} s after its deletion; check "

@@ -24,7 +24,7 @@ from ludus.services.runs.cluster import FORBIDDEN, NOT_FOUND, RunsCluster, is_he
 from ludus.services.runs.names import make_core_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, find_pod_troubles, read_state
 
-POLL_S = 2.0
+POLL_INTERVAL_S = 2.0
 SILENT_OPERATOR_S = 30.0
 """Seconds without a status after which a RayJob is reported as ignored by the operator."""
 SILENT_LOG_S = 30.0
@@ -68,7 +68,7 @@ async def follow_run(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate
                     previous_update.state, ["the API server does not respond; retrying"]
                 )
             is_unprocessed = update.state.phase is RunPhase.SUBMITTED
-            silent_s = silent_s + POLL_S if is_unprocessed else 0.0
+            silent_s = silent_s + POLL_INTERVAL_S if is_unprocessed else 0.0
             if silent_s > SILENT_OPERATOR_S:
                 update.troubles.append(
                     f"no operator has processed the RayJob for {silent_s:.0f} s; check that "
@@ -81,7 +81,7 @@ async def follow_run(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate
             if update.state.is_over:
                 return
             previous_update = update
-            await log.wait(POLL_S)
+            await log.wait(POLL_INTERVAL_S)
     finally:
         await log.close()
 

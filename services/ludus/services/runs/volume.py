@@ -35,7 +35,7 @@ LARGE_FOLDERS = (CHECKPOINTS_FOLDER, "initial_model", "weights")
 """Subfolders that are fetched only on request."""
 START_TIMEOUT_S = 180.0
 _READER_LIFETIME_S = 900
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _READER_RESOURCES = {"cpu": "100m", "memory": "256Mi"}
 _NO_FOLDER_MESSAGE = "there is no folder "
 _PACK_SCRIPT = f"""
@@ -284,7 +284,7 @@ async def _wait_until_running(cluster: RunsCluster, pod: JsonObject) -> None:
                     return
                 if phase in ("Failed", "Succeeded"):
                     break
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_INTERVAL_S)
     except TimeoutError:
         pass
     phase = (pod.get("status") or {}).get("phase")
