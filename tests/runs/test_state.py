@@ -59,7 +59,7 @@ def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
 def test_a_deleted_run_is_reported() -> None:
     job = manifests().job
     job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert read_state(job).phase is RunPhase.ENDING
+    assert read_state(job).phase is RunPhase.DELETING
 
 
 def test_attempts_and_exit_code_are_read_from_the_operator() -> None:

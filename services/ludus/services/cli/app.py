@@ -23,7 +23,7 @@ from ludus.services.cli import (
     train_command,
     train_reward_command,
 )
-from ludus.services.cli.console import INTERRUPTED
+from ludus.services.cli.console import EXIT_INTERRUPTED
 
 app = typer.Typer(
     name="ludus",
@@ -78,4 +78,4 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, by shell convention (128 + SIGINT)."""
-FAILED = 1
+EXIT_FAILED = 1
 """Exit code after a failure for which there is no other exit code."""
 PLAIN_WIDTH = 120
 """Line width in characters if the output is not a terminal, but for example a file."""

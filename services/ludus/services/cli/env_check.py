@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ludus.proto.errors import UnavailableError, UserError
 from ludus.services.cli.console import (
-    FAILED,
+    EXIT_FAILED,
     make_progress_console,
     make_results_console,
     make_table,
@@ -103,9 +103,9 @@ def check(
         check_dicts = list(map(asdict, rows))
         typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": check_dicts}, indent=2))
     else:
-        make_results_console().print(_make_table_of_rows(rows))
+        make_results_console().print(_make_check_table(rows))
     if not is_ok:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list[CheckRow]:
@@ -153,7 +153,7 @@ def _make_rows(report: CheckReport, about: str) -> list[CheckRow]:
     return [CheckRow(about, check.name, check.verdict, check.detail) for check in report.checks]
 
 
-def _make_table_of_rows(rows: list[CheckRow]) -> Table:
+def _make_check_table(rows: list[CheckRow]) -> Table:
     table = make_table("about", "rule", "", "detail")
     for row in rows:
         detail = row.detail[:_MAX_DETAIL_CHARS] + "..." * (len(row.detail) > _MAX_DETAIL_CHARS)

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import FAILED, make_results_console, make_table, print_line
+from ludus.services.cli.console import EXIT_FAILED, make_results_console, make_table, print_line
 from ludus.services.cli.options import Options, TokenEnv, parse_options
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def replay(
     replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
     _print_replays(replays)
     if not all(replay.is_same for replay in replays):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 async def _replay_all(
@@ -77,9 +77,9 @@ async def _replay_all(
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
-        same_environment = list(group)
-        async with open_client(server or recorded_factory(same_environment[0]), options) as client:
-            replays += [await replay_episode(client, episode) for episode in same_environment]
+        group_episodes = list(group)
+        async with open_client(server or recorded_factory(group_episodes[0]), options) as client:
+            replays += [await replay_episode(client, episode) for episode in group_episodes]
     return replays
 
 

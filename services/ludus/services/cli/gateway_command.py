@@ -123,31 +123,38 @@ def _parse_environments(
     targets: Sequence[str], options: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Build the `environments` section from `--env` and `--option`."""
-    by_name: dict[str, dict[str, Any]] = {}
+    section_by_name: dict[str, dict[str, Any]] = {}
     for pair in targets:
         name, separator, target = pair.partition("=")
         if not separator or not name or not target:
             raise ConfigError(f"--env must be NAME=TARGET, got '{pair}'; {_EXAMPLE}")
-        if name in by_name:
+        if name in section_by_name:
             raise ConfigError(
                 f"--env names '{name}' twice; separate several addresses of one environment by"
                 " commas"
             )
         if "://" in target:
-            by_name[name] = {"kind": "static", "addresses": target.split(",")}
+            section_by_name[name] = {"kind": "static", "addresses": target.split(",")}
         else:
-            by_name[name] = {"kind": "subprocess", "target": target, "options": {}, **settings}
+            section_by_name[name] = {
+                "kind": "subprocess",
+                "target": target,
+                "options": {},
+                **settings,
+            }
     for option_name, value in parse_options(options).items():
         name, separator, key = option_name.partition(".")
-        environment = by_name.get(name)
+        environment = section_by_name.get(name)
         if not separator or not key or environment is None or "options" not in environment:
-            local_names = [name for name, settings in by_name.items() if "options" in settings]
+            local_names = [
+                name for name, settings in section_by_name.items() if "options" in settings
+            ]
             raise ConfigError(
                 f"--option must be NAME.KEY=VALUE, where NAME is an environment that runs on this"
                 f" machine ({', '.join(local_names) or 'there is none'}), got '{option_name}'"
             )
         environment["options"][key] = value
-    return by_name
+    return section_by_name
 
 
 def _print_addresses(gateway: Gateway) -> None:

@@ -130,11 +130,11 @@ class RunProgress:
 
     def format_line(self) -> str:
         """Format the progress as one line, for logs."""
-        parts = [f"step {self.step}/{self.num_steps}", self.phase_name]
-        parts += [f"{name} {text}" for name, text in self.list_facts().items()]
+        phrases = [f"step {self.step}/{self.num_steps}", self.phase_name]
+        phrases += [f"{name} {text}" for name, text in self.list_facts().items()]
         if self.remaining_s is not None and self.step < self.num_steps:
-            parts.append(f"{format_duration(self.remaining_s)} left")
-        return " · ".join(parts)
+            phrases.append(f"{format_duration(self.remaining_s)} left")
+        return " · ".join(phrases)
 
     def _record_step(self, row: MetricsRow) -> None:
         self._recent_values.append(row.values)
@@ -219,14 +219,14 @@ class PlainView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown_at_s = -PLAIN_INTERVAL_S
+        self._printed_at_s = -PLAIN_INTERVAL_S
         self._printed_phases: set[str] = set()
         """Names of the phases that have been printed."""
         self._last_line = ""
 
     def refresh(self, progress: RunProgress) -> None:
         """Print a line if the interval has passed or the phase is new."""
-        is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
+        is_due = time.monotonic() - self._printed_at_s >= PLAIN_INTERVAL_S
         if is_due or progress.phase_name not in self._printed_phases:
             self._print(progress)
 
@@ -242,7 +242,7 @@ class PlainView:
         line = progress.format_line()
         if line != self._last_line:
             print_line(self._console, line)
-            self._shown_at_s = time.monotonic()
+            self._printed_at_s = time.monotonic()
             self._printed_phases.add(progress.phase_name)
             self._last_line = line
 
@@ -296,8 +296,8 @@ def _make_facts_grid(progress: RunProgress) -> Table:
     """Lay out the facts in a grid, with names above values and five facts per row."""
     grid = Table.grid(padding=(0, 3))
     facts = list(progress.list_facts().items())
-    for start in range(0, len(facts), 5):
-        row = facts[start : start + 5]
+    for first_index in range(0, len(facts), 5):
+        row = facts[first_index : first_index + 5]
         grid.add_row(*(Text(name, style="dim") for name, _ in row))
-        grid.add_row(*(Text(value) for _, value in row))
+        grid.add_row(*(Text(fact_text) for _, fact_text in row))
     return grid

@@ -24,7 +24,7 @@ class RecordsFollower(Generic[RecordT]):
         """
         self._path = path
         self._record_type = record_type
-        self._old_fingerprint = _fingerprint(path) if skips_old_file else None
+        self._old_fingerprint = _compute_fingerprint(path) if skips_old_file else None
         self._inode = 0
         self._offset_bytes = 0
         self.num_unreadable = 0
@@ -32,7 +32,7 @@ class RecordsFollower(Generic[RecordT]):
 
     def read_new(self) -> list[RecordT]:
         """Return the records since the last call, without an incomplete last line."""
-        if _fingerprint(self._path) in (None, self._old_fingerprint):
+        if _compute_fingerprint(self._path) in (None, self._old_fingerprint):
             return []
         self._old_fingerprint = None
         try:
@@ -60,7 +60,7 @@ class RecordsFollower(Generic[RecordT]):
             return None
 
 
-def _fingerprint(path: Path) -> tuple[int, int, int] | None:
+def _compute_fingerprint(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes if the file is written or replaced; None without a file."""
     try:
         status = path.stat()

@@ -148,7 +148,7 @@ def watch(
     run_dir = _find_run_folder(run)
     follower = RecordsFollower(run_dir / TRANSCRIPTS_FILE, Transcript)
 
-    def read_new() -> list[Transcript]:
+    def read_new_transcripts() -> list[Transcript]:
         transcripts = follower.read_new()
         return [
             transcript
@@ -157,13 +157,13 @@ def watch(
         ]
 
     is_running = is_in_use(run_dir)
-    transcripts = read_new()
+    transcripts = read_new_transcripts()
     _show_transcripts(transcripts[max(0, len(transcripts) - last) :], as_json=as_json)
     while is_running:
         time.sleep(POLL_INTERVAL_S)
         # Checked before the file is read, so that no episode at the end of the run is missed.
         is_running = is_in_use(run_dir)
-        _show_transcripts(read_new(), as_json=as_json)
+        _show_transcripts(read_new_transcripts(), as_json=as_json)
     if follower.num_unreadable:
         print_warning(
             make_progress_console(),

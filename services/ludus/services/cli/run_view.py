@@ -15,8 +15,8 @@ from ludus.proto.config import validate_run_json
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 from ludus.services.cli.console import (
-    FAILED,
-    INTERRUPTED,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
     make_progress_console,
     print_line,
     print_warning,
@@ -36,7 +36,7 @@ _WAITING_REASONS = {
     RunPhase.SUSPENDED: "suspended",
     RunPhase.STARTING: "waiting for pods",
     RunPhase.RETRYING: "retrying after a failure",
-    RunPhase.ENDING: "being deleted",
+    RunPhase.DELETING: "being deleted",
 }
 
 
@@ -59,18 +59,18 @@ async def read_num_steps(cluster: RunsCluster, run: str) -> int:
 
 
 async def watch(
-    cluster: RunsCluster, run: str, *, within_s: float | None = None
+    cluster: RunsCluster, run: str, *, timeout_s: float | None = None
 ) -> tuple[ClusterRunState, TrainerOutput]:
     """Show a run until it ends, and return its final state and output.
 
     Raises:
-        TimeoutError: the run has not ended within `within_s` seconds.
+        TimeoutError: the run has not ended within `timeout_s` seconds.
         NotFoundError: the run was deleted.
     """
     output, shown_warnings = TrainerOutput(), set[str]()
     with show_progress(make_progress_console()) as view:
         progress = RunProgress(await read_num_steps(cluster, run))
-        async with asyncio.timeout(within_s), aclosing(follow_run(cluster, run)) as updates:
+        async with asyncio.timeout(timeout_s), aclosing(follow_run(cluster, run)) as updates:
             async for update in updates:
                 _apply_update(update, progress, output)
                 warnings = dict.fromkeys((*output.warnings, *update.troubles))
@@ -113,7 +113,7 @@ async def show_end(
     console = make_progress_console()
     if state.phase is RunPhase.STOPPED:
         print_line(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
     if state.phase is not RunPhase.SUCCEEDED:
         raise typer.Exit(explain_failure(console, state, output))
     if release is not None and folder is not None:
@@ -155,7 +155,7 @@ def explain_failure(console: Console, state: ClusterRunState, output: TrainerOut
     print_line(
         console, f"run '{state.name}' failed{attempts}: {reason}; see: ludus logs {state.name}"
     )
-    return UserError.exit_code if state.exit_code == UserError.exit_code else FAILED
+    return UserError.exit_code if state.exit_code == UserError.exit_code else EXIT_FAILED
 
 
 def _find_errors(message: str) -> Sequence[str]:

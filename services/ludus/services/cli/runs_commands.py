@@ -211,7 +211,7 @@ async def _await_stop(cluster: RunsCluster, run: str, timeout_s: int) -> None:
     from ludus.services.runs.state import RunPhase
 
     try:
-        state, output = await watch(cluster, run, within_s=timeout_s)
+        state, output = await watch(cluster, run, timeout_s=timeout_s)
     except TimeoutError:
         raise ClusterError(
             f"run '{run}' has not stopped within {timeout_s} s; wait longer with --timeout, see: "

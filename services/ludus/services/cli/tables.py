@@ -62,10 +62,10 @@ def format_result_cells(result: PolicyResult) -> list[str]:
     return [
         f"{result.num_games:,}",
         format_percent(result.win_rate),
-        format_percent(_half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
+        format_percent(_compute_half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
         format_percent(result.draw_rate),
         format_fixed(result.expected_return, 3),
-        format_fixed(_half_width(result.expected_return_ci95), 3),
+        format_fixed(_compute_half_width(result.expected_return_ci95), 3),
     ]
 
 
@@ -95,5 +95,5 @@ def _format_gap(report: EvalReport) -> Iterator[RenderableType]:
     yield Text(f"gap closed  {format_percent(report.gap_closed)}{interval_text}", style="bold")
 
 
-def _half_width(interval: tuple[float, float]) -> float:
+def _compute_half_width(interval: tuple[float, float]) -> float:
     return (interval[1] - interval[0]) / 2

@@ -26,8 +26,8 @@ from ludus.proto.runs import (
     Summary,
 )
 from ludus.services.cli.console import (
-    FAILED,
-    INTERRUPTED,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
     make_progress_console,
     make_results_console,
     print_line,
@@ -245,7 +245,7 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
     if end.was_stopped:
         outcome = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
         print_line(console, f"{outcome}; {advice}")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
     if end.exit_code == 0:
         return
     error_lines = [f"error: {message}" for message in end.output.errors]
@@ -263,7 +263,7 @@ def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
             console,
             f"error: the trainer exited with {status_text}; its last output is above{log_hint}",
         )
-    raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
+    raise typer.Exit(end.exit_code if end.exit_code > 0 else EXIT_FAILED)
 
 
 def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:

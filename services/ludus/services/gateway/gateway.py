@@ -264,7 +264,7 @@ class Gateway:
         config = self.config
         secret_names = {config.token_env, config.servers.token_env, config.session_key_env}
         token_names = {
-            name for name, content in os.environ.items() if self.access.has_token(content.strip())
+            name for name, setting in os.environ.items() if self.access.has_token(setting.strip())
         }
         return frozenset(secret_names | token_names | {SESSION_KEY_VARIABLE})
 

@@ -84,6 +84,7 @@ def make_resource_path(api_version: str, namespace: str, plural: str, name: str 
 
     Args:
         api_version: `v1` or `group/v1`.
+        plural: name of the kind in paths, for example `pods`.
         namespace: empty for objects without a namespace, and for those in all namespaces.
     """
     path = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"

@@ -76,7 +76,9 @@ class Scale:
     low: float
     high: float
     start: float
+    """Pixel position of `low`."""
     end: float
+    """Pixel position of `high`."""
 
     def __call__(self, value: float) -> float:
         """Return the pixel position of a value."""

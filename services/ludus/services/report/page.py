@@ -103,13 +103,13 @@ def _render_figure(run: RunFiles) -> str:
 
 
 def _render(template: str, run: RunFiles, **context: object) -> str:
-    templates = jinja2.Environment(
+    jinja_environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    templates.filters |= {
+    jinja_environment.filters |= {
         "with_commas": "{:,}".format,
         "percent": numbers.format_percent,
         "percent_interval": numbers.format_percent_interval,
@@ -117,7 +117,7 @@ def _render(template: str, run: RunFiles, **context: object) -> str:
         "fixed_interval": numbers.format_fixed_interval,
     }
     chart = run.chart
-    return templates.get_template(template).render(
+    return jinja_environment.get_template(template).render(
         run=run,
         panels=split_panels(chart) if chart else [],
         num_agreements=count_agreements(chart) if chart else 0,

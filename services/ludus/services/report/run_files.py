@@ -88,8 +88,8 @@ class RunFiles:
     def find_reference_name(self, environment: str) -> str:
         """Return the display name of an environment's reference policy."""
         config = self.find_environment_config(environment)
-        optimal = config.optimal_policy if config is not None else None
-        return format_policy_name(optimal) if optimal else "the reference"
+        optimal_policy = config.optimal_policy if config is not None else None
+        return format_policy_name(optimal_policy) if optimal_policy else "the reference"
 
 
 def load_run_files(run_dir: Path) -> RunFiles:
@@ -98,9 +98,9 @@ def load_run_files(run_dir: Path) -> RunFiles:
     Raises:
         NotFoundError: the folder does not exist or contains no run.
     """
-    names = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
-    if not any((run_dir / name).is_file() for name in names):
-        raise NotFoundError(_explain_missing_run(run_dir, names))
+    file_names = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
+    if not any((run_dir / name).is_file() for name in file_names):
+        raise NotFoundError(_explain_missing_run(run_dir, file_names))
     notices: list[str] = []
 
     def read_file(file_name: str, parse_file: Callable[[], ValueT]) -> ValueT | None:
@@ -137,13 +137,17 @@ def load_run_files(run_dir: Path) -> RunFiles:
     )
 
 
-def _explain_missing_run(run_dir: Path, names: list[str]) -> str:
+def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:
     if run_dir.is_dir():
-        problem = f"'{run_dir}' is not a run folder: it has none of {', '.join(names)}"
+        problem = f"'{run_dir}' is not a run folder: it has none of {', '.join(file_names)}"
     else:
         problem = f"run folder '{run_dir}' does not exist"
     if not run_dir.parent.is_dir():
         return f"{problem}; runs are usually in runs/"
-    siblings = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
-    similar = difflib.get_close_matches(run_dir.name, siblings, n=3) or siblings[:5]
-    return f"{problem}; '{run_dir.parent}' has {', '.join(similar)}" if similar else problem
+    sibling_names = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
+    similar_names = difflib.get_close_matches(run_dir.name, sibling_names, n=3) or sibling_names[:5]
+    return (
+        f"{problem}; '{run_dir.parent}' has {', '.join(similar_names)}"
+        if similar_names
+        else problem
+    )

@@ -33,7 +33,7 @@ REMEDIES: Mapping[int, str] = {
     401: "log in to the cluster again, or check the user of the kubeconfig's context",
     FORBIDDEN: "ask for the Role that docs/submit.md names",
 }
-_GONE_TIMEOUT_S = 120.0
+_DELETION_TIMEOUT_S = 120.0
 _POLL_INTERVAL_S = 0.5
 
 
@@ -185,26 +185,28 @@ class RunsCluster:
             await self.api.merge(path, {"metadata": {"ownerReferences": None}})
         await self._delete_if_found(make_job_path(self.namespace, run))
         try:
-            async with asyncio.timeout(_GONE_TIMEOUT_S):
+            async with asyncio.timeout(_DELETION_TIMEOUT_S):
                 while await self.find_job(run) is not None:
                     await asyncio.sleep(_POLL_INTERVAL_S)
         except TimeoutError:
             raise ClusterError(
-                f"RayJob '{run}' still exists {_GONE_TIMEOUT_S:.0f} s after its deletion; check "
-                "that the KubeRay operator runs (kubectl get pods -A -l "
+                f"RayJob '{run}' still exists {_DELETION_TIMEOUT_S:.0f} s after its deletion; "
+                "check that the KubeRay operator runs (kubectl get pods -A -l "
                 "app.kubernetes.io/component=kuberay-operator)"
             ) from None
 
-    async def write_control(self, run: str, control: str) -> None:
+    async def write_control(self, run: str, control_json: str) -> None:
         """Write the run's control file, which its driver reads."""
         path = make_core_path(self.namespace, "configmaps", make_config_map_name(run))
-        await self.api.merge(path, {"data": {CONTROL_KEY: control}})
+        await self.api.merge(path, {"data": {CONTROL_KEY: control_json}})
 
-    async def refresh_mounts(self, pod: str, time: str) -> None:
+    async def refresh_mounts(self, pod: str, timestamp: str) -> None:
         """Make the node update a pod's mounted ConfigMaps at once, if that is permitted."""
         path = make_core_path(self.namespace, "pods", pod)
         try:
-            await self.api.merge(path, {"metadata": {"annotations": {"ludus.dev/nudged": time}}})
+            await self.api.merge(
+                path, {"metadata": {"annotations": {"ludus.dev/nudged": timestamp}}}
+            )
         except ClusterError as error:
             if error.status not in (FORBIDDEN, NOT_FOUND):
                 raise

@@ -79,16 +79,16 @@ Check = Callable[[RunsCluster, RunManifests], AsyncIterator[str]]
 
 
 async def check_cluster(
-    cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str] = ()
+    cluster: RunsCluster, manifests: RunManifests, ignored_checks: Sequence[str] = ()
 ) -> ClusterFindings:
     """Run all checks except the ignored ones, and return their findings.
 
     If the operator is not installed, the other checks are skipped.
 
     Raises:
-        ConfigError: a name in `ignored` is not the name of a check.
+        ConfigError: a name in `ignored_checks` is not the name of a check.
     """
-    unknown_checks = sorted(set(ignored) - set(CHECKS))
+    unknown_checks = sorted(set(ignored_checks) - set(CHECKS))
     if unknown_checks:
         raise ConfigError(
             f"--ignore must be one of {', '.join(CHECKS)}, got '{unknown_checks[0]}'; see "
@@ -96,7 +96,7 @@ async def check_cluster(
         )
     findings = ClusterFindings()
     for name, check in CHECKS.items():
-        if name in ignored or (name == "admission" and findings.problems):
+        if name in ignored_checks or (name == "admission" and findings.problems):
             continue  # the dry run would only repeat the problems
         try:
             async for message in check(cluster, manifests):

@@ -55,23 +55,27 @@ def _compute_demand(
 
 
 def _sum_resources(containers: list[JsonObject], field: str) -> dict[str, Decimal]:
-    totals: dict[str, Decimal] = {}
+    amount_by_resource: dict[str, Decimal] = {}
     for container in containers:
         for resource, amount in ((container.get("resources") or {}).get(field) or {}).items():
-            totals[resource] = totals.get(resource, ZERO) + parse_quantity(amount)
-    return totals
+            amount_by_resource[resource] = amount_by_resource.get(resource, ZERO) + parse_quantity(
+                amount
+            )
+    return amount_by_resource
 
 
 def sum_demands(demands: list[PodDemand]) -> dict[str, Decimal]:
     """Return the total amount of each resource, by its name in a ResourceQuota."""
-    totals = {"pods": Decimal(sum(demand.num_pods for demand in demands))}
+    demand_by_resource = {"pods": Decimal(sum(demand.num_pods for demand in demands))}
     for demand in demands:
         named_amounts = [(f"requests.{name}", amount) for name, amount in demand.requests.items()]
         named_amounts += [(f"limits.{name}", amount) for name, amount in demand.limits.items()]
         for name, amount in named_amounts:
-            totals[name] = totals.get(name, ZERO) + amount * demand.num_pods
+            demand_by_resource[name] = demand_by_resource.get(name, ZERO) + amount * demand.num_pods
     # A quota may name these two requests without the prefix.
-    return totals | {name: totals.get(f"requests.{name}", ZERO) for name in ("cpu", "memory")}
+    return demand_by_resource | {
+        name: demand_by_resource.get(f"requests.{name}", ZERO) for name in ("cpu", "memory")
+    }
 
 
 def find_node_problems(demands: list[PodDemand], nodes: list[JsonObject]) -> Iterator[str]:
@@ -87,9 +91,9 @@ def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> st
         selector = ", ".join(
             f"{key}={value}" for key, value in (demand.spec.get("nodeSelector") or {}).items()
         )
-        with_labels = f" with {selector}" if selector else ""
+        labels_text = f" with {selector}" if selector else ""
         return (
-            f"no node{with_labels} admits a {demand.role} pod; check its nodeSelector and "
+            f"no node{labels_text} admits a {demand.role} pod; check its nodeSelector and "
             "tolerations"
         )
     for resource, amount in demand.requests.items():
@@ -102,9 +106,11 @@ def _explain_no_node(demand: PodDemand, admitting_nodes: list[JsonObject]) -> st
     return f"a {demand.role} pod fits on no node: no node has all the resources it requests"
 
 
-def find_device_shortages(totals: Mapping[str, Decimal], nodes: list[JsonObject]) -> Iterator[str]:
+def find_device_shortages(
+    demand_by_resource: Mapping[str, Decimal], nodes: list[JsonObject]
+) -> Iterator[str]:
     """Yield a message for each device type, such as a GPU, that the cluster has too few of."""
-    for name, requested_amount in totals.items():
+    for name, requested_amount in demand_by_resource.items():
         device = name.removeprefix("requests.")
         available_amount = sum((_read_allocatable(node, device) for node in nodes), ZERO)
         if device != name and "/" in device and requested_amount > available_amount:
@@ -115,11 +121,13 @@ def find_device_shortages(totals: Mapping[str, Decimal], nodes: list[JsonObject]
             )
 
 
-def find_quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterator[str]:
+def find_quota_shortages(
+    demand_by_resource: Mapping[str, Decimal], quota: JsonObject
+) -> Iterator[str]:
     """Yield a message for each resource that exceeds the quota."""
     name, status = quota["metadata"]["name"], quota.get("status") or {}
     for resource, hard_limit in (status.get("hard") or {}).items():
-        amount, limit = totals.get(resource, ZERO), parse_quantity(hard_limit)
+        amount, limit = demand_by_resource.get(resource, ZERO), parse_quantity(hard_limit)
         free_amount = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
         message_start = (
             f"the run starts with {format_quantity(amount, resource)} of {resource}, but quota"

@@ -81,7 +81,7 @@ async def follow_run(cluster: RunsCluster, run: str) -> AsyncGenerator[RunUpdate
             if update.state.is_over:
                 return
             previous_update = update
-            await log.wait(POLL_INTERVAL_S)
+            await log.wait_for_line(POLL_INTERVAL_S)
     finally:
         await log.close()
 
@@ -151,12 +151,12 @@ class HeadLog:
         self._lines.clear()
         return lines
 
-    async def wait(self, seconds: float) -> None:
+    async def wait_for_line(self, timeout_s: float) -> None:
         """Wait until shortly after the next line arrives, at most for this time."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout_s):
                 await self._line_event.wait()
-                await asyncio.sleep(min(_RETRY_S, seconds) / 4)
+                await asyncio.sleep(min(_RETRY_S, timeout_s) / 4)
         except TimeoutError:
             pass
 

@@ -76,22 +76,24 @@ def parse_release(config_map: JsonObject) -> Release:
     contents = config_map.get("data") or {}
     missing_keys = [key for key in (TEMPLATE_KEY, PLATFORM_KEY) if key not in contents]
     if missing_keys:
-        raise _invalid_release(name, f"it has no key {missing_keys[0]}")
+        raise _make_invalid_release_error(name, f"it has no key {missing_keys[0]}")
     try:
         platform = Platform.model_validate_json(contents[PLATFORM_KEY])
         template = yaml.load(contents[TEMPLATE_KEY], yaml.CSafeLoader)
     except ValidationError as error:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))
-        raise _invalid_release(name, f"{PLATFORM_KEY}: {field}: {first_error['msg']}") from None
+        raise _make_invalid_release_error(
+            name, f"{PLATFORM_KEY}: {field}: {first_error['msg']}"
+        ) from None
     except yaml.YAMLError as error:
-        raise _invalid_release(name, f"{TEMPLATE_KEY}: {error}") from None
+        raise _make_invalid_release_error(name, f"{TEMPLATE_KEY}: {error}") from None
     if not isinstance(template, dict) or template.get("kind") != "RayJob":
-        raise _invalid_release(name, f"{TEMPLATE_KEY} is not a RayJob")
+        raise _make_invalid_release_error(name, f"{TEMPLATE_KEY} is not a RayJob")
     return Release(platform, template)
 
 
-def _invalid_release(name: str, reason: str) -> ConfigError:
+def _make_invalid_release_error(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"ConfigMap '{name}' does not describe a release: {reason}; upgrade the release with the "
         "chart of this version of Ludus"

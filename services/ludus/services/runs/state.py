@@ -31,7 +31,7 @@ class RunPhase(StrEnum):
     FAILED = "failed"
     REFUSED = "refused"
     """The operator reports that the RayJob is invalid."""
-    ENDING = "being deleted"
+    DELETING = "being deleted"
 
 
 _FINAL_PHASES = {RunPhase.SUCCEEDED, RunPhase.STOPPED, RunPhase.FAILED, RunPhase.REFUSED}
@@ -107,7 +107,7 @@ def is_stop_requested(config_map: JsonObject | None) -> bool:
 
 def _derive_phase(job: JsonObject, status: JsonObject, has_stop_request: bool) -> RunPhase:
     if job["metadata"].get("deletionTimestamp"):
-        return RunPhase.ENDING
+        return RunPhase.DELETING
     match status.get("jobDeploymentStatus") or "":
         case "Complete":
             is_stopped = has_stop_request or status.get("jobStatus") == "STOPPED"
@@ -166,8 +166,8 @@ def _find_troubles(pod: JsonObject) -> Iterator[str]:
         is_scheduled = condition.get("type") != "PodScheduled" or condition.get("status") == "True"
         if not is_scheduled and status.get("phase") == "Pending":
             yield f"{name} waits for a node: {_shorten(condition.get('message'))}"
-    for kind in ("initContainerStatuses", "containerStatuses"):
-        for container in status.get(kind) or []:
+    for status_field in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(status_field) or []:
             yield from _find_container_troubles(container, name)
     if status.get("phase") == "Failed" and status.get("reason"):
         yield f"{name} was stopped: {status['reason']}: {_shorten(status.get('message'))}"

@@ -104,14 +104,14 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
         ClusterError: the volume cannot be read.
     """
     path = f"{release.platform.output_dir}/{run}/{LOG_FILE}"
-    log = io.BytesIO()
+    log_buffer = io.BytesIO()
     try:
-        await _run_script(cluster, release, run, (_PRINT_SCRIPT, path), log)
+        await _run_script(cluster, release, run, (_PRINT_SCRIPT, path), log_buffer)
     except ClusterError as error:
         if "No such file" not in error.message:
             raise
         raise NotFoundError(f"run '{run}' has no log at {path}") from None
-    return log.getvalue().decode(errors="replace")
+    return log_buffer.getvalue().decode(errors="replace")
 
 
 async def _run_script(
@@ -138,7 +138,7 @@ def _unpack_archive(archive: IO[bytes], folder: Path) -> None:
         raise ClusterError(f"the archive from the cluster cannot be unpacked: {error}") from error
 
 
-class _Origin(BaseModel):
+class _RunOrigin(BaseModel):
     """The name and the output folder of the run that wrote a configuration."""
 
     model_config = ConfigDict(extra="ignore")
@@ -164,13 +164,13 @@ def _refuse_another_run(fetched_folder: Path, folder: Path) -> None:
         )
 
 
-def _read_origin(path: Path) -> _Origin | None:
+def _read_origin(path: Path) -> _RunOrigin | None:
     try:
-        return _Origin.model_validate_json(path.read_bytes())
+        return _RunOrigin.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError:
-        return _Origin()
+        return _RunOrigin()
 
 
 def _move_files(fetched_folder: Path, folder: Path) -> None:

@@ -182,7 +182,7 @@ class FleetAdmission:
         if self.supply is not None:
             return UnavailableError(self.supply.explain_shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.accepts_sessions]
-        num_used = sum(link.max_sessions - link.num_free for link in links)
+        num_used_sessions = sum(link.max_sessions - link.num_free for link in links)
         capacity = sum(link.max_sessions for link in links)
         if not capacity:
             return CapacityError(
@@ -191,7 +191,7 @@ class FleetAdmission:
                 retry_after_s=RETRY_AFTER_S,
             )
         return CapacityError(
-            f"Server at capacity: {num_used}/{capacity} sessions active."
+            f"Server at capacity: {num_used_sessions}/{capacity} sessions active."
             " Cannot accept new connections.",
             retry_after_s=RETRY_AFTER_S,
         )

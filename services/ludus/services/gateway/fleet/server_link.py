@@ -67,10 +67,10 @@ class ServerLink:
         self.broken_at_s = 0.0
         """Event-loop time at which a connection last broke."""
         self.max_sessions = 0
-        self.num_placed = 0
+        self.num_placed_sessions = 0
         """Total number of sessions for which this gateway has reserved capacity."""
-        self.num_ended = 0
-        """Number of sessions in `num_placed` that have ended or were never opened."""
+        self.num_ended_sessions = 0
+        """Number of sessions in `num_placed_sessions` that have ended or were never opened."""
         self.last_used_s = asyncio.get_running_loop().time()
         """Event-loop time of the last poll that reported a session, or of the link's creation."""
         self.unused_s = 0.0
@@ -135,12 +135,12 @@ class ServerLink:
         max_opens = self.endpoint.max_opens
         if max_opens is None:
             return num_free
-        return min(num_free, max(max_opens - self.num_placed, 0))
+        return min(num_free, max(max_opens - self.num_placed_sessions, 0))
 
     @property
     def is_used_up(self) -> bool:
         """True when sessions were placed here and all of them have ended."""
-        return 0 < self.num_placed <= self.num_ended
+        return 0 < self.num_placed_sessions <= self.num_ended_sessions
 
     def explain_loss(self, server_id: str, linger_s: float) -> str:
         """Return the reason why the sessions of `server_id` are lost, or '' while they may exist.
@@ -165,7 +165,7 @@ class ServerLink:
         """Reserve capacity until `confirm` or `cancel`; return the number of polls for `cancel`."""
         self._num_change_since_poll += num_sessions
         self._num_opening_sessions += num_sessions
-        self.num_placed += num_sessions
+        self.num_placed_sessions += num_sessions
         return self._num_polls
 
     def confirm(self, num_sessions: int) -> None:
@@ -180,7 +180,7 @@ class ServerLink:
             num_polls: the value that `reserve` returned.
         """
         self._num_opening_sessions -= num_sessions
-        self.num_ended += num_sessions
+        self.num_ended_sessions += num_sessions
         if num_polls == self._num_polls:
             self._num_change_since_poll -= num_sessions
         else:  # a later poll has already corrected the count
@@ -191,7 +191,7 @@ class ServerLink:
         self._num_change_since_poll -= num_sessions
         if self._is_polling:
             self._num_uncertain_sessions += num_sessions
-        self.num_ended += num_sessions
+        self.num_ended_sessions += num_sessions
         self._is_full = False
 
     def mark_full(self) -> None:

@@ -79,7 +79,7 @@ class ListFollower:
         """Follow until cancelled, or until `on_list` or `on_event` raises a ConfigError."""
         pauses = doubling(*self._pauses_s)
         while True:
-            started_s, version_before = time.monotonic(), self._resume_version
+            started_s, old_version = time.monotonic(), self._resume_version
             failure: ClusterError | None = None
             try:
                 if not self._resume_version:
@@ -95,7 +95,7 @@ class ListFollower:
                 if self._on_failure is not None:
                     self._on_failure(failure)
             if (
-                self._resume_version != version_before
+                self._resume_version != old_version
                 or time.monotonic() - started_s >= _STABLE_AFTER_S
             ):
                 pauses = doubling(*self._pauses_s)

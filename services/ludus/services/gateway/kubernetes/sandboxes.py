@@ -346,4 +346,4 @@ class SandboxSource:
 
 
 def _is_used(link: ServerLink | None) -> bool:
-    return link is not None and link.num_placed > 0
+    return link is not None and link.num_placed_sessions > 0

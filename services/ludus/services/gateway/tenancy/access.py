@@ -156,19 +156,19 @@ class TenantAccess:
             AuthenticationError: the tenant or its token was removed after the connection was made.
             PermissionDeniedError: the tenant no longer has the scope `step`.
         """
-        get_current_tenant = self._find_current_tenant(tenant)
-        self.require_scope(get_current_tenant, Scope.STEP)
-        return get_current_tenant
+        current_tenant = self._find_current_tenant(tenant)
+        self.require_scope(current_tenant, Scope.STEP)
+        return current_tenant
 
     def _find_current_tenant(self, tenant: Tenant) -> Tenant:
         self._reload_changed_file()
         if self._tenants is None:
             return tenant
-        get_current_tenant = self._tenants.by_name.get(tenant.name)
-        if get_current_tenant is None:
+        current_tenant = self._tenants.by_name.get(tenant.name)
+        if current_tenant is None:
             raise AuthenticationError(f"tenant {tenant.name!r} was removed from this gateway")
         if not tenant.token_digest:
-            return get_current_tenant
+            return current_tenant
         owner = self._tenants.by_digest.get(tenant.token_digest)
         if owner is None or owner.name != tenant.name:
             raise AuthenticationError(

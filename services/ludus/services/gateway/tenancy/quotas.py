@@ -41,6 +41,8 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Usage:
+    """The current use of one tenant's quotas; `buckets` are by resource, for example "steps"."""
+
     num_sessions: int = 0
     buckets: dict[str, _Bucket] = field(default_factory=dict)
 
