@@ -134,8 +134,8 @@ class ServersSection(_Section):
     key_file: Path | None = None
     """Private key of `cert_file`."""
     server_name: str = ""
-    """Name in the servers' certificates, if it is not the host of their addresses (for pods, it is
-    not). Empty means the host."""
+    """Name in the servers' certificates, if it differs from the host in their addresses, as it does
+    for pods. Empty means the host."""
     poll_interval_s: _Seconds = 1.0
     unreachable_after_s: _Seconds = 3.0
     """Seconds without a response after which a server gets no new sessions."""

@@ -81,7 +81,9 @@ def load_pod_access(
 
 
 def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
-    """Load the access of a kubeconfig's context; by default, of KUBECONFIG or ~/.kube/config.
+    """Load the access that a context of a kubeconfig describes.
+
+    The default file is the one in KUBECONFIG, or ~/.kube/config.
 
     Raises:
         ConfigError: the file or the context cannot be read.

@@ -91,7 +91,7 @@ class _TrainingCurve:
     divisor_metric: TrainMetric | None = None
     """Metric by which `metric` is divided."""
     required_metric: TrainMetric | None = None
-    """Metric that is not 0 in some step of a run to which the curve applies."""
+    """Metric without which the curve is not drawn: it must be nonzero in at least one step."""
 
     def combine_steps(self, steps: Sequence[Mapping[str, float]]) -> float | None:
         """Combine the values of several steps; return None if no step has the metric."""

@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal line, with whose value the curve is compared."""
+    """A horizontal line that the curve is compared with."""
 
     name: str
     value: float

@@ -340,7 +340,7 @@ async def _check_admission(cluster: RunsCluster, manifests: RunManifests) -> Asy
 
 
 async def _find_refusal(cluster: RunsCluster, path: str, body: JsonObject) -> str:
-    """Return the reason why the API server refuses an object; '' if it does not or cannot say."""
+    """Return the reason why the API server would refuse an object; '' if none is known."""
     try:
         await cluster.api.create(path, body, _DRY_RUN)
     except ClusterError as error:

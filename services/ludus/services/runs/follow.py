@@ -1,4 +1,4 @@
-"""The following of a run on a cluster: its state is polled, and its driver's log is streamed.
+"""Updates of a run on a cluster, from its polled state and its driver's streamed log.
 
     RayJob, pods  --(every 2 s)--> RunUpdate.state, troubles --+
                                                                +--> `follow_run` --> display

@@ -63,8 +63,8 @@ def make_manifests(
     """Build the objects of a run.
 
     Args:
-        environments: name in the release by name in the run, for environments whose names
-            differ.
+        environments: mapping from names in the run to names in the release, for environments
+            whose names differ.
         queue: Kueue queue for the run; None uses the release's queue.
 
     Raises:
@@ -250,7 +250,7 @@ def _add_labels(manifest: JsonObject, labels: Mapping[str, str], namespace: str 
 
 
 def _copy_output_to_log(entrypoint: str) -> str:
-    """Return the driver's command with its output copied to its container's log.
+    """Return a command that also copies the driver's output to its container's log.
 
     The driver is not its container's main process, so Ray writes its output only to a file that is
     deleted with the pod. `kubectl logs` and `ludus logs` read the container's log.

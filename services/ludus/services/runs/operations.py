@@ -30,7 +30,7 @@ from ludus.services.runs.names import CONTROL_KEY, make_config_map_name, make_jo
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
 _TTL_AFTER_STOP_S = 30
-"""Seconds that pods remain after a stop: few, so that their resources become free."""
+"""Seconds that pods remain after a stop. The time is short, so that resources become free."""
 
 
 class StopOutcome(StrEnum):

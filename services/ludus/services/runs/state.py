@@ -58,7 +58,7 @@ class ClusterRunState:
     name: str
     phase: RunPhase
     reason: str = ""
-    """Reason for the phase; empty if there is nothing to add."""
+    """Reason for the phase; empty if none is known."""
     message: str = ""
     """Last output of the driver, if it failed."""
     ray_cluster: str = ""

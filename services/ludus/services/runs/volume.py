@@ -1,4 +1,4 @@
-"""The copying of a run's results from the cluster's volume to a local folder.
+"""Access to the results of runs on the cluster's volume.
 
     head of the run, or a temporary pod  --pods/exec-->  tar stream  -->  local folder
 

@@ -2,9 +2,9 @@
 
     open --reserve--> AdmissionQueue --Fleet.reserve--> shares of servers
 
-Opens wait in order of arrival. The end of a session, a poll or a new
-server may free capacity for them. An open that has waited for `queue_timeout_s` is refused, with a
-retry delay.
+An open is a request to open one session or a group. Opens wait in order of arrival. The end of a
+session, a poll or a new server may free capacity for them. An open that has waited for
+`queue_timeout_s` is refused, with a retry delay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServerSupply(Protocol):
 
 
 class FleetAdmission:
-    """The queue of the opens of one environment, and the reservation of capacity for them.
+    """The queue in which opens of one environment wait until they have reserved capacity.
 
     Args:
         on_wait: called with the number of seconds that an open waited, even if it was refused.
@@ -67,7 +67,7 @@ class FleetAdmission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sessions that waiting callers requested, by which autoscalers scale."""
+        """Number of sessions that waiting callers requested; autoscalers use this number."""
         return self._queue.size + self.num_waiting_for_description
 
     @property
@@ -165,7 +165,7 @@ class FleetAdmission:
             )
 
     def check_keys(self) -> None:
-        """Check that not every server refuses the session ids that this gateway signs.
+        """Check that at least one server accepts the session ids that this gateway signs.
 
         Raises:
             UnavailableError: every server refuses them, so it is useless to wait.

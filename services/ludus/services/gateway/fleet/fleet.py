@@ -71,7 +71,7 @@ class Fleet:
         self.description: EnvironmentDescription | None = None
         """The environment's description from the latest connected server; None before the first."""
         self._change_event = asyncio.Event()
-        """Event that the next change sets; each change replaces it."""
+        """Event that the next change will set; it is then replaced by a new event."""
         self._close_tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -167,7 +167,7 @@ class Fleet:
         return self.find_link(server_id)
 
     async def wait_until_settled(self, timeout_s: float) -> None:
-        """Wait until the servers are listed and each was tried once, or until the timeout."""
+        """Wait until all servers are listed and tried once, or until the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.is_published:

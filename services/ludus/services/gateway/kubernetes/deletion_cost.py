@@ -110,7 +110,7 @@ class DeletionCostWriter:
         return num_writes
 
     def _list_due_pods(self, buckets: Mapping[str, int]) -> list[str]:
-        """Return the pods whose cost may be written now, those with the largest error first."""
+        """Return the pods whose cost is due to be written, those with the largest error first."""
         due_before_s = self._clock() - _MIN_WRITE_INTERVAL_S
         cost_errors: dict[str, int] = {}
         for pod, bucket in buckets.items():

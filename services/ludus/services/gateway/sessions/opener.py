@@ -1,4 +1,4 @@
-"""The opening of sessions on the servers of a fleet, with ids that the gateway signs.
+"""The opener of sessions on the servers of a fleet, with ids that the gateway signs.
 
     FleetAdmission --shares--> open on servers --full, gone, draining?--> other servers, or queue
                                    |

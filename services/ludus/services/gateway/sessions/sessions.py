@@ -7,7 +7,8 @@ A gateway needs no stored state to route a call, because the signed session id c
 id. Any gateway with the session key can therefore serve any session, even after a restart. The
 sessions are only tracked (`tracked.py`) so that they can end with their connection and be counted.
 
-An open waits in the queue. Every other call waits only for its server: at most `retry_within_s` if
+An open, which is a request to open one session or a group, waits in the queue. Every other call
+waits only for its server: at most `retry_within_s` if
 the connection is broken, and at most `FIND_TIMEOUT_S` if this gateway has never been connected to
 the server.
 """
@@ -149,7 +150,7 @@ class GatewaySessions:
 
     @property
     def environment_load(self) -> EnvironmentLoad:
-        """The load, in which draining servers are separate."""
+        """The load, with separate numbers for draining servers."""
         links = self.fleet.links
         active_links = [link for link in links if link.accepts_sessions]
         draining_links = [link for link in links if link.is_connected and not link.accepts_sessions]

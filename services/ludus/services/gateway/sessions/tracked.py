@@ -5,10 +5,10 @@
                          |  the last connection that called it ends
                          +--mark_detached--> lingers; the next call attaches it to its caller
 
-Routing does not need these data. A server ends idle sessions without notice, so a regular sweep
-removes sessions whose idle timeout has passed; otherwise they would use up quotas. The sweep also
-handles links that broke and were restored: the server started the linger time of their sessions
-when the link broke. A `detach` restarts the linger time of sessions whose clients are silent.
+Routing does not need this data. A server ends idle sessions without notice, so a regular sweep
+removes sessions whose idle timeout has passed; otherwise they would use up quotas. When the link to
+a server breaks, the server starts the linger time of its sessions. After the link is restored, the
+sweep sends a `detach` for each session whose client is silent, which restarts its linger time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who calls a gateway, what they may do, and what they use."""
+"""The tenants of a gateway: their authentication, quotas and metrics."""

@@ -76,7 +76,7 @@ class TenantAccess:
 
     Args:
         tenants: tenants of the gateway. None admits every caller as `ANONYMOUS`.
-        source: file from which the tenants are reloaded after a change.
+        tenants_file: file from which the tenants are reloaded after a change.
         clock: monotonic clock in seconds.
     """
 

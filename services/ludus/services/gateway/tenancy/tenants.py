@@ -142,7 +142,7 @@ class TenantsFile:
         return file_signatures(self._watched_paths) != self._signature
 
     def read(self) -> Tenants:
-        """Read the tenants."""
+        """Read and validate the file, and return its tenants."""
         # The signature is computed before the contents are read, so that a change during the
         # read is found by the next check.
         signature = file_signatures((self.path,))

@@ -56,7 +56,7 @@ class RequestIdMiddleware:
 
 
 def choose_request_id(headers: list[_Header]) -> str:
-    """Return the caller's request id if there is only one and it is safe to log; else a new id."""
+    """Return the caller's request id if it is unique and safe to log, otherwise a new id."""
     request_ids = [header_value for name, header_value in headers if name == _REQUEST_ID_HEADER]
     if len(request_ids) == 1 and _VALID_REQUEST_ID.fullmatch(request_ids[0]):
         return request_ids[0].decode("ascii")
