@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 EXIT_FAILED = 1
 """Exit code after a failure for which there is no other exit code."""
 PLAIN_WIDTH = 120
-"""Line width in characters if the output is not a terminal, but for example a file."""
+"""Line width, in characters, of output that does not go to a terminal."""
 
 
 def make_results_console() -> Console:

@@ -36,7 +36,7 @@ _ABOUT_WIRE = "wire"
 _MAX_DETAIL_CHARS = 400
 _VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
 _MAX_SESSIONS = 12
-"""Maximum sessions of the checked server: few, because a rule opens more to see them refused."""
+"""Session limit of the checked server. It is low, because a rule opens more sessions than that."""
 
 
 @dataclass(frozen=True, slots=True)

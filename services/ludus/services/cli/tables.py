@@ -70,7 +70,7 @@ def format_result_cells(result: PolicyResult) -> list[str]:
 
 
 def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
-    """Yield, per environment, the trained policy with its start, the baselines and the gap."""
+    """Yield, per environment, a table of all policies, and the closed gap if it is known."""
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
         yield make_policy_table(compare_policies(result), title)
@@ -78,7 +78,7 @@ def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
 
 
 def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
-    """Yield, per environment, the evaluated policy, the baselines and the gap."""
+    """Yield, per environment, a table of the evaluated policy and the baselines, and the gap."""
     for name, report in evaluation.environments.items():
         prefix = f"{name}, " if len(evaluation.environments) > 1 else ""
         policy = NamedResult("policy", report.policy, is_trained=True)

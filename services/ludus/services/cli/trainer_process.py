@@ -1,4 +1,4 @@
-"""The trainer as a child process, which is killed before this process exits.
+"""The trainer as a child process, which always ends before this process does.
 
 The child has its own process session. Ctrl-C on a terminal therefore reaches only this process,
 which forwards the signal exactly once. The child then writes its checkpoint and exits. If it has
