@@ -262,7 +262,7 @@ def _read_arguments(arguments_json: str) -> dict[str, Any]:
     """Parse the arguments of a tool call.
 
     Raises:
-        InvalidCallError: the text is not a JSON object.
+        InvalidCallError: the arguments are not a JSON object.
     """
     try:
         arguments = json.loads(arguments_json or "{}")

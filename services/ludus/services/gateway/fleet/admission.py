@@ -174,7 +174,7 @@ class FleetAdmission:
         if links and all(link.last_refusal for link in links):
             raise UnavailableError(
                 f"every server of environment '{self._environment}' refuses this gateway's session"
-                f" ids, check that they have the same session key: {links[0].last_refusal}"
+                f" ids; check that they have the same session key: {links[0].last_refusal}"
             )
 
     def make_capacity_error(self) -> CapacityError | UnavailableError:

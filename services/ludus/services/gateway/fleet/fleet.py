@@ -116,7 +116,7 @@ class Fleet:
     def explain_removal(self, server_id: str) -> str:
         """Return the reason why a server is not in the list."""
         return self._removal_reasons.get(server_id) or (
-            f"no server {server_id} is known here (it was stopped or replaced)"
+            f"this gateway has no server {server_id} (it was stopped or replaced)"
         )
 
     def reserve(self, size: int, excluded_links: Collection[ServerLink] = ()) -> list[Share] | None:
