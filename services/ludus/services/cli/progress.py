@@ -175,7 +175,7 @@ class RunProgress:
         return None if mean is None else format_mean(mean)
 
     def _list_eval_facts(self) -> dict[str, str | None]:
-        """List each environment's wins; add the return if it has no wins or is the only one."""
+        """Return the latest evaluation results of each environment as facts."""
         facts: dict[str, str | None] = {}
         for environment, values in self._eval_values.items():
             suffix = f" in {environment}" if len(self._eval_values) > 1 else ""

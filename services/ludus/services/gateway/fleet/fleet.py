@@ -159,7 +159,7 @@ class Fleet:
         )
 
     async def wait_for_link(self, server_id: str, timeout_s: float) -> ServerLink | None:
-        """Return the link to a server; wait while a server that is not connected could be it."""
+        """Return the link to a server; wait while it may be one that is not connected yet."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.find_link(server_id) is None and self.may_include(server_id):

@@ -220,7 +220,7 @@ class SandboxSource:
                 f"this cluster does not have agent-sandbox with its extensions ({API_VERSION});"
                 " install it, or set mode: shared"
             )
-            # An empty list, so that the start of the gateway does not wait for the first one.
+            # Publish an empty list, so that the gateway's other environments do not wait for one.
             self._publish_changes()
 
     # -- creation and deletion of claims -----------------------------------------------

@@ -1,8 +1,8 @@
 """Quotas of tenants: concurrent sessions, opens per second and steps per second.
 
 Each rate is limited by a token bucket that holds the tokens of one second. A group that is larger
-than the bucket waits until the bucket is full, then makes its count negative. Groups of any size
-therefore pass at the tenant's rate. Each gateway process counts separately.
+than the bucket is admitted only when the bucket is full, and makes its count negative. Groups of
+any size therefore pass at the tenant's rate. Each gateway process counts separately.
 """
 
 from __future__ import annotations
