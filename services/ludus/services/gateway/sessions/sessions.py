@@ -7,10 +7,9 @@ A gateway needs no stored state to route a call, because the signed session id c
 id. Any gateway with the session key can therefore serve any session, even after a restart. The
 sessions are only tracked (`tracked.py`) so that they can end with their connection and be counted.
 
-An open, which is a request to open one session or a group, waits in the queue. Every other call
-waits only for its server: at most `retry_within_s` if
-the connection is broken, and at most `FIND_TIMEOUT_S` if this gateway has never been connected to
-the server.
+An open is a request to open one session or a group; it waits in the queue. Every other call waits
+only for its server: at most `retry_within_s` if the connection is broken, and at most
+`FIND_TIMEOUT_S` if this gateway has never been connected to the server.
 """
 
 from __future__ import annotations
