@@ -2,12 +2,11 @@
 
     read_loads() --(num_sessions, capacity) by pod--> bucket --PATCH, if it changed--> annotation
 
-A shrinking ReplicaSet removes the pods with the lowest `pod-deletion-cost` first; a pod without
-the annotation counts as 0. Writes are expensive for the
-cluster, because they wake controllers. The cost is therefore rounded to a bucket, and only the
-leading gateway writes it, if it changed, at most every half minute per pod and ten times per second
-in total. The cost is only a hint: evictions and node drains ignore it, and a removed pod still
-drains its sessions.
+A shrinking ReplicaSet removes the pods with the lowest `pod-deletion-cost` first; a pod without the
+annotation counts as 0. Writes are expensive for the cluster, because they wake controllers. The
+cost is therefore rounded to a bucket, and only the leading gateway writes it, if it changed, at
+most every half minute per pod and ten times per second in total. The cost is only a hint: evictions
+and node drains ignore it, and a removed pod still drains its sessions.
 """
 
 from __future__ import annotations

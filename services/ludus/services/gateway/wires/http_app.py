@@ -5,8 +5,8 @@
     /healthz /readyz /drain /metrics
 
 The signed session id alone determines a session's server. No other part of a request can select a
-server, and no response is a redirect.
-`authentication.AuthenticationMiddleware` checks the caller first.
+server, and no response is a redirect. `authentication.AuthenticationMiddleware` checks the caller
+first.
 """
 
 from __future__ import annotations
