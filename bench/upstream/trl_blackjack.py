@@ -89,10 +89,10 @@ class RemoteGames:
         async def reset_all():
             resets = zip(self.sessions, seeds, strict=True)
             return await asyncio.gather(
-                *(session.asynchronous.reset(seed=seed) for session, seed in resets)
+                *(session.async_counterpart.reset(seed=seed) for session, seed in resets)
             )
 
-        return [result.text.messages for result in self.client.loop.run(reset_all())]
+        return [result.text.messages for result in self.client.loop_thread.run(reset_all())]
 
     def step(self, games, texts):
         """Return (reward, messages) for each completion.
@@ -103,11 +103,11 @@ class RemoteGames:
         async def step_all():
             steps = zip(games, texts, strict=True)
             return await asyncio.gather(
-                *(self.sessions[game].asynchronous.step(text=text) for game, text in steps),
+                *(self.sessions[game].async_counterpart.step(text=text) for game, text in steps),
                 return_exceptions=True,
             )
 
-        return [self.convert(result) for result in self.client.loop.run(step_all())]
+        return [self.convert(result) for result in self.client.loop_thread.run(step_all())]
 
     def convert(self, result):
         """Convert a result to (reward, messages)."""

@@ -9,9 +9,9 @@ import pytest
 
 from ludus.env.grpc import backlog as backlog_module
 from ludus.env.grpc import call_server as call_server_module
-from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter
+from ludus.env.grpc.backlog import Backlog, CallReader, ReplyWriter
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
-from ludus.env.messages.wire_format import check_fields
+from ludus.env.messages.wire_format import check_num_fields
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import turns_of_the_loop
@@ -64,7 +64,7 @@ async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway() 
 async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_server_module, "TURN_S", 0.0)
+    monkeypatch.setattr(call_server_module, "MAX_TURN_S", 0.0)
     num_turns, call_turns = 0, []
 
     class RecordingEnv(CountingEnv):
@@ -101,11 +101,11 @@ async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(
             call = pb.Call(step=pb.StepRequest(action_text="x" * 60))
             yield pb.CallBatch(calls=[call])
 
-    ahead = ReadAhead(batches())
+    ahead = CallReader(batches())
     reading = asyncio.create_task(ahead.read())
     await turns_of_the_loop()
     assert num_read == 2
-    assert len(await ahead.take(gathers=False)) == 2
+    assert len(await ahead.take_calls(waits_for_more=False)) == 2
     await turns_of_the_loop()
     assert num_read == 4
     reading.cancel()
@@ -214,19 +214,19 @@ async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_pars
 @pytest.mark.parametrize("name", SWELLING)
 def test_fields_are_counted_as_they_are_nested(name: str) -> None:
     message = SWELLING[name]
-    check_fields(pb.CallBatch, message, 2 * MANY + 2)
+    check_num_fields(pb.CallBatch, message, 2 * MANY + 2)
     with pytest.raises(ValueError, match="fields in one message, got more"):
-        check_fields(pb.CallBatch, message, MANY - 1)
+        check_num_fields(pb.CallBatch, message, MANY - 1)
 
 
 def test_what_is_no_message_is_refused_as_such() -> None:
     padding = b"\0" * 300_000
     for message in (embedded(1, padding)[:-1], embedded(1, b"\x80" * 300_000), b"\x0b" + padding):
         with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
-            check_fields(pb.CallBatch, message, MANY * 10)
+            check_num_fields(pb.CallBatch, message, MANY * 10)
             pb.CallBatch.FromString(message)
 
 
 def test_a_large_message_of_few_fields_is_let_through() -> None:
     steps = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
-    check_fields(pb.CallBatch, steps.SerializeToString(), 4)
+    check_num_fields(pb.CallBatch, steps.SerializeToString(), 4)

@@ -45,7 +45,7 @@ async def write_calls(fills, **options) -> tuple[list[pb.CallBatch], list[Except
     stream = CallStream(written, "a server", timeout_s=600.0, **options)
     for fill in fills:
         try:
-            stream.ignore_failure(stream.begin(fill))
+            stream.ignore_failure(stream.start_call(fill))
         except (InvalidCallError, ValueError) as error:
             refused.append(error)
     await turns_of_the_loop()

@@ -16,7 +16,7 @@ import pytest
 
 from ludus.env import Tool, ToolError
 from ludus.env.check import check_environment
-from ludus.env.check.check import MAX_ENDLESS_RULES
+from ludus.env.check.check import MAX_TIMEOUTS
 from ludus.env.check.forked_rules import MAX_OUTPUT_BYTES, run_forked
 from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.types import Transition
@@ -210,14 +210,14 @@ def test_what_never_returns_is_found_with_the_call(part: str, rule: str, method:
     broken = find_broken(**{part: lambda good: hang()})
     assert f"the rule did not end within {LIMIT_S:g} s: {method} (" in broken[rule]
     assert f"{__file__}, line " in broken[rule]
-    assert len(broken) <= MAX_ENDLESS_RULES
+    assert len(broken) <= MAX_TIMEOUTS
 
 
 def test_after_some_rules_without_an_end_the_others_are_not_tried() -> None:
     report = check_environment(partial(BadEnv, reset=lambda good: hang()), timeout_s=0.2)
     verdicts = [check.verdict for check in report.checks]
-    assert verdicts[: 1 + MAX_ENDLESS_RULES] == ["ok"] + ["broken"] * MAX_ENDLESS_RULES
-    assert set(verdicts[1 + MAX_ENDLESS_RULES :]) == {"not tried"}
+    assert verdicts[: 1 + MAX_TIMEOUTS] == ["ok"] + ["broken"] * MAX_TIMEOUTS
+    assert set(verdicts[1 + MAX_TIMEOUTS :]) == {"not tried"}
     assert report.checks[-1].detail == "3 rules did not end"
 
 

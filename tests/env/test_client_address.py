@@ -45,10 +45,10 @@ def ca_file(authority, tmp_path):
 async def test_the_parts_of_an_address() -> None:
     address = parse_address("https://ann:p%40ss@gw.example:8443/envs/catch/")
     assert str(address) == "https://gw.example:8443/envs/catch"
-    assert address.ws_base == "wss://gw.example:8443/envs/catch"
+    assert address.websocket_url == "wss://gw.example:8443/envs/catch"
     assert address.credentials == "Basic YW5uOnBAc3M="
-    assert parse_address("grpc://gw:1/catch").environment == "catch"
-    assert parse_address("ws://127.0.0.1:8000/ws").ws_base == "ws://127.0.0.1:8000"
+    assert parse_address("grpc://gw:1/catch").environment_name == "catch"
+    assert parse_address("ws://127.0.0.1:8000/ws").websocket_url == "ws://127.0.0.1:8000"
     assert parse_address("grpc://[::1]:1").authority == "[::1]:1"
 
 

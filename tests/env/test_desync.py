@@ -131,7 +131,7 @@ async def test_a_server_far_away_is_reached_over_the_first_connection() -> None:
 async def test_idle_sessions_survive_repeated_cuts(
     monkeypatch: pytest.MonkeyPatch, core_clock
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "KEEP_AFTER", 0.01)
+    monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.01)
     async with (
         running() as server,
         FlakyProxy(server.grpc_address) as proxy,
@@ -156,7 +156,7 @@ async def test_idle_sessions_survive_repeated_cuts(
 async def test_a_session_without_calls_outlives_an_unnoticed_disconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "KEEP_AFTER", 0.05)
+    monkeypatch.setattr(grpc_transport, "KEEP_ALIVE_FRACTION", 0.05)
     async with (
         running() as server,
         QuietEdge(server.grpc_address) as edge,

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.grpc.call_server import called_sessions
+from ludus.env.grpc.call_server import find_called_sessions
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
@@ -29,7 +29,7 @@ async def test_calls_attach_a_detached_session() -> None:
     for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    core.attach(called_sessions(calls), second)
+    core.attach(find_called_sessions(calls), second)
     assert second.session_ids == set(ids[:-2])
     assert detached_sessions(core) == set(ids[-2:])
 

@@ -17,7 +17,7 @@ from tests.env.tool_env import ToolEnv
 def test_a_sound_environment_passes_every_check(factory) -> None:
     report = check_environment(factory)
     report.raise_if_failed()
-    assert report.ok
+    assert report.has_passed
     assert len(report.checks) == 20
 
 
@@ -189,7 +189,7 @@ class DrawsASecret(CountingEnv):
 )
 def test_a_broken_rule_is_found_and_named(factory, rule: str) -> None:
     report = check_environment(factory, num_steps=20)
-    broken = {check.name: check.detail for check in report.checks if not check.ok}
+    broken = {check.name: check.detail for check in report.checks if not check.is_kept}
     assert rule in broken
     assert broken[rule].startswith("expected ")
     with pytest.raises(EnvironmentCheckError, match=rule):

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.proto.errors import ErrorCode, error_from_wire
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
@@ -24,10 +24,13 @@ def test_the_page_has_every_code_once() -> None:
 
 
 def test_every_wire_has_a_status_for_every_code_and_the_page_says_which() -> None:
-    assert set(STATUS_OF_CODE) == set(ErrorCode)
+    assert set(STATUSES_BY_CODE) == set(ErrorCode)
     for code in ErrorCode:
         _, http, grpc, _, _ = rows()[code]
-        assert (int(http), grpc) == (STATUS_OF_CODE[code].http, STATUS_OF_CODE[code].grpc.name)
+        assert (int(http), grpc) == (
+            STATUSES_BY_CODE[code].http_status,
+            STATUSES_BY_CODE[code].grpc_status.name,
+        )
 
 
 def test_only_errors_that_end_a_session_are_said_to_end_it() -> None:

@@ -12,11 +12,11 @@ import pytest
 from gymnasium import spaces
 
 from ludus.env.adapters.gymnasium.guides import GUIDES, Guide, find_guide
-from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer, picture_rows
+from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer, draw_picture
 from ludus.env.contract.rules import is_deterministic
 from ludus.env.contract.schema import find_fault
 from ludus.env.encoding import encode_transition
-from ludus.env.messages.openenv import observation_payload
+from ludus.env.messages.openenv import make_upstream_payload
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.sessions.hosts import describe_environment
 from ludus.env.targets.targets import environment_factory
@@ -118,8 +118,8 @@ def test_a_digit_is_the_mean_brightness_of_its_part() -> None:
     picture = np.zeros((4, 6, 3), np.uint8)
     picture[:2, 2:4] = 255
     picture[2:, 4:] = 128
-    assert picture_rows(picture, 3) == "090\n005"
-    assert picture_rows(picture[:, :, 0], 1) == "2"
+    assert draw_picture(picture, 3) == "090\n005"
+    assert draw_picture(picture[:, :, 0], 1) == "2"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_upstream_clients_get_the_picture_in_the_observation() -> None:
 def test_pictures_within_an_observation_are_in_upstream_frames_too() -> None:
     environment = make_own(PairOfPicturesEnv)()
     encoded = encode_transition(environment.reset(seed=1), None, 0)
-    payload = orjson.loads(orjson.dumps(observation_payload(encoded)))
+    payload = orjson.loads(orjson.dumps(make_upstream_payload(encoded)))
     eyes = payload["observation"]["observation"]["eyes"]
     assert [eye["shape"] for eye in eyes] == [[32, 40, 3]] * 2
     assert orjson.loads(encoded.observation_json)["observation"]["eyes"] == [None, None]
@@ -189,9 +189,13 @@ def test_all_numbers_of_a_known_environment_have_names(env_id: str) -> None:
     num_numbers, action_shape = IDS[env_id]
     guide = GUIDES[env_id.rpartition("-")[0]]
     assert guide.instructions
-    assert len(guide.number_names(num_numbers)) == min(num_numbers, len(guide.numbers)) > 0
-    assert len(set(guide.numbers)) == len(guide.numbers)
-    assert len(guide.controls) == (action_shape[0] if action_shape else 0)
+    assert (
+        len(guide.find_observation_labels(num_numbers))
+        == min(num_numbers, len(guide.observation_labels))
+        > 0
+    )
+    assert len(set(guide.observation_labels)) == len(guide.observation_labels)
+    assert len(guide.action_labels) == (action_shape[0] if action_shape else 0)
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -230,7 +234,7 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> Non
     class Seen(Observation):
         observation: list[float]
 
-    play = Guide(numbers=("height", "speed"), num_numbers=4)
+    play = Guide(observation_labels=("height", "speed"), observation_size=4)
     renderer = GymnasiumRenderer("Own-v0", Action, spaces.Box(0, 1), play)
 
     def shown(*numbers):
@@ -243,7 +247,7 @@ def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none() -> Non
 
 def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not() -> None:
     for name in ("MiniGrid-Empty-5x5", "BabyAI-GoToRedBall"):
-        assert find_guide(name).names[:3] == ("LEFT", "RIGHT", "FORWARD")
+        assert find_guide(name).action_names[:3] == ("LEFT", "RIGHT", "FORWARD")
     assert find_guide("Ant-Own") == Guide()
 
 

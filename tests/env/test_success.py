@@ -11,8 +11,8 @@ import websockets
 from ludus.env.check.check import check_environment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import EncodedResult
-from ludus.env.messages.openenv import observation_payload
-from ludus.env.messages.protobuf import read_encoded, read_result
+from ludus.env.messages.openenv import make_upstream_payload
+from ludus.env.messages.protobuf import read_encoded_result, read_result
 from ludus.env.recording.format import read_recording
 from ludus.env.recording.verify import replay_episode
 from ludus.env.serving.loopback import open_client
@@ -84,7 +84,7 @@ async def test_http_reports_success_in_metadata() -> None:
 
 
 async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenEnvTransport, "has_extras", False)
+    monkeypatch.setattr(OpenEnvTransport, "has_extensions", False)
     async with (
         running(GoalEnv) as server,
         await AsyncEnvClient.connect(server.http_address) as client,
@@ -95,13 +95,13 @@ async def test_openenv_client_reads_success_in_metadata(monkeypatch: pytest.Monk
 
 async def test_success_keeps_other_metadata() -> None:
     result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
-    message = orjson.loads(orjson.dumps(observation_payload(result)))
+    message = orjson.loads(orjson.dumps(make_upstream_payload(result)))
     assert message["metadata"] == {"note": "k", "success": True}
 
 
 async def test_success_of_an_old_peer_is_none() -> None:
     old = pb.StepResult(observation_json=b"{}", terminated=True)
-    assert (read_result(old).success, read_encoded(old).success) == (None, None)
+    assert (read_result(old).success, read_encoded_result(old).success) == (None, None)
 
 
 async def test_recording_contains_success_and_replay_compares_it(tmp_path: Path) -> None:
@@ -147,4 +147,4 @@ class SaysItWithANumber(GoalEnv):
 )
 async def test_check_finds_invalid_success(factory, broken) -> None:
     report = check_environment(factory, num_steps=20)
-    assert [check.name for check in report.checks if not check.ok] == broken
+    assert [check.name for check in report.checks if not check.is_kept] == broken

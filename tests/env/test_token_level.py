@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.adapters.gymnasium.token_level import TokenAnswer, TokenLevelEnvironment
+from ludus.env.adapters.gymnasium.token_level import TokenAction, TokenLevelEnvironment
 from ludus.env.check import check_environment
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ConfigError, EpisodeStateError, IllegalActionError
@@ -40,7 +40,7 @@ def test_a_token_level_environment_keeps_the_contract() -> None:
 
 def test_every_token_of_an_answer_has_its_reward() -> None:
     environment, (_, last) = start_episode()
-    result = environment.step(TokenAnswer(token_ids=[last + 1, last + 2, 40]))
+    result = environment.step(TokenAction(token_ids=[last + 1, last + 2, 40]))
     assert result.observation.rewards == [1.0, 1.0, 0.0]
     assert result.observation.token_ids == [0, last, last + 1, last + 2, 40]
     assert result.reward == 2.0 and not result.terminated
@@ -48,23 +48,23 @@ def test_every_token_of_an_answer_has_its_reward() -> None:
 
 def test_tokens_after_the_end_are_not_taken() -> None:
     environment, _ = start_episode()
-    result = environment.step(TokenAnswer(token_ids=[8, END, 10, 11]))
+    result = environment.step(TokenAction(token_ids=[8, END, 10, 11]))
     assert result.observation.rewards == [0.0, 1.0]
     assert result.terminated and result.info == {"last": END}
     with pytest.raises(EpisodeStateError):
-        environment.step(TokenAnswer(token_ids=[1]))
+        environment.step(TokenAction(token_ids=[1]))
 
 
 def test_a_completion_stops_when_the_environment_inserts_a_token() -> None:
     environment, (_, last) = start_episode()
-    result = environment.step(TokenAnswer(token_ids=[5, 6, 7]))
+    result = environment.step(TokenAction(token_ids=[5, 6, 7]))
     assert result.observation.rewards == [0.0]
     assert result.observation.token_ids == [0, last, 5, 50]
 
 
 def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
     environment, _ = start_episode(max_episode_steps=2)
-    result = environment.step(TokenAnswer(token_ids=[1, 1, 1]))
+    result = environment.step(TokenAction(token_ids=[1, 1, 1]))
     assert len(result.observation.rewards) == 2
     assert result.truncated and not result.terminated
 
@@ -72,8 +72,8 @@ def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
 def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
     environment, first = start_episode()
     with pytest.raises(IllegalActionError, match="50256, got 50257"):
-        environment.step(TokenAnswer(token_ids=[1, NUM_TOKENS]))
-    assert environment.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
+        environment.step(TokenAction(token_ids=[1, NUM_TOKENS]))
+    assert environment.step(TokenAction(token_ids=[2])).observation.token_ids == [*first, 2]
 
 
 def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
@@ -100,8 +100,8 @@ def test_an_environment_serves_one_session_after_the_other() -> None:
     again, first = start_episode(first=3)
     other, _ = start_episode(first=3)
     assert CountingTokens.num_made == previous + 1
-    again.step(TokenAnswer(token_ids=[1]))
-    assert other.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
+    again.step(TokenAction(token_ids=[1]))
+    assert other.step(TokenAction(token_ids=[2])).observation.token_ids == [*first, 2]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1"])

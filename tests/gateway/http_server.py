@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from ludus.env.asgi.uvicorn_protocols import BoundedHttp
+from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
 
 
 @asynccontextmanager
@@ -21,7 +21,7 @@ async def serving(app: ASGIApp, **config: object) -> AsyncIterator[int]:
             port=0,
             **{  # type: ignore[arg-type]
                 "lifespan": "off",
-                "http": BoundedHttp,
+                "http": BoundedHttpProtocol,
                 "ws": "websockets-sansio",
                 "access_log": False,
                 "timeout_keep_alive": 60,

@@ -11,11 +11,11 @@ import pytest
 import websockets
 from fastapi import FastAPI, Request, WebSocket
 
-from ludus.env.asgi.uvicorn_protocols import BoundedHttp
+from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol
 from tests.gateway.http_server import serving
 
 
-class SmallHttp(BoundedHttp):
+class SmallHttp(BoundedHttpProtocol):
     """HTTP limits small enough for tests."""
 
     max_head_bytes = 10_000

@@ -449,7 +449,7 @@ async def test_thousand_lost_clients_leave_no_sessions():
                 await asyncio.gather(*opening)
             else:
                 await asyncio.wait(opening, timeout=0.01)
-            client.transport.surviving.clear()  # closes no session
+            client.transport.surviving_sessions.clear()  # closes no session
             await client.close()
             for opened_session in opening:
                 opened_session.cancel()

@@ -124,7 +124,7 @@ async def test_old_connection_is_renewed_and_its_sessions_continue(monkeypatch):
     ):
         session, _ = await client.open(seed=1)
         stream = client.transport.stream
-        await eventually(lambda: stream.broken is not None)
+        await eventually(lambda: stream.break_reason is not None)
         assert (await session.step({"add": 2})).step_index == 1
         assert num_sessions(servers) == 1
 

@@ -121,7 +121,7 @@ async def test_two_environments_share_the_ports():
             session, _ = await client.open(seed=1)
             assert (item.core.load.num_sessions, other.core.load.num_sessions) == (0, 1)
             stranger = await wrong.open_session()
-            stranger.wire.session_id = session.id
+            stranger.wire_session.session_id = session.id
             with pytest.raises(InvalidCallError, match="not to 'one'"):
                 await stranger.reset(seed=1)
         with pytest.raises(InvalidCallError, match="one, other"):

@@ -131,10 +131,13 @@ class RemoteEnvironments:
 
         async def reset_sessions() -> list[StepResult]:
             return await asyncio.gather(
-                *(self._sessions[index].asynchronous.reset(seed=seeds[index]) for index in seeds)
+                *(
+                    self._sessions[index].async_counterpart.reset(seed=seeds[index])
+                    for index in seeds
+                )
             )
 
-        results = self._client.loop.run(reset_sessions())
+        results = self._client.loop_thread.run(reset_sessions())
         for index, result in zip(seeds, results, strict=True):
             self._results[index] = result
         return self._observations()
@@ -145,13 +148,13 @@ class RemoteEnvironments:
         async def step_sessions() -> list[StepResult]:
             return await asyncio.gather(
                 *(
-                    session.asynchronous.step({self._action_field: action})
+                    session.async_counterpart.step({self._action_field: action})
                     for session, action in zip(self._sessions, actions.tolist(), strict=True)
                 )
             )
 
         # Concurrent calls share the messages on the connection.
-        self._results = self._client.loop.run(step_sessions())
+        self._results = self._client.loop_thread.run(step_sessions())
         return VectorStep(
             self._observations(),
             np.array([result.reward or 0.0 for result in self._results]),

@@ -1,6 +1,6 @@
 """The server's side of WebSockets: text frames, with a time limit for each write.
 
-session ends --SessionEvents--> SessionSockets --> the socket closes and sends the reason
+session ends --SessionEvents--> SessionSockets --> the socket sends the reason and closes
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 ResultT = TypeVar("ResultT")
-OnSessionEnd = Callable[[SessionTombstone], None]
+SessionEndCallback = Callable[[SessionTombstone], None]
 
 WRITE_TIMEOUT_S = 60.0
 _MAX_EARLY_FRAMES = 4
 _MAX_REASON_BYTES = 123
 """Maximum size of the reason in a close frame."""
-_NORMAL, _GOING_AWAY, _INTERNAL_ERROR = 1000, 1001, 1011
-_CLOSE_CODES = {
-    SessionEnd.CLOSED: _NORMAL,
-    SessionEnd.EPISODE_ENDED: _NORMAL,
-    SessionEnd.CONNECTION_ENDED: _GOING_AWAY,
-    SessionEnd.IDLE: _GOING_AWAY,
-    SessionEnd.SHUTDOWN: _GOING_AWAY,
-    SessionEnd.TIMEOUT: _INTERNAL_ERROR,
-    SessionEnd.LOST: _INTERNAL_ERROR,
+_NORMAL_CODE, _GOING_AWAY_CODE, _INTERNAL_ERROR_CODE = 1000, 1001, 1011
+_CLOSE_CODE_BY_END = {
+    SessionEnd.CLOSED: _NORMAL_CODE,
+    SessionEnd.EPISODE_ENDED: _NORMAL_CODE,
+    SessionEnd.CONNECTION_ENDED: _GOING_AWAY_CODE,
+    SessionEnd.IDLE: _GOING_AWAY_CODE,
+    SessionEnd.SHUTDOWN: _GOING_AWAY_CODE,
+    SessionEnd.TIMEOUT: _INTERNAL_ERROR_CODE,
+    SessionEnd.LOST: _INTERNAL_ERROR_CODE,
 }
 
 
 class SocketGoneError(Exception):
-    """The client has disconnected, or it no longer reads."""
+    """The client has disconnected, or has stopped reading."""
 
 
 class AsgiSocket:
@@ -46,12 +46,12 @@ class AsgiSocket:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions = scope.get("extensions") or {}
-        self.direct: DirectWebSocketProtocol | None = extensions.get(DIRECT_EXTENSION)
-        """The direct path, which only our ASGI server supports."""
+        self.direct_path: DirectWebSocketProtocol | None = extensions.get(DIRECT_EXTENSION)
+        """Protocol of the direct path, which only our ASGI server supports."""
         self._receive = receive
         self._send = send
-        self._early: deque[Message] = deque()
-        self._next: asyncio.Task[Message] | None = None
+        self._early_messages: deque[Message] = deque()
+        self._receive_task: asyncio.Task[Message] | None = None
 
     async def accept(self) -> None:
         """Accept the connection."""
@@ -65,11 +65,11 @@ class AsgiSocket:
             SocketGoneError: the client has disconnected.
             SessionLostError: the frame is binary, which this protocol does not support.
         """
-        if self._early:
-            message = self._early.popleft()
-        elif self._next is not None:
-            receiving, self._next = self._next, None
-            message = await receiving
+        if self._early_messages:
+            message = self._early_messages.popleft()
+        elif self._receive_task is not None:
+            receive_task, self._receive_task = self._receive_task, None
+            message = await receive_task
         else:
             message = await self._receive()
         if message["type"] == "websocket.disconnect":
@@ -87,11 +87,11 @@ class AsgiSocket:
         Raises:
             SocketGoneError: the client has disconnected, or does not read.
         """
-        if self.direct is None or not self.direct.write_now(frame):
+        if self.direct_path is None or not self.direct_path.try_write(frame):
             await self._write({"type": "websocket.send", "text": frame.decode()})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        """Start the closing handshake. A client that has disconnected is not an error."""
+        """Start the closing handshake, or do nothing if the client has disconnected."""
         try:
             await self._write({"type": "websocket.close", "code": code, "reason": reason})
         except SocketGoneError:
@@ -99,24 +99,26 @@ class AsgiSocket:
 
     async def close_with_reason(self, tombstone: SessionTombstone) -> None:
         """Close the connection and send the reason why its session ended."""
-        await self.close(_CLOSE_CODES[tombstone.kind], cut_close_reason(tombstone.reason))
+        await self.close(
+            _CLOSE_CODE_BY_END[tombstone.kind], truncate_close_reason(tombstone.reason)
+        )
 
-    async def run_while_connected(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Return the value of `work`, which is cancelled when the client disconnects.
+    async def run_while_connected(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Return the result of `call`, which is cancelled when the client disconnects.
 
         Raises:
             SocketGoneError: the client has disconnected.
         """
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(call)
         try:
             while not task.done():
-                if self._next is None and len(self._early) < _MAX_EARLY_FRAMES:
-                    self._next = asyncio.ensure_future(_as_coroutine(self._receive))
+                if self._receive_task is None and len(self._early_messages) < _MAX_EARLY_FRAMES:
+                    self._receive_task = asyncio.ensure_future(_receive_message(self._receive))
                 tasks: set[asyncio.Task[Any]] = {task}
-                if self._next is not None:
-                    tasks.add(self._next)
+                if self._receive_task is not None:
+                    tasks.add(self._receive_task)
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                self._take_early()
+                self._store_early_message()
             return task.result()
         finally:
             if not task.done():
@@ -125,18 +127,18 @@ class AsgiSocket:
             if not task.cancelled():
                 task.exception()  # marks the error as retrieved, so that asyncio does not warn
 
-    def abandon(self) -> None:
-        """Stop listening."""
-        if self._next is not None:
-            self._next.cancel()
+    def stop_receiving(self) -> None:
+        """Stop waiting for messages."""
+        if self._receive_task is not None:
+            self._receive_task.cancel()
 
-    def _take_early(self) -> None:
-        if self._next is None or not self._next.done():
+    def _store_early_message(self) -> None:
+        if self._receive_task is None or not self._receive_task.done():
             return
-        message, self._next = self._next.result(), None
+        message, self._receive_task = self._receive_task.result(), None
         if message["type"] == "websocket.disconnect":
             raise SocketGoneError
-        self._early.append(message)
+        self._early_messages.append(message)
 
     async def _write(self, message: Message) -> None:
         try:
@@ -151,10 +153,10 @@ class AsgiSocket:
 async def accept_socket(
     scope: Scope, receive: Receive, send: Send, sessions: Sessions
 ) -> AsyncIterator[tuple[AsgiSocket, Connection]]:
-    """Accept a WebSocket; then close it, and release the sessions that end with it."""
+    """Accept a WebSocket and yield it. At the end, close it and release its sessions."""
     socket, connection = AsgiSocket(scope, receive, send), Connection()
-    if socket.direct is not None:
-        socket.direct.set_close_callback(lambda: sessions.release(connection))
+    if socket.direct_path is not None:
+        socket.direct_path.set_close_callback(lambda: sessions.release(connection))
     try:
         await socket.accept()
         yield socket, connection
@@ -162,23 +164,23 @@ async def accept_socket(
     except SocketGoneError:
         return
     finally:
-        socket.abandon()
+        socket.stop_receiving()
         sessions.release(connection)
 
 
-async def _as_coroutine(receive: Receive) -> Message:
+async def _receive_message(receive: Receive) -> Message:
     return await receive()
 
 
 class SessionSockets:
-    """The sockets of one application by session, at most one socket per session."""
+    """The sockets of one application, at most one per session."""
 
     def __init__(self, events: SessionEvents) -> None:
-        self._callbacks: dict[str, OnSessionEnd] = {}
-        self._closing: set[str] = set()
+        self._callbacks: dict[str, SessionEndCallback] = {}
+        self._ids_to_close: set[str] = set()
         events.on_end.append(self._on_end)
 
-    def claim(self, session_id: str, on_end: OnSessionEnd) -> bool:
+    def claim(self, session_id: str, on_end: SessionEndCallback) -> bool:
         """Register a session's socket, or return False if the session already has a socket.
 
         Args:
@@ -189,15 +191,15 @@ class SessionSockets:
     def remove(self, session_id: str) -> bool:
         """Remove a session's socket, and return True if the session must be closed now."""
         self._callbacks.pop(session_id, None)
-        is_closing = session_id in self._closing
-        self._closing.discard(session_id)
-        return is_closing
+        must_close = session_id in self._ids_to_close
+        self._ids_to_close.discard(session_id)
+        return must_close
 
     def close_later(self, session_id: str) -> bool:
-        """Close the session after its socket is removed, or return False if it has no socket."""
+        """Make `remove` return True for the session. Return False if the session has no socket."""
         if session_id not in self._callbacks:
             return False
-        self._closing.add(session_id)
+        self._ids_to_close.add(session_id)
         return True
 
     def _on_end(self, session_id: str, tombstone: SessionTombstone) -> None:
@@ -205,6 +207,6 @@ class SessionSockets:
             on_end(tombstone)
 
 
-def cut_close_reason(reason: str) -> str:
+def truncate_close_reason(reason: str) -> str:
     """Return the part of the reason that fits into a close frame."""
     return reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")

@@ -1,18 +1,18 @@
-"""The protocols of our HTTP server: uvicorn's with limits on heads, and with a direct path.
+"""Protocols of our HTTP server, which extend those of uvicorn: limited heads and a direct path.
 
     bytes --> WebSocket parser --> frame --+--> queue --> task of the connection --> send
                                            |
                                            +--> direct handler --> bytes     no task, no queue
 
-uvicorn leaves limits on the size and time of request heads to a proxy. The server checks the token
-only after a complete head. Without limits, any client could fill the memory with one endless
+uvicorn expects a proxy to limit the size and time of request heads. The server can check a token
+only when the head is complete. Without limits, any client could fill the memory with one endless
 header, or keep connections open without ever sending a request.
 
-The direct path answers frames that need no wait. It is used only while the connection's task waits
-for a frame and the client reads its replies. Replies therefore keep their order and do not
-accumulate. A connection that does not close in time is aborted, because a peer that no longer reads
-would keep it open forever. A disconnected peer is reported immediately, even while its last call is
-running.
+The direct path answers frames that can be answered immediately. It is used only while the
+connection's task waits for a frame and the client reads its replies. Replies therefore keep their
+order and do not accumulate. A connection that does not close in time is aborted, because a peer
+that has stopped reading would keep it open forever. A disconnect is reported immediately, even
+while a call is running.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ DIRECT_EXTENSION = "ludus.direct"
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of the request line and headers, checked after each read."""
 HEAD_TIMEOUT_S = 20.0
-"""Time limit for a head, from the connection or from the first byte of a later request."""
-_REFUSAL = (
+"""Time limit for a head. It starts with the connection, or with a later request's first byte."""
+_REFUSAL_TEMPLATE = (
     b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
 )
-GOING_AWAY = 1001
-_ABORT_AFTER_S = 0.5
+GOING_AWAY_CODE = 1001
+_ABORT_DELAY_S = 0.5
 """Time for the close frame to arrive before the connection is aborted."""
-_SHUTTING_DOWN = "the server is shutting down"
+_SHUTDOWN_REASON = "the server is shutting down"
 DirectHandler = Callable[[bytes], bytes | None]
 """Returns the reply to a text frame, or None to pass the frame to the connection's task."""
 
 
-class BoundedHttp(HttpToolsProtocol):
-    """The protocol of uvicorn with limits on heads: `uvicorn.Config(http=BoundedHttp)`."""
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """An HTTP protocol for uvicorn with limited heads, for the option `http` of its `Config`."""
 
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head = True
+        self._is_reading_head = True
         self._num_head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -66,7 +66,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if not self._is_in_head or self.transport.is_closing():
+        if not self._is_reading_head or self.transport.is_closing():
             return
         self._num_head_bytes += len(data)
         if self._num_head_bytes > self.max_head_bytes:
@@ -77,18 +77,18 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_reading_head = True
         self._num_head_bytes = 0
         if self._head_timer is None:
             self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep headers, and ignore trailers after a body, which have no limit and no use."""
-        if self._is_in_head:
+        """Keep headers, and ignore trailers after a body, which are unlimited and unused."""
+        if self._is_reading_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_reading_head = False
         self._stop_head_timer()
         super().on_headers_complete()
 
@@ -103,35 +103,35 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse_late_head(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing():
-            text = b"the request head was not complete within %d s" % self.head_timeout_s
-            self._refuse(b"408 Request Timeout", text)
+            message = b"the request head was not complete within %d s" % self.head_timeout_s
+            self._refuse(b"408 Request Timeout", message)
 
     def _refuse(self, status: bytes, message: bytes) -> None:
-        self._is_in_head = False
+        self._is_reading_head = False
         self._stop_head_timer()
         code = b"TIMEOUT" if status.startswith(b"408") else b"VALIDATION_ERROR"
         body = b'{"detail":{"message":"%s","code":"%s"}}' % (message, code)
-        self.transport.write(_REFUSAL % (status, len(body), body))
+        self.transport.write(_REFUSAL_TEMPLATE % (status, len(body), body))
         self.transport.close()
 
 
 class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
-    """A connection that offers itself to the application as the extension `ludus.direct`."""
+    """A WebSocket protocol that the application can use directly, as extension `ludus.direct`."""
 
-    _direct: DirectHandler | None = None
+    _direct_handler: DirectHandler | None = None
     _close_callback: Callable[[], None] | None = None
     _is_app_waiting = False
 
     def set_direct_handler(self, handler: DirectHandler) -> None:
         """Pass text frames to the handler first."""
-        self._direct = handler
+        self._direct_handler = handler
 
     def set_close_callback(self, callback: Callable[[], None]) -> None:
         """Call the callback when the connection is lost."""
         self._close_callback = callback
 
-    def write_now(self, frame: bytes) -> bool:
-        """Send a text frame and return True, or return False if that requires a wait."""
+    def try_write(self, frame: bytes) -> bool:
+        """Send a text frame and return True, or return False if that would need a wait."""
         if not self._can_write():
             return False
         self.conn.send_text(frame)
@@ -140,10 +140,10 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._direct = None
-        callback, self._close_callback = self._close_callback, None
-        if callback is not None:
-            callback()
+        self._direct_handler = None
+        close_callback, self._close_callback = self._close_callback, None
+        if close_callback is not None:
+            close_callback()
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -153,15 +153,15 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_text(self, event: Frame) -> None:
         if (
-            self._direct is not None
+            self._direct_handler is not None
             and event.fin
             and self._is_app_waiting
             and self.queue.empty()
             and self._can_write()
         ):
-            reply = self._direct(bytes(event.data))
+            reply = self._direct_handler(bytes(event.data))
             if reply is not None:
-                self.write_now(reply)
+                self.try_write(reply)
                 return
         super().handle_text(event)
 
@@ -178,15 +178,15 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             super().shutdown()
             return
         self.stop_keepalive()
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
-        self.conn.send_close(GOING_AWAY, _SHUTTING_DOWN)
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY_CODE})
+        self.conn.send_close(GOING_AWAY_CODE, _SHUTDOWN_REASON)
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.transport.close()
 
     def keepalive_timeout(self) -> None:
         """Abort a connection whose peer does not respond to a ping."""
         super().keepalive_timeout()
-        self.loop.call_later(_ABORT_AFTER_S, self.transport.abort)
+        self.loop.call_later(_ABORT_DELAY_S, self.transport.abort)
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """Abort the connection if it has not closed in time."""

@@ -1,13 +1,13 @@
-"""Checks of the contract, for any environment and any server.
+"""Checks of the contract that any environment and any server must keep.
 
 report = check_environment(MyEnvironment)
 report.raise_if_failed()
 
-    class, target --check_environment--> rules of the environment, in a forked process
-    server        --check_server-------> rules of the wire, over a client
+    class, target --check_environment--> rules for environments, in a forked process
+    server        --check_server-------> rules for servers, over a client
 
-Both checks always end: each rule has a time limit, and after several rules that reached it the
-other rules are skipped.
+Both checks always end, because each rule has a time limit. If several rules reach it, the
+remaining rules are skipped.
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ from ludus.proto.errors import (
 
 TIMEOUT_S = 60.0
 """Time limit of one rule."""
-MAX_ENDLESS_RULES = 3
-"""Number of rules at the time limit after which the other rules are skipped."""
+MAX_TIMEOUTS = 3
+"""Number of rules that may reach the time limit before the remaining rules are skipped."""
 _CLOSE_TIMEOUT_S = 10.0
-_CREATION_RULE = "it_can_be_created_and_closed"
+_CREATION_RULE_NAME = "it_can_be_created_and_closed"
 
 Verdict = Literal["ok", "broken", "not offered", "not tried"]
 OnCheck = Callable[["Check"], None]
 
 
 class EnvironmentCheckError(LudusError):
-    """An environment that breaks its contract."""
+    """The environment or server breaks its contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one rule."""
+    """The check of one rule, with its result."""
 
     name: str
-    ok: bool
+    is_kept: bool
     detail: str = ""
-    """Expected and actual behavior, or the missing feature; empty if the rule is kept."""
+    """Expected and actual behavior, or the missing feature; empty if the server keeps the rule."""
     is_offered: bool = True
-    """False if the server does not have the feature of the rule."""
+    """False if the server does not have the feature that the rule checks."""
     is_tried: bool = True
     """False if the rule was skipped."""
 
     @property
     def verdict(self) -> Verdict:
-        """The result as text."""
+        """The result in words."""
         if not self.is_tried:
             return "not tried"
         if not self.is_offered:
             return "not offered"
-        return "ok" if self.ok else "broken"
+        return "ok" if self.is_kept else "broken"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The results of all rules."""
+    """The checks of all rules."""
 
     environment: str
     checks: list[Check]
 
     @property
-    def ok(self) -> bool:
+    def has_passed(self) -> bool:
         """True if no rule was broken."""
-        return all(check.ok for check in self.checks)
+        return all(check.is_kept for check in self.checks)
 
     def raise_if_failed(self) -> None:
         """Raise an error if a rule was broken.
@@ -91,9 +91,13 @@ class CheckReport:
         Raises:
             EnvironmentCheckError: the message names every broken rule.
         """
-        broken = [f"\n  {check.name}: {check.detail}" for check in self.checks if not check.ok]
-        if broken:
-            raise EnvironmentCheckError(f"{self.environment} breaks its contract:{''.join(broken)}")
+        broken_rules = [
+            f"\n  {check.name}: {check.detail}" for check in self.checks if not check.is_kept
+        ]
+        if broken_rules:
+            raise EnvironmentCheckError(
+                f"{self.environment} breaks its contract:{''.join(broken_rules)}"
+            )
 
 
 def check_environment(
@@ -105,7 +109,7 @@ def check_environment(
     timeout_s: float = TIMEOUT_S,
     on_check: OnCheck | None = None,
 ) -> CheckReport:
-    """Check every rule of the environment contract on the environments of a factory.
+    """Check that the environments of a factory keep every rule of the contract.
 
     The rules run in a forked process. A rule that takes longer than `timeout_s` is broken, and its
     process is killed.
@@ -117,27 +121,27 @@ def check_environment(
     Raises:
         ConfigError: the factory rejected its options.
     """
-    name = getattr(factory, "__name__", type(factory).__name__)
+    environment_name = getattr(factory, "__name__", type(factory).__name__)
     if isinstance(factory, TargetFactory):
-        name = factory.target
-    report = _Report(on_check)
+        environment_name = factory.target
+    report_builder = _ReportBuilder(on_check)
     rules = [partial(_create_and_close, factory)]
     for rule in RULES.values():
         checked_environment = CheckedEnvironment(factory, seeds, num_steps, choose_action)
-        rules.append(partial(_run, rule, checked_environment))
-    with contextlib.closing(run_forked(rules, timeout_s)) as rule_results:
-        for rule_name in (_CREATION_RULE, *RULES):
-            if report.stop_reason:
-                report.skip(rule_name)
+        rules.append(partial(_run_rule, rule, checked_environment))
+    with contextlib.closing(run_forked(rules, timeout_s)) as rule_outcomes:
+        for rule_name in (_CREATION_RULE_NAME, *RULES):
+            if report_builder.stop_reason:
+                report_builder.skip(rule_name)
                 continue
-            outcome = next(rule_results)
+            outcome = next(rule_outcomes)
             if outcome.is_uncheckable:
                 raise ConfigError(outcome.fault)
-            check = Check(rule_name, ok=not outcome.fault, detail=outcome.fault)
-            report.add(check, is_complete=outcome.is_complete)
-            if rule_name == _CREATION_RULE and outcome.fault:
-                report.stop_reason = "the environment cannot be created"
-    return CheckReport(name, report.checks)
+            check = Check(rule_name, is_kept=not outcome.fault, detail=outcome.fault)
+            report_builder.add(check, is_complete=outcome.is_complete)
+            if rule_name == _CREATION_RULE_NAME and outcome.fault:
+                report_builder.stop_reason = "the environment cannot be created"
+    return CheckReport(environment_name, report_builder.checks)
 
 
 async def check_server(
@@ -148,7 +152,7 @@ async def check_server(
     timeout_s: float = TIMEOUT_S,
     on_check: OnCheck | None = None,
 ) -> CheckReport:
-    """Check every rule of the wire on the client's server.
+    """Check that the client's server keeps every rule for servers.
 
     The check briefly opens up to 16 sessions to measure the server's capacity. A rule that takes
     longer than `timeout_s` is broken.
@@ -156,35 +160,35 @@ async def check_server(
     Raises:
         InfrastructureError: the server does not return its description.
     """
-    checked_server = CheckedServer(client, await client.describe(), seeds, num_steps)
-    report = _Report(on_check)
+    server = CheckedServer(client, await client.describe(), seeds, num_steps)
+    report_builder = _ReportBuilder(on_check)
     for name, rule in WIRE_RULES.items():
-        if report.stop_reason:
-            report.skip(name)
+        if report_builder.stop_reason:
+            report_builder.skip(name)
         else:
-            await _run_on_wire(name, rule, checked_server, timeout_s, report)
-    return CheckReport(checked_server.description.name, report.checks)
+            await _run_rule_on_server(name, rule, server, timeout_s, report_builder)
+    return CheckReport(server.description.name, report_builder.checks)
 
 
-class _Report:
-    """The results until now, and the reason to skip the other rules."""
+class _ReportBuilder:
+    """A builder of a report, with the reason to skip the remaining rules."""
 
     def __init__(self, on_check: OnCheck | None) -> None:
         self.checks: list[Check] = []
         self.stop_reason = ""
-        self._num_endless = 0
+        self._num_timeouts = 0
         self._on_check = on_check
 
     def add(self, check: Check, *, is_complete: bool = True) -> None:
         self.checks.append(check)
-        self._num_endless += not is_complete
-        if self._num_endless == MAX_ENDLESS_RULES:
-            self.stop_reason = f"{MAX_ENDLESS_RULES} rules did not end"
+        self._num_timeouts += not is_complete
+        if self._num_timeouts == MAX_TIMEOUTS:
+            self.stop_reason = f"{MAX_TIMEOUTS} rules did not end"
         if self._on_check is not None:
             self._on_check(check)
 
     def skip(self, name: str) -> None:
-        self.add(Check(name, ok=True, detail=self.stop_reason, is_tried=False))
+        self.add(Check(name, is_kept=True, detail=self.stop_reason, is_tried=False))
 
 
 def _create_and_close(factory: EnvironmentFactory) -> str:
@@ -195,47 +199,51 @@ def _create_and_close(factory: EnvironmentFactory) -> str:
     return ""
 
 
-def _run(rule: Rule, checked: CheckedEnvironment) -> str:
+def _run_rule(rule: Rule, environment: CheckedEnvironment) -> str:
     try:
-        rule(checked)
+        rule(environment)
     except BrokenRuleError as error:
         return str(error)
     finally:
-        checked.close()
+        environment.close()
     return ""
 
 
-async def _run_on_wire(
-    name: str, rule: WireRule, checked: CheckedServer, timeout_s: float, report: _Report
+async def _run_rule_on_server(
+    name: str,
+    rule: WireRule,
+    server: CheckedServer,
+    timeout_s: float,
+    report_builder: _ReportBuilder,
 ) -> None:
     is_complete = True
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                await rule(checked)
+                await rule(server)
         finally:
-            await _close(checked)
-        check = Check(name, ok=True)
+            await _close_sessions(server)
+        check = Check(name, is_kept=True)
     except BrokenRuleError as error:
-        check = Check(name, ok=False, detail=str(error))
+        check = Check(name, is_kept=False, detail=str(error))
     except NotOfferedError as error:
-        check = Check(name, ok=True, detail=str(error), is_offered=False)
+        check = Check(name, is_kept=True, detail=str(error), is_offered=False)
     except TimeoutError:
         is_complete = False
         detail = f"the rule did not end within {timeout_s:g} s"
-        check = Check(name, ok=False, detail=detail)
+        check = Check(name, is_kept=False, detail=detail)
     except InfrastructureError as error:
         is_complete = not isinstance(error, CallTimeoutError)
-        check = Check(name, ok=False, detail=f"expected results, got {error.code}: {error}")
+        check = Check(name, is_kept=False, detail=f"expected results, got {error.code}: {error}")
     except LudusError as error:
-        check = Check(name, ok=False, detail=f"expected no error, got {error!r}")
-    report.add(check, is_complete=is_complete)
+        check = Check(name, is_kept=False, detail=f"expected no error, got {error!r}")
+    report_builder.add(check, is_complete=is_complete)
 
 
-async def _close(checked: CheckedServer) -> None:
+async def _close_sessions(server: CheckedServer) -> None:
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await checked.close()
+            await server.close()
     except TimeoutError:
         raise CallTimeoutError(
             f"the sessions were not closed within {_CLOSE_TIMEOUT_S:g} s"

@@ -1,7 +1,7 @@
-"""Episodes over a client for the checks of the wire, which can be repeated and interleaved.
+"""Episodes for the checks of servers. They are played over a client, repeated and interleaved.
 
-A player draws actions from the text's legal answers, from `legal_actions`, or from the action
-schema, in this order. It draws again if the environment refuses an action.
+A player draws its actions from the first available source: the legal answers of the text view,
+`legal_actions`, or the action schema. It draws again if the environment refuses an action.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ludus.proto.errors import (
     LudusError,
 )
 
-MAX_TRIES = 16
-"""Maximum number of draws for one step."""
-MAX_OPENED = 16
-"""Maximum number of sessions that the checks open in parallel."""
+MAX_DRAWS_PER_STEP = 16
+"""Maximum number of actions to draw for one step."""
+MAX_SESSIONS = 16
+"""Maximum number of sessions that the checks open at the same time."""
 
 JsonOrText = JsonObject | str
 """An action as JSON or as text."""
 
 
 class NotOfferedError(LudusError):
-    """A feature that the server does not have; the message names it."""
+    """The server does not have a feature. The message names the feature."""
 
 
 @dataclass
@@ -46,26 +46,26 @@ class CheckedServer:
     description: EnvironmentDescription
     seeds: Sequence[int]
     num_steps: int
-    capacity: int = MAX_OPENED
-    """Number of sessions that could be opened in parallel, at most MAX_OPENED."""
-    refusal: EnvError | None = None
-    """Error of the open beyond the capacity; None if MAX_OPENED sessions could be opened."""
-    _opened: list[AsyncSession] = field(default_factory=list)
+    capacity: int = MAX_SESSIONS
+    """Number of sessions that could be open at the same time, at most MAX_SESSIONS."""
+    capacity_error: EnvError | None = None
+    """Error of the open that exceeded the capacity; None if all MAX_SESSIONS opens succeeded."""
+    _sessions: list[AsyncSession] = field(default_factory=list)
 
     @property
     def is_upstream(self) -> bool:
         """True for servers that only support OpenEnv's protocol."""
         return not self.description.server_id and not self.description.max_sessions
 
-    def require_extras(self, feature: str) -> None:
+    def require_extensions(self, feature: str) -> None:
         """Raise NotOfferedError if the server only supports OpenEnv's protocol."""
         if self.is_upstream:
             raise NotOfferedError(f"OpenEnv's protocol has no {feature}")
 
     async def open(self, seed: int | None) -> tuple[AsyncSession, StepResult]:
-        """Open a session, which `close` closes."""
+        """Open a session until the next `close`."""
         session, first_result = await self.client.open(seed=seed)
-        self._opened.append(session)
+        self._sessions.append(session)
         return session, first_result
 
     async def start_player(self, seed: int | None, policy_seed: int = 0) -> WirePlayer:
@@ -78,50 +78,54 @@ class CheckedServer:
     ) -> WirePlayer:
         """Play an episode with the actions, or with random actions, and close its session."""
         player = await self.start_player(seed, policy_seed)
-        await player.finish(actions)
+        await player.play_to_end(actions)
         await self.close()
         return player
 
     async def close(self) -> None:
-        """Close all sessions; after a cancellation, the remaining sessions are dropped."""
-        open_sessions, self._opened = self._opened, []
+        """Close all sessions. A cancelled `close` forgets the remaining sessions."""
+        open_sessions, self._sessions = self._sessions, []
         for session in reversed(open_sessions):
             await session.close()
 
     async def measure_capacity(self) -> None:
         """Open sessions until the server refuses one or the maximum is reached."""
         try:
-            for num_opened in range(MAX_OPENED + 1):
-                self.capacity = num_opened
+            for num_sessions in range(MAX_SESSIONS + 1):
+                self.capacity = num_sessions
                 session = await self.client.open_session()
-                self._opened.append(session)
-            self.capacity = MAX_OPENED
+                self._sessions.append(session)
+            self.capacity = MAX_SESSIONS
         except CapacityError as error:
-            self.refusal = error
+            self.capacity_error = error
         except EnvError as error:
             if self.capacity == 0:
                 raise
-            self.refusal = error
+            self.capacity_error = error
         finally:
             await self.close()
 
 
 class WirePlayer:
-    """An episode that takes one step per `advance`, so that episodes can be interleaved."""
+    """An episode that is played step by step, so that episodes can be interleaved."""
 
     def __init__(
-        self, checked: CheckedServer, session: AsyncSession, first: StepResult, policy_seed: int
+        self,
+        server: CheckedServer,
+        session: AsyncSession,
+        first_result: StepResult,
+        policy_seed: int,
     ) -> None:
         self.session = session
-        self.results = [first]
+        self.results = [first_result]
         self.actions: list[JsonOrText] = []
         self.refusals: list[EnvError] = []
-        self._checked = checked
-        self._generator = random.Random(f"policy {policy_seed}")
+        self._server = server
+        self._random_generator = random.Random(f"policy {policy_seed}")
 
     @property
-    def record(self) -> list[bytes]:
-        """The episode's results for comparison."""
+    def encoded_results(self) -> list[bytes]:
+        """The results of the episode as bytes, for comparison."""
         return [encode_result(result) for result in self.results]
 
     @property
@@ -129,37 +133,37 @@ class WirePlayer:
         """True if the environment ended the episode."""
         return self.results[-1].done
 
-    async def finish(self, actions: Sequence[JsonOrText] | None = None) -> None:
-        """Take the actions, or random actions until the end."""
+    async def play_to_end(self, actions: Sequence[JsonOrText] | None = None) -> None:
+        """Take the actions. Without actions, take random actions until the end."""
         if actions is None:
-            while await self.advance():
+            while await self.take_random_step():
                 pass
             return
         for action in actions:
-            await self.take(action)
+            await self.take_action(action)
 
-    async def advance(self) -> bool:
+    async def take_random_step(self) -> bool:
         """Take a step and return True, or return False at the end.
 
         Raises:
-            EnvError: the environment refused MAX_TRIES actions.
+            EnvError: the environment refused MAX_DRAWS_PER_STEP actions.
         """
-        if self.is_over or len(self.actions) >= self._checked.num_steps:
+        if self.is_over or len(self.actions) >= self._server.num_steps:
             return False
-        for attempt in range(MAX_TRIES):
-            action = self.choose()
+        for draw_index in range(MAX_DRAWS_PER_STEP):
+            action = self.choose_action()
             try:
-                await self.take(action)
+                await self.take_action(action)
             except (ActionError, InvalidCallError, ExecutionError) as error:
-                is_refusal = self._checked.is_upstream or not isinstance(error, ExecutionError)
+                is_refusal = self._server.is_upstream or not isinstance(error, ExecutionError)
                 self.refusals.append(error)
-                if not is_refusal or attempt == MAX_TRIES - 1:
+                if not is_refusal or draw_index == MAX_DRAWS_PER_STEP - 1:
                     raise
             else:
                 return True
         return False
 
-    async def take(self, action: JsonOrText) -> None:
+    async def take_action(self, action: JsonOrText) -> None:
         """Take one action and record its result."""
         if isinstance(action, str):
             result = await self.session.step(text=action)
@@ -168,13 +172,13 @@ class WirePlayer:
         self.actions.append(action)
         self.results.append(result)
 
-    def choose(self) -> JsonOrText:
+    def choose_action(self) -> JsonOrText:
         """Draw a legal action if they are listed, or an action that fits the schema."""
         last_result = self.results[-1]
         if last_result.text is not None and last_result.text.legal_answers:
-            return self._generator.choice(last_result.text.legal_answers)
-        schema = self._checked.description.action_schema
-        return random_action(schema, last_result.observation, self._generator)
+            return self._random_generator.choice(last_result.text.legal_answers)
+        schema = self._server.description.action_schema
+        return random_action(schema, last_result.observation, self._random_generator)
 
 
 def encode_result(result: StepResult) -> bytes:

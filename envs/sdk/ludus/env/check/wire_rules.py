@@ -1,7 +1,7 @@
-"""The rules of the wire for every server, as functions that raise BrokenRuleError.
+"""Rules for servers, as functions that raise BrokenRuleError.
 
-The rules only use a client, so they apply to local and remote servers, gateways and OpenEnv's
-servers. Features that OpenEnv's protocol does not have are reported as not offered.
+The rules use only a client, so they apply to local and remote servers, gateways and servers of
+OpenEnv. Features that OpenEnv's protocol does not have are reported as not offered.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from ludus.env.check.wire_players import (
-    MAX_OPENED,
+    MAX_SESSIONS,
     CheckedServer,
     NotOfferedError,
     WirePlayer,
@@ -24,28 +24,28 @@ from ludus.proto.errors import EnvError, ErrorCode
 
 WireRule = Callable[[CheckedServer], Awaitable[None]]
 
-_GARBAGE = "\x00 no player would ever answer this \x00"
-_NUM_PARALLEL = 8
-_NUM_MORE_SEEDS = 16
+_UNPARSABLE_TEXT = "\x00 no player would ever answer this \x00"
+_NUM_PARALLEL_SESSIONS = 8
+_NUM_EXTRA_SEEDS = 16
 _MALFORMED_CODES = (ErrorCode.VALIDATION_ERROR, ErrorCode.INVALID_JSON, ErrorCode.ILLEGAL_ACTION)
 _UPSTREAM_MALFORMED_CODES = (*_MALFORMED_CODES, ErrorCode.EXECUTION_ERROR)
 
 
-async def a_full_server_refuses_with_a_code(checked: CheckedServer) -> None:
+async def a_full_server_refuses_with_a_code(server: CheckedServer) -> None:
     """Check that a full server refuses with CAPACITY_REACHED, and accepts sessions afterwards."""
-    await checked.measure_capacity()
-    if checked.refusal is None:
-        raise NotOfferedError(f"a limit of at most {MAX_OPENED} sessions")
-    code = checked.refusal.code
+    await server.measure_capacity()
+    if server.capacity_error is None:
+        raise NotOfferedError(f"a limit of {MAX_SESSIONS} or fewer sessions")
+    code = server.capacity_error.code
     expect(code == ErrorCode.CAPACITY_REACHED, "the code CAPACITY_REACHED", code)
-    expect(checked.capacity > 0, "room for at least one session", "none")
-    session = await _open_patiently(checked)
+    expect(server.capacity > 0, "room for at least one session", "none")
+    session = await _open_with_retry(server)
     await session.close()
 
 
-async def the_server_describes_its_schemas(checked: CheckedServer) -> None:
+async def the_server_describes_its_schemas(server: CheckedServer) -> None:
     """Check that the schemas of actions and observations are JSON schemas of objects."""
-    description = checked.description
+    description = server.description
     for name in ("action", "observation"):
         schema = getattr(description, f"{name}_schema")
         is_object = schema.get("type") == "object" or "properties" in schema
@@ -53,179 +53,199 @@ async def the_server_describes_its_schemas(checked: CheckedServer) -> None:
     expect(bool(description.name), "a name", "none")
 
 
-async def same_seed_and_actions_give_the_same_episode(checked: CheckedServer) -> None:
-    """Check that an episode repeats in another session of the server."""
-    for seed in checked.seeds:
-        first_episode = await checked.play(seed, policy_seed=seed)
-        again = await checked.play(seed, first_episode.actions)
-        expect_same(first_episode.record, again.record, f"seed {seed}")
+async def same_seed_and_actions_give_the_same_episode(server: CheckedServer) -> None:
+    """Check that the same actions give the same episode in another session of the server."""
+    for seed in server.seeds:
+        first_player = await server.play(seed, policy_seed=seed)
+        second_player = await server.play(seed, first_player.actions)
+        expect_same(first_player.encoded_results, second_player.encoded_results, f"seed {seed}")
 
 
-async def seeds_are_not_ignored(checked: CheckedServer) -> None:
+async def seeds_are_not_ignored(server: CheckedServer) -> None:
     """Check that seeds determine the randomness of an environment, if it has any."""
-    if len(checked.seeds) < 2:
+    if len(server.seeds) < 2:
         return
-    seeded: set[bytes] = set()
-    # If there are few possible episodes, several seeds may give the same one.
-    for seed in [*checked.seeds, *range(1000, 1000 + _NUM_MORE_SEEDS)]:
-        seeded.add(b"".join((await checked.play(seed)).record))
-        if len(seeded) > 1:
+    seeded_episodes: set[bytes] = set()
+    # If there are few possible episodes, several seeds may give the same episode.
+    for seed in [*server.seeds, *range(1000, 1000 + _NUM_EXTRA_SEEDS)]:
+        seeded_episodes.add(b"".join((await server.play(seed)).encoded_results))
+        if len(seeded_episodes) > 1:
             return
-    unseeded = {b"".join((await checked.play(None)).record) for _ in checked.seeds}
-    got = f"equal episodes for seeds {list(checked.seeds)} and different ones without a seed"
-    expect(unseeded == seeded, "episodes that depend on the seed", got)
+    unseeded_episodes = {b"".join((await server.play(None)).encoded_results) for _ in server.seeds}
+    actual_text = f"equal episodes for seeds {list(server.seeds)} and different ones without a seed"
+    expect(unseeded_episodes == seeded_episodes, "episodes that depend on the seed", actual_text)
 
 
-async def parallel_sessions_are_independent(checked: CheckedServer) -> None:
+async def parallel_sessions_are_independent(server: CheckedServer) -> None:
     """Check that parallel episodes are equal to the same episodes played separately."""
-    num_parallel = _require_two_sessions(checked)
-    separate = [await checked.play(seed, policy_seed=seed) for seed in checked.seeds[:2]]
-    references = [separate[index % len(separate)] for index in range(num_parallel)]
-    seeds = [checked.seeds[index % len(separate)] for index in range(num_parallel)]
-    parallel = await asyncio.gather(*(checked.start_player(seed) for seed in seeds))
-    pairs = list(zip(references, parallel, strict=True))
-    await asyncio.gather(*(player.finish(reference.actions) for reference, player in pairs))
-    for reference, player in pairs:
-        expect_same(reference.record, player.record, f"one of {num_parallel} parallel sessions")
+    num_parallel = _require_two_sessions(server)
+    separate_players = [await server.play(seed, policy_seed=seed) for seed in server.seeds[:2]]
+    references = [separate_players[index % len(separate_players)] for index in range(num_parallel)]
+    seeds = [server.seeds[index % len(separate_players)] for index in range(num_parallel)]
+    parallel_players = await asyncio.gather(*(server.start_player(seed) for seed in seeds))
+    player_pairs = list(zip(references, parallel_players, strict=True))
+    await asyncio.gather(
+        *(player.play_to_end(reference.actions) for reference, player in player_pairs)
+    )
+    for reference, player in player_pairs:
+        expect_same(
+            reference.encoded_results,
+            player.encoded_results,
+            f"one of {num_parallel} parallel sessions",
+        )
 
 
-async def a_second_reset_starts_again(checked: CheckedServer) -> None:
+async def a_second_reset_starts_again(server: CheckedServer) -> None:
     """Check that a reset removes every trace of the previous episode."""
-    seed = checked.seeds[0]
-    player = await checked.start_player(seed)
-    await player.finish()
-    again = encode_result(await player.session.reset(seed=seed))
-    expect(again == player.record[0], player.record[0].decode(), again.decode())
+    seed = server.seeds[0]
+    player = await server.start_player(seed)
+    await player.play_to_end()
+    second_result = encode_result(await player.session.reset(seed=seed))
+    expect(
+        second_result == player.encoded_results[0],
+        player.encoded_results[0].decode(),
+        second_result.decode(),
+    )
 
 
-async def a_group_starts_with_equal_observations(checked: CheckedServer) -> None:
+async def a_group_starts_with_equal_observations(server: CheckedServer) -> None:
     """Check that all sessions of a group return equal first observations."""
-    size = min(_require_two_sessions(checked), 4)
-    group = await checked.client.open_group(size, seed=checked.seeds[0])
+    size = min(_require_two_sessions(server), 4)
+    group = await server.client.open_group(size, seed=server.seeds[0])
     for session, _ in group:
         await session.close()
     first_results = {encode_result(first_result) for _, first_result in group}
-    text = f"{size} equal first results in a group"
-    expect(len(first_results) == 1, text, f"{len(first_results)} different ones")
+    expected_text = f"{size} equal first results in a group"
+    expect(len(first_results) == 1, expected_text, f"{len(first_results)} different ones")
 
 
-async def a_step_before_the_reset_is_refused(checked: CheckedServer) -> None:
+async def a_step_before_the_reset_is_refused(server: CheckedServer) -> None:
     """Check that a step before the reset is refused with NOT_RESET."""
-    checked.require_extras("rule for it")
-    reference = await checked.play(checked.seeds[0])
+    server.require_extensions("rule for steps before the reset")
+    reference = await server.play(server.seeds[0])
     expect(bool(reference.actions), "an episode of at least one step", "none")
-    async with await checked.client.open_session() as session:
-        await _expect_error(_step(session, reference.actions[0]), ErrorCode.NOT_RESET)
+    async with await server.client.open_session() as session:
+        await _expect_error(_take_step(session, reference.actions[0]), ErrorCode.NOT_RESET)
 
 
-async def a_step_after_the_end_is_refused(checked: CheckedServer) -> None:
+async def a_step_after_the_end_is_refused(server: CheckedServer) -> None:
     """Check that a step after the end is refused with EPISODE_OVER."""
-    checked.require_extras("rule for it")
-    for seed in checked.seeds:
-        player = await checked.start_player(seed)
-        await player.finish()
+    server.require_extensions("rule for steps after the end")
+    for seed in server.seeds:
+        player = await server.start_player(seed)
+        await player.play_to_end()
         if player.is_over and player.actions:
-            await _expect_error(_step(player.session, player.actions[-1]), ErrorCode.EPISODE_OVER)
+            await _expect_error(
+                _take_step(player.session, player.actions[-1]), ErrorCode.EPISODE_OVER
+            )
             return
-        await checked.close()
-    raise NotOfferedError(f"no episode ended within {checked.num_steps} steps; increase --steps")
+        await server.close()
+    raise NotOfferedError(f"no episode ended within {server.num_steps} steps; increase --steps")
 
 
-async def malformed_actions_are_refused_and_change_nothing(checked: CheckedServer) -> None:
+async def malformed_actions_are_refused_and_change_nothing(server: CheckedServer) -> None:
     """Check that malformed actions are refused with a code, and that the episode continues."""
-    seed = checked.seeds[0]
-    reference = await checked.play(seed)
-    session, _ = await checked.open(seed)
-    codes = _UPSTREAM_MALFORMED_CODES if checked.is_upstream else _MALFORMED_CODES
-    required_fields = checked.description.action_schema.get("required", [])
-    malformed: list[dict[str, object]] = [{"no_field_of_any_action": 1}]
-    malformed += [{name: {"not": ["this"]} for name in required_fields}] if required_fields else []
-    for action in malformed:
+    seed = server.seeds[0]
+    reference = await server.play(seed)
+    session, _ = await server.open(seed)
+    codes = _UPSTREAM_MALFORMED_CODES if server.is_upstream else _MALFORMED_CODES
+    required_fields = server.description.action_schema.get("required", [])
+    malformed_actions: list[dict[str, object]] = [{"no_field_of_any_action": 1}]
+    malformed_actions += (
+        [{name: {"not": ["this"]} for name in required_fields}] if required_fields else []
+    )
+    for action in malformed_actions:
         await _expect_error(session.step(action), *codes)
-    if checked.description.has_text_view and not checked.description.takes_any_text:
-        await _expect_error(session.step(text=_GARBAGE), ErrorCode.ACTION_PARSE_ERROR)
+    if server.description.has_text_view and not server.description.takes_any_text:
+        await _expect_error(session.step(text=_UNPARSABLE_TEXT), ErrorCode.ACTION_PARSE_ERROR)
     await _expect_continues(session, reference, "bad input")
 
 
-async def a_wrong_step_number_is_refused(checked: CheckedServer) -> None:
+async def a_wrong_step_number_is_refused(server: CheckedServer) -> None:
     """Check that a wrong step number is refused with STEP_CONFLICT, and the episode continues."""
-    checked.require_extras("step numbers")
-    reference = await checked.play(checked.seeds[0])
-    session, _ = await checked.open(checked.seeds[0])
+    server.require_extensions("step numbers")
+    reference = await server.play(server.seeds[0])
+    session, _ = await server.open(server.seeds[0])
     encoded_action = encode_action(reference.actions[0])
-    await _expect_error(session.wire.step(encoded_action, 7), ErrorCode.STEP_CONFLICT)
+    await _expect_error(session.wire_session.step(encoded_action, 7), ErrorCode.STEP_CONFLICT)
     await _expect_continues(session, reference, "a wrong step number")
 
 
-async def a_repeated_step_returns_its_first_result(checked: CheckedServer) -> None:
+async def a_repeated_step_returns_its_first_result(server: CheckedServer) -> None:
     """Check that a repeated step number is not taken twice."""
-    checked.require_extras("step numbers")
-    reference = await checked.play(checked.seeds[0])
-    session, _ = await checked.open(checked.seeds[0])
-    for number, action in enumerate(reference.actions, 1):
+    server.require_extensions("step numbers")
+    reference = await server.play(server.seeds[0])
+    session, _ = await server.open(server.seeds[0])
+    for step_number, action in enumerate(reference.actions, 1):
         encoded_action = encode_action(action)
         for _ in range(2):
-            actual = encode_result(await session.wire.step(encoded_action, number))
-            expected = reference.record[number]
-            expect(actual == expected, f"step {number} to be {expected.decode()}", actual.decode())
+            actual_result = encode_result(
+                await session.wire_session.step(encoded_action, step_number)
+            )
+            expected_result = reference.encoded_results[step_number]
+            expect(
+                actual_result == expected_result,
+                f"step {step_number} to be {expected_result.decode()}",
+                actual_result.decode(),
+            )
 
 
-async def a_closed_session_is_lost(checked: CheckedServer) -> None:
+async def a_closed_session_is_lost(server: CheckedServer) -> None:
     """Check that a call of a closed session is refused with SESSION_LOST."""
-    reference = await checked.play(checked.seeds[0])
-    session, _ = await checked.open(checked.seeds[0])
+    reference = await server.play(server.seeds[0])
+    session, _ = await server.open(server.seeds[0])
     await session.close()
     encoded_action = encode_action(reference.actions[0])
-    await _expect_error(session.wire.step(encoded_action, 1), ErrorCode.SESSION_LOST)
+    await _expect_error(session.wire_session.step(encoded_action, 1), ErrorCode.SESSION_LOST)
 
 
-async def observations_fit_their_schema(checked: CheckedServer) -> None:
+async def observations_fit_their_schema(server: CheckedServer) -> None:
     """Check that the observations of an episode fit the described schema."""
-    schema = checked.description.observation_schema
-    for result in (await checked.play(checked.seeds[0])).results:
+    schema = server.description.observation_schema
+    for result in (await server.play(server.seeds[0])).results:
         fault = find_fault(result.observation, schema)
         expect(not fault, "observations that fit their schema", fault)
 
 
-async def the_state_fits_its_schema(checked: CheckedServer) -> None:
+async def the_state_fits_its_schema(server: CheckedServer) -> None:
     """Check that the state fits its schema before and after a step."""
-    player = await checked.start_player(checked.seeds[0])
+    player = await server.start_player(server.seeds[0])
     for _ in range(2):
         state = await player.session.state()
-        fault = find_fault(state, checked.description.state_schema)
+        fault = find_fault(state, server.description.state_schema)
         expect(not fault, "a state that fits its schema", fault)
-        await player.advance()
+        await player.take_random_step()
 
 
-async def actions_of_the_schema_are_accepted_or_refused(checked: CheckedServer) -> None:
+async def actions_of_the_schema_are_accepted_or_refused(server: CheckedServer) -> None:
     """Check that an action that fits the schema never fails with EXECUTION_ERROR."""
-    for seed in checked.seeds:
-        player = await checked.play(seed, policy_seed=seed + 1)
+    for seed in server.seeds:
+        player = await server.play(seed, policy_seed=seed + 1)
         codes = {str(error.code) for error in player.refusals}
         failure_codes = codes & {str(ErrorCode.EXECUTION_ERROR)}
         expect(not failure_codes, "results or refusals", f"a failure: {player.refusals}")
 
 
-async def every_legal_answer_is_accepted(checked: CheckedServer) -> None:
+async def every_legal_answer_is_accepted(server: CheckedServer) -> None:
     """Check that each legal answer of an observation is accepted as an action."""
-    first_result = (await checked.play(checked.seeds[0])).results[0]
+    first_result = (await server.play(server.seeds[0])).results[0]
     if first_result.text is None or not first_result.text.legal_answers:
         raise NotOfferedError("legal answers as text")
-    for answer in first_result.text.legal_answers[:_NUM_PARALLEL]:
-        session, _ = await checked.open(checked.seeds[0])
+    for answer in first_result.text.legal_answers[:_NUM_PARALLEL_SESSIONS]:
+        session, _ = await server.open(server.seeds[0])
         await session.step(text=answer)
-        await checked.close()
+        await server.close()
 
 
-async def flags_and_rewards_are_valid(checked: CheckedServer) -> None:
-    """Check that a reset returns no reward, and that the last result alone ends the episode."""
-    player = await checked.play(checked.seeds[0])
+async def flags_and_rewards_are_valid(server: CheckedServer) -> None:
+    """Check that a reset returns no reward, and that only the last result ends the episode."""
+    player = await server.play(server.seeds[0])
     first_result = player.results[0]
     expect(not first_result.done, "a running episode after a reset", "an episode that is over")
-    if not checked.is_upstream:
+    if not server.is_upstream:
         expect(first_result.reward is None, "no reward after a reset", first_result.reward)
-    early = [result for result in player.results[:-1] if result.done]
-    expect(not early, "no result after the end of an episode", early)
+    early_results = [result for result in player.results[:-1] if result.done]
+    expect(not early_results, "no result after the end of an episode", early_results)
 
 
 WIRE_RULES: dict[str, WireRule] = {
@@ -253,20 +273,20 @@ WIRE_RULES: dict[str, WireRule] = {
 }
 
 
-def _require_two_sessions(checked: CheckedServer) -> int:
+def _require_two_sessions(server: CheckedServer) -> int:
     """Return the number of parallel sessions, which is at least two."""
-    if checked.capacity < 2:
+    if server.capacity < 2:
         raise NotOfferedError("the server supports one session at a time")
-    return min(_NUM_PARALLEL, checked.capacity)
+    return min(_NUM_PARALLEL_SESSIONS, server.capacity)
 
 
-async def _open_patiently(checked: CheckedServer) -> AsyncSession:
-    """Open a session, and wait for a server that has not yet noticed that others were closed."""
-    session, _ = await checked.client.open(seed=checked.seeds[0], wait_s=2.0)
+async def _open_with_retry(server: CheckedServer) -> AsyncSession:
+    """Open a session. Wait if the server has not yet noticed that other sessions were closed."""
+    session, _ = await server.client.open(seed=server.seeds[0], wait_s=2.0)
     return session
 
 
-def _step(session: AsyncSession, action: object) -> Awaitable[StepResult]:
+def _take_step(session: AsyncSession, action: object) -> Awaitable[StepResult]:
     if isinstance(action, str):
         return session.step(text=action)
     assert isinstance(action, dict), "actions are text or JSON objects"
@@ -274,20 +294,26 @@ def _step(session: AsyncSession, action: object) -> Awaitable[StepResult]:
 
 
 async def _expect_error(call: Awaitable[StepResult], *codes: ErrorCode) -> None:
-    expected = f"an error with code {' or '.join(codes)}"
+    expected_text = f"an error with code {' or '.join(codes)}"
     try:
         result = await call
     except EnvError as error:
-        expect(error.code in codes, expected, f"{error.code}: {error.message}")
+        expect(error.code in codes, expected_text, f"{error.code}: {error.message}")
         return
-    expect(False, expected, f"a result: {encode_result(result).decode()}")
+    expect(False, expected_text, f"a result: {encode_result(result).decode()}")
 
 
 async def _expect_continues(
     session: AsyncSession, reference: WirePlayer, circumstance: str
 ) -> None:
     """Check that the episode continues like the reference."""
-    for number, action in enumerate(reference.actions[:2], 1):
-        actual, expected = encode_result(await _step(session, action)), reference.record[number]
-        text = f"an unchanged episode after {circumstance}, step {number} {expected.decode()}"
-        expect(actual == expected, text, actual.decode())
+    for step_number, action in enumerate(reference.actions[:2], 1):
+        actual_result, expected_result = (
+            encode_result(await _take_step(session, action)),
+            reference.encoded_results[step_number],
+        )
+        expected_text = (
+            f"an unchanged episode after {circumstance}, step {step_number}"
+            f" {expected_result.decode()}"
+        )
+        expect(actual_result == expected_result, expected_text, actual_result.decode())

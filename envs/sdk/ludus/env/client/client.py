@@ -1,4 +1,4 @@
-"""The clients for sessions of a remote environment, the same over every wire.
+"""Clients for sessions of a remote environment. They are the same for every wire.
 
 async with await AsyncEnvClient.connect("grpc://127.0.0.1:18000") as client:
     session, first = await client.open(seed=7)
@@ -19,8 +19,8 @@ from ludus.env.client.session import (
     LoopThread,
     OpenedWire,
     Session,
-    keep,
-    synchronous,
+    keep_result,
+    make_synchronous,
 )
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
@@ -43,9 +43,9 @@ class AsyncEnvClient:
 
         Args:
             address: grpc://host:port[/NAME], where NAME is an environment at a gateway;
-                http://[user:token@]host:port[/path], or ws:// for the WebSocket wire; or grpcs,
-                https and wss with TLS. An OpenEnv 0.1 server is detected at its http:// address
-                and used over HTTP, with one session at a time.
+                http://[user:token@]host:port[/path], or ws:// for the WebSocket wire. The schemes
+                grpcs, https and wss use TLS. An OpenEnv 0.1 server is detected at its http://
+                address and used over HTTP, with one session at a time.
 
         Raises:
             ConfigError: the address has an unknown scheme.
@@ -83,21 +83,21 @@ class AsyncEnvClient:
 
         Args:
             close_when_done: close the session as soon as the episode has ended.
-            with_text: False leaves text views out of results, which saves rendering them.
-            linger_s: how long the session outlives a broken connection. A pending call is then
-                repeated on a new connection with the same step number, so that nothing is done
+            with_text: include text views in the results. False saves the time to render them.
+            linger_s: time that the session outlives a broken connection. A pending call is then
+                repeated on a new connection with the same step number, so that no step is taken
                 twice. Gateways set a minimum.
-            resume: rebuild a lost session in a new one with the same seed (a random seed if none
-                is set) and the same actions, and compare the results. `num_resumes` counts the
-                rebuilds.
-            wait_s: how long to retry when the server is full.
+            resume: rebuild a lost session. A new session with the same seed repeats the actions,
+                and must return the same results. If no seed is set, it is random. `num_resumes`
+                counts the rebuilds.
+            wait_s: maximum time to retry while the server is full.
 
         Raises:
             CapacityError: all sessions of the server are in use.
             RateLimitError: the tenant's quota or rate is used up.
             UnavailableError: the server was unavailable for too long.
             ConfigError: `resume` is set for an environment that was not verified as deterministic,
-                or `linger_s` on a wire whose sessions end with their connection.
+                or `linger_s` is set on a wire whose sessions end with their connection.
         """
         args = OpenArgs(
             reset=ResetArgs(seed, episode_id, options or {}),
@@ -105,8 +105,8 @@ class AsyncEnvClient:
             linger_s=linger_s,
             with_text=with_text,
         )
-        [opened] = await self._open(args, None, resume, wait_s)
-        return opened
+        [opened_session] = await self._open(args, None, resume, wait_s)
+        return opened_session
 
     async def open_group(
         self,
@@ -120,7 +120,7 @@ class AsyncEnvClient:
         resume: bool | ResumeLimits = False,
         wait_s: float = 0.0,
     ) -> list[tuple[AsyncSession, StepResult]]:
-        """Open `size` sessions with one seed and equal first results, or none of them.
+        """Open `size` sessions with one seed and equal first results. If one fails, open none.
 
         The server draws a random seed by default. The other arguments are those of `open`.
 
@@ -140,8 +140,8 @@ class AsyncEnvClient:
 
     async def open_session(self) -> AsyncSession:
         """Open a session that must be reset before its first step."""
-        wire, _ = await self.transport.open(OpenArgs())
-        return AsyncSession(wire, False)
+        wire_session, _ = await self.transport.open(OpenArgs())
+        return AsyncSession(wire_session, False)
 
     async def close(self) -> None:
         """Close the connection and all its sessions."""
@@ -160,38 +160,38 @@ class AsyncEnvClient:
             check_replayable(await self.transport.describe())
             args = dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
-        async def attempt() -> list[OpenedWire]:
+        async def attempt_open() -> list[OpenedWire]:
             if group_size is None:
                 return [await self.transport.open(args)]
             return [*await self.transport.open_group(args, group_size)]
 
         return [
-            self._make_session(opened, args, resume)
-            for opened in await retry_refused(attempt, wait_s)
+            self._make_session(opened_wire, args, resume)
+            for opened_wire in await retry_refused(attempt_open, wait_s)
         ]
 
     def _make_session(
-        self, opened: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
+        self, opened_wire: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
     ) -> tuple[AsyncSession, StepResult]:
-        wire, first = opened
-        assert first is not None, "a reset was requested"
+        wire_session, first_result = opened_wire
+        assert first_result is not None, "a reset was requested"
         if resume:
             limits = resume if isinstance(resume, ResumeLimits) else ResumeLimits()
-            wire = ReplayingSession(self.transport.open, args, opened, limits)
-        return AsyncSession(wire, args.close_when_done), first
+            wire_session = ReplayingSession(self.transport.open, args, opened_wire, limits)
+        return AsyncSession(wire_session, args.close_when_done), first_result
 
 
-def _make_opened(
-    opened: tuple[AsyncSession, StepResult], loop: LoopThread
+def _wrap_session(
+    opened_session: tuple[AsyncSession, StepResult], loop_thread: LoopThread
 ) -> tuple[Session, StepResult]:
-    session, first_result = opened
-    return Session(session, loop), first_result
+    session, first_result = opened_session
+    return Session(session, loop_thread), first_result
 
 
-def _make_group(
-    group: list[tuple[AsyncSession, StepResult]], loop: LoopThread
+def _wrap_group(
+    group: list[tuple[AsyncSession, StepResult]], loop_thread: LoopThread
 ) -> list[tuple[Session, StepResult]]:
-    return [_make_opened(opened_session, loop) for opened_session in group]
+    return [_wrap_session(opened_session, loop_thread) for opened_session in group]
 
 
 class EnvClient:
@@ -200,29 +200,29 @@ class EnvClient:
     Its methods have the arguments of the methods of `AsyncEnvClient`.
     """
 
-    def __init__(self, asynchronous: AsyncEnvClient, loop: LoopThread) -> None:
-        self.asynchronous = asynchronous
-        self.loop = loop
+    def __init__(self, async_counterpart: AsyncEnvClient, loop_thread: LoopThread) -> None:
+        self.async_counterpart = async_counterpart
+        self.loop_thread = loop_thread
 
     @classmethod
     def connect(cls, address: str, options: ConnectOptions | None = None) -> EnvClient:
         """Return a client once the server has responded; see `AsyncEnvClient.connect`."""
-        loop = LoopThread()
+        loop_thread = LoopThread()
         try:
-            return cls(loop.run(AsyncEnvClient.connect(address, options)), loop)
+            return cls(loop_thread.run(AsyncEnvClient.connect(address, options)), loop_thread)
         except BaseException:
-            loop.stop()
+            loop_thread.stop()
             raise
 
-    describe = synchronous(AsyncEnvClient.describe, keep)
-    open = synchronous(AsyncEnvClient.open, _make_opened)
-    open_group = synchronous(AsyncEnvClient.open_group, _make_group)
-    open_session = synchronous(AsyncEnvClient.open_session, Session)
+    describe = make_synchronous(AsyncEnvClient.describe, keep_result)
+    open = make_synchronous(AsyncEnvClient.open, _wrap_session)
+    open_group = make_synchronous(AsyncEnvClient.open_group, _wrap_group)
+    open_session = make_synchronous(AsyncEnvClient.open_session, Session)
 
     def close(self) -> None:
         """Close the connection and all its sessions."""
-        self.loop.run(self.asynchronous.close())
-        self.loop.stop()
+        self.loop_thread.run(self.async_counterpart.close())
+        self.loop_thread.stop()
 
     def __enter__(self) -> EnvClient:
         return self

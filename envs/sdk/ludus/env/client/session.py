@@ -2,9 +2,9 @@
 
     Session --LoopThread--> AsyncSession --> [ReplayingSession] --> WireSession --> gRPC or OpenEnv
 
-A call that times out ends its wire session, so that a late response is never taken for the response
-to the next call. A broken connection also ends the wire session, unless the session outlives its
-connection on the server.
+A call that times out ends its wire session. Otherwise, its late response could be taken for the
+response to the next call. A broken connection also ends the wire session, unless the session
+outlives its connection on the server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WireSession(Protocol):
 
     @property
     def tools_session_id(self) -> str:
-        """The id that can only call the session's tools; empty if the session has no such id."""
+        """An id that can only be used to call the session's tools; empty if there is no such id."""
 
     def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
         """Start a new episode and return its first result."""
@@ -64,7 +64,7 @@ class WireSession(Protocol):
 
 
 OpenedWire = tuple[WireSession, StepResult | None]
-"""A session, and its first result if a reset was requested."""
+"""A wire session, and its first result if a reset was requested."""
 
 
 class AsyncSession:
@@ -74,26 +74,26 @@ class AsyncSession:
     is cancelled or times out ends the session, because its effect is unknown.
     """
 
-    def __init__(self, wire: WireSession, close_when_done: bool) -> None:
-        self.wire = wire
-        """The session on the wire, for calls that choose their own step number."""
+    def __init__(self, wire_session: WireSession, close_when_done: bool) -> None:
+        self.wire_session = wire_session
+        """The session on the wire, for callers that choose the step number themselves."""
         self._close_when_done = close_when_done
         self._step_index = 0
-        self._busy = False
-        self._gone: str | None = None
+        self._is_busy = False
+        self._end_reason: str | None = None
 
     @property
     def id(self) -> str:
         """The session's id on the server. It changes when the session is rebuilt."""
-        return self.wire.session_id
+        return self.wire_session.session_id
 
     @property
     def tools_id(self) -> str:
-        """The id for an agent, which can only call the session's tools.
+        """An id for agents, which can only be used to call the session's tools.
 
         Empty if the environment has no tools, or its server does not support such ids.
         """
-        return self.wire.tools_session_id
+        return self.wire_session.tools_session_id
 
     @property
     def step_index(self) -> int:
@@ -103,7 +103,7 @@ class AsyncSession:
     @property
     def num_resumes(self) -> int:
         """The number of times that the session was lost and rebuilt by replay."""
-        return getattr(self.wire, "num_resumes", 0)
+        return getattr(self.wire_session, "num_resumes", 0)
 
     async def reset(
         self,
@@ -114,7 +114,9 @@ class AsyncSession:
     ) -> StepResult:
         """Start a new episode and return its first result."""
         args = ResetArgs(seed, episode_id, options or {})
-        return self._record(await self._call(lambda: self.wire.reset(args)))
+        return self._record_result(
+            await self._call_exclusively(lambda: self.wire_session.reset(args))
+        )
 
     async def step(
         self, action: Action | JsonObject | None = None, *, text: str | None = None
@@ -127,13 +129,15 @@ class AsyncSession:
         """
         if (action is None) == (text is None):
             raise InvalidCallError("expected either an action or a text, got both or neither")
-        encoded = encode_action(action if text is None else text)
+        encoded_action = encode_action(action if text is None else text)
         step_index = self._step_index + 1
-        return self._record(await self._call(lambda: self.wire.step(encoded, step_index)))
+        return self._record_result(
+            await self._call_exclusively(lambda: self.wire_session.step(encoded_action, step_index))
+        )
 
     async def state(self) -> JsonObject:
         """Return the environment's state."""
-        return await self._call(lambda: self.wire.state())
+        return await self._call_exclusively(lambda: self.wire_session.state())
 
     async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
         """Call a tool of the environment and return its result; the episode takes no step.
@@ -142,14 +146,16 @@ class AsyncSession:
             ToolError: there is no such tool, or it failed; the episode continues.
             InfrastructureError: the session has ended and its episode is void.
         """
-        return await self._call(lambda: self.wire.call_tool(name, arguments or {}))
+        return await self._call_exclusively(
+            lambda: self.wire_session.call_tool(name, arguments or {})
+        )
 
     async def close(self) -> None:
         """Close the session. Closing a session that has ended is not an error."""
-        if self._gone is None:
-            self._gone = "it was closed"
+        if self._end_reason is None:
+            self._end_reason = "it was closed"
             with contextlib.suppress(SessionLostError):
-                await self.wire.close()
+                await self.wire_session.close()
 
     async def __aenter__(self) -> AsyncSession:
         return self
@@ -157,16 +163,18 @@ class AsyncSession:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _call(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        if self._gone is not None:
-            raise SessionLostError(f"session {self.id!r} has ended: {self._gone}; open a new one")
-        if self._busy:
+    async def _call_exclusively(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        if self._end_reason is not None:
+            raise SessionLostError(
+                f"session {self.id!r} has ended: {self._end_reason}; open a new one"
+            )
+        if self._is_busy:
             raise EpisodeStateError(
                 f"session {self.id!r} got a second call while the first is pending; await the"
                 " first call",
                 ErrorCode.STEP_CONFLICT,
             )
-        self._busy = True
+        self._is_busy = True
         try:
             return await call()
         except InfrastructureError as error:
@@ -176,40 +184,40 @@ class AsyncSession:
             self._abandon("a pending call was cancelled")
             raise
         finally:
-            self._busy = False
+            self._is_busy = False
 
-    def _record(self, result: StepResult) -> StepResult:
+    def _record_result(self, result: StepResult) -> StepResult:
         self._step_index = result.step_index
         if self._close_when_done and result.done:
-            self._gone = "its episode ended and it was opened with close_when_done"
+            self._end_reason = "its episode ended and it was opened with close_when_done"
         return result
 
     def _abandon(self, reason: str) -> None:
-        self._gone = reason
-        self.wire.abandon()
+        self._end_reason = reason
+        self.wire_session.abandon()
 
 
-def synchronous(
+def make_synchronous(
     method: Callable[Concatenate[Any, ArgumentsT], Coroutine[Any, Any, ResultT]],
     convert: Callable[[ResultT, LoopThread], ConvertedT],
 ) -> Callable[Concatenate[Any, ArgumentsT], ConvertedT]:
-    """Return the method of a synchronous object that runs `method` and converts its result."""
+    """Return a synchronous method that runs `method` of the counterpart and converts its result."""
 
     @functools.wraps(method)
     def call(owner: Any, /, *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> ConvertedT:
-        result = owner.loop.run(method(owner.asynchronous, *args, **kwargs))
-        return convert(result, owner.loop)
+        result = owner.loop_thread.run(method(owner.async_counterpart, *args, **kwargs))
+        return convert(result, owner.loop_thread)
 
     return call
 
 
-def keep(result: ResultT, loop: LoopThread) -> ResultT:
+def keep_result(result: ResultT, loop_thread: LoopThread) -> ResultT:
     """Return the result, for methods whose result needs no conversion."""
     return result
 
 
 class LoopThread:
-    """An event loop in a thread.
+    """An event loop that runs in a thread.
 
     A call takes 39 us through this class and 75 us through anyio's blocking portal.
     """
@@ -221,11 +229,11 @@ class LoopThread:
         )
         self._thread.start()
 
-    def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run a coroutine on the loop and return its value; an interrupt cancels the coroutine."""
         if is_traced():
-            call = _run_in_context(call, contextvars.copy_context())
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+            coroutine = _run_in_context(coroutine, contextvars.copy_context())
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -241,10 +249,10 @@ class LoopThread:
 
 
 async def _run_in_context(
-    call: Coroutine[Any, Any, ResultT], context: contextvars.Context
+    coroutine: Coroutine[Any, Any, ResultT], context: contextvars.Context
 ) -> ResultT:
     """Run a coroutine with the trace span and request id of the calling thread."""
-    return await asyncio.get_running_loop().create_task(call, context=context)
+    return await asyncio.get_running_loop().create_task(coroutine, context=context)
 
 
 class Session:
@@ -253,35 +261,35 @@ class Session:
     Its methods have the arguments of the methods of `AsyncSession`.
     """
 
-    def __init__(self, asynchronous: AsyncSession, loop: LoopThread) -> None:
-        self.asynchronous = asynchronous
-        self.loop = loop
+    def __init__(self, async_counterpart: AsyncSession, loop_thread: LoopThread) -> None:
+        self.async_counterpart = async_counterpart
+        self.loop_thread = loop_thread
 
     @property
     def id(self) -> str:
         """The session's id on the server. It changes when the session is rebuilt."""
-        return self.asynchronous.id
+        return self.async_counterpart.id
 
     @property
     def tools_id(self) -> str:
-        """The id for an agent, which can only call the session's tools."""
-        return self.asynchronous.tools_id
+        """An id for agents, which can only be used to call the session's tools."""
+        return self.async_counterpart.tools_id
 
     @property
     def step_index(self) -> int:
         """The number of steps taken in this episode."""
-        return self.asynchronous.step_index
+        return self.async_counterpart.step_index
 
     @property
     def num_resumes(self) -> int:
         """The number of times that the session was lost and rebuilt by replay."""
-        return self.asynchronous.num_resumes
+        return self.async_counterpart.num_resumes
 
-    reset = synchronous(AsyncSession.reset, keep)
-    step = synchronous(AsyncSession.step, keep)
-    state = synchronous(AsyncSession.state, keep)
-    call_tool = synchronous(AsyncSession.call_tool, keep)
-    close = synchronous(AsyncSession.close, keep)
+    reset = make_synchronous(AsyncSession.reset, keep_result)
+    step = make_synchronous(AsyncSession.step, keep_result)
+    state = make_synchronous(AsyncSession.state, keep_result)
+    call_tool = make_synchronous(AsyncSession.call_tool, keep_result)
+    close = make_synchronous(AsyncSession.close, keep_result)
 
     def __enter__(self) -> Session:
         return self

@@ -1,4 +1,4 @@
-"""The base class of an environment package's client: one session with the package's types.
+"""Base class for the client of an environment package: one session with the package's types.
 
 class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
     observation_type = CoinObservation
@@ -21,7 +21,7 @@ from ludus.env.client.containers import (
     READY_TIMEOUT_S,
     ContainerProvider,
     LocalContainers,
-    hub_image,
+    make_hub_image_name,
 )
 from ludus.env.client.session import Session
 from ludus.env.sessions.options import TOKEN_VARIABLE
@@ -45,7 +45,7 @@ class TypedResult(Generic[ObservationT]):
     text: TextView | None
     """The observation as text for language models; None from servers without text."""
     success: bool | None = None
-    """True if the episode ended here with a success; None if the environment does not report it."""
+    """True if the episode ended with a success; None if the environment does not report that."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     """Arrays that are too large for JSON, by name."""
 
@@ -56,11 +56,11 @@ class TypedResult(Generic[ObservationT]):
 
 
 class TypedEnv(Generic[ActionT, ObservationT, StateT]):
-    """One typed session at a server; `reset` starts the session's next episode.
+    """A client with one typed session. `reset` starts the session's next episode.
 
     Args:
-        base_url: http:// or ws:// address, also of OpenEnv servers, or grpc:// address of a Ludus
-            server.
+        base_url: http:// or ws:// address of a Ludus or OpenEnv server, or grpc:// address of a
+            Ludus server.
         token: bearer token for servers that require one.
 
     Raises:
@@ -73,11 +73,11 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
     default_url: ClassVar[str] = "http://localhost:8000"
 
     def __init__(self, base_url: str | None = None, *, token: str | None = None) -> None:
-        self._url, self._token = base_url or self.default_url, token
-        self._client = EnvClient.connect(self._url, ConnectOptions(token=token))
+        self._base_url, self._token = base_url or self.default_url, token
+        self._client = EnvClient.connect(self._base_url, ConnectOptions(token=token))
         self._session: Session | None = None
         self._is_closed = False
-        self._container: ContainerProvider | None = None
+        self._container_provider: ContainerProvider | None = None
         """The provider of the server's container, if the client started it."""
 
     @classmethod
@@ -94,8 +94,8 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
 
         Args:
             image: container image whose server listens on port 8000, like the images of OpenEnv.
-            provider: provider that starts the container; also a provider of OpenEnv. Default:
-                docker or podman on this machine.
+            provider: provider that starts the container, from Ludus or OpenEnv. Default: docker or
+                podman on this machine.
             env_vars: variables in the container, for example {"OPENSPIEL_GAME": "blackjack"}.
                 LUDUS_ENV_TOKEN, the token that Ludus servers require, is random by default.
             port: port on this machine. Default: a free port.
@@ -105,17 +105,19 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             ConfigError: there is no docker or podman, or it refuses the image or the port.
             UnavailableError: the server exited, or did not respond in time.
         """
-        container: ContainerProvider = LocalContainers() if provider is None else provider
-        # A Ludus server with a token accepts no other client on this machine.
-        variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
+        container_provider: ContainerProvider = LocalContainers() if provider is None else provider
+        # The token keeps other clients on this machine from using the server.
+        container_variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
         try:
-            base_url = container.start_container(image, port=port, env_vars=variables)
-            container.wait_for_ready(base_url, timeout_s=timeout_s)
-            client = cls(base_url, token=variables[TOKEN_VARIABLE] or None)
+            base_url = container_provider.start_container(
+                image, port=port, env_vars=container_variables
+            )
+            container_provider.wait_for_ready(base_url, timeout_s=timeout_s)
+            client = cls(base_url, token=container_variables[TOKEN_VARIABLE] or None)
         except BaseException:
-            container.stop_container()
+            container_provider.stop_container()
             raise
-        client._container = container
+        client._container_provider = container_provider
         return client
 
     @classmethod
@@ -132,14 +134,14 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         """Start a container with an environment from the Hugging Face Hub, and return its client.
 
         Args:
-            repository: the Space of the environment, as owner/name.
+            repository: Space of the environment, as owner/name.
             tag: tag of the Space's image.
 
         Raises:
             ConfigError: the repository name is malformed, or `from_docker_image` raised it.
             UnavailableError: the server exited, or did not respond in time.
         """
-        image = hub_image(repository, tag)
+        image = make_hub_image_name(repository, tag)
         return cls.from_docker_image(image, provider, env_vars, port, timeout_s=timeout_s)
 
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
@@ -169,12 +171,12 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         try:
             self._client.close()
         finally:
-            if self._container is not None:
-                self._container.stop_container()
+            if self._container_provider is not None:
+                self._container_provider.stop_container()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled client opens a new session, so functions that use one can run elsewhere.
-        return partial(type(self), token=self._token), (self._url,)
+        # An unpickled client opens a new session, so a function with a client can run elsewhere.
+        return partial(type(self), token=self._token), (self._base_url,)
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """The gRPC wire of a server, which serves env.proto from `Sessions`.
 
-Environments that step on the event loop answer a whole batch without waiting. For other
-environments, each call is a separate task, and the finished replies share messages.
+If environments step on the event loop, a whole batch is answered without waiting. Otherwise, each
+call is a separate task, and replies that are ready at the same time share a message.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ludus.env.encoding import EncodedResult
-from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter, Write
+from ludus.env.grpc.backlog import Backlog, CallReader, ReplyWriter, WriteBatch
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALL_FIELDS, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.protobuf import (
     CONNECTED_KEY,
-    call_session_id,
-    describe_message,
     fill_error,
-    fill_opened,
+    fill_open_result,
     fill_result,
+    get_call_session_id,
+    make_description_message,
     read_action,
-    read_object,
+    read_json_object,
     read_open_args,
     read_reset_args,
 )
-from ludus.env.messages.status import STATUS_OF_CODE
-from ludus.env.messages.wire_format import check_fields
+from ludus.env.messages.status import STATUSES_BY_CODE
+from ludus.env.messages.wire_format import check_num_fields
 from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
 from ludus.env.security.tracing import server_span
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Load, Sessions
@@ -48,37 +48,37 @@ from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, to_env_err
 Context: TypeAlias = grpc.aio.ServicerContext
 
 MAX_GROUP_SIZE = 4096
-_ENOUGH_REPLIES = 32
-"""Number of replies that are sent without waiting for more replies, so that the client can take
-its next steps while the server answers the other calls."""
-TURN_S = 0.005
+_NUM_SUFFICIENT_REPLIES = 32
+"""Number of replies after which a message is sent, so that the client can take its next steps while
+the server answers the other calls."""
+MAX_TURN_S = 0.005
 """Maximum time for which the calls of one stream may occupy the event loop."""
 
 
 class CallServer:
-    """A server of every call of env.proto, which writes results directly into reply messages."""
+    """A server of all calls of env.proto. It writes results directly into reply messages."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._immediate = sessions.immediate
+        self._immediate_calls = sessions.immediate
         self._methods = {
-            "open": self._open,
-            "open_group": self._open_group,
-            "reset": self._reset,
-            "step": self._step,
-            "state": self._state,
-            "call_tool": self._call_tool,
-            "detach": self._detach,
-            "close": self._close,
+            "open": self._answer_open,
+            "open_group": self._answer_open_group,
+            "reset": self._answer_reset,
+            "step": self._answer_step,
+            "state": self._answer_state,
+            "call_tool": self._answer_call_tool,
+            "detach": self._answer_detach,
+            "close": self._answer_close,
         }
 
     async def serve(
-        self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
+        self, batches: AsyncIterable[pb.CallBatch], write: WriteBatch, connection: Connection
     ) -> None:
         """Answer every call of the batches, and release the connection's sessions at the end."""
         try:
-            if self._immediate is not None:
-                await self._serve_in_order(self._immediate, batches, write, connection)
+            if self._immediate_calls is not None:
+                await self._serve_in_order(self._immediate_calls, batches, write, connection)
             else:
                 await self._serve_concurrently(batches, write, connection)
         finally:
@@ -86,47 +86,54 @@ class CallServer:
 
     # -- calls -------------------------------------------------------------------------
 
-    async def _open(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_open(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         args = read_open_args(call.open)
-        fill_opened(reply.open, await self._sessions.open(args, connection))
+        fill_open_result(reply.open, await self._sessions.open(args, connection))
 
-    async def _open_group(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
-        request = call.open_group
-        size = len(request.session_ids) or request.size
+    async def _answer_open_group(
+        self, call: pb.Call, reply: pb.Reply, connection: Connection
+    ) -> None:
+        open_request = call.open_group
+        size = len(open_request.session_ids) or open_request.size
         if not 1 <= size <= MAX_GROUP_SIZE:
             raise InvalidCallError(f"a group must have 1 to {MAX_GROUP_SIZE} sessions, got {size}")
-        args = read_open_args(request.open)
-        ids = list(request.session_ids)
-        for opened_session in await self._sessions.open_group(args, size, connection, ids):
-            fill_opened(reply.open_group.sessions.add(), opened_session)
+        args = read_open_args(open_request.open)
+        session_ids = list(open_request.session_ids)
+        for open_result in await self._sessions.open_group(args, size, connection, session_ids):
+            fill_open_result(reply.open_group.sessions.add(), open_result)
 
-    async def _reset(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_reset(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         session_id, args = call.reset.session_id, read_reset_args(call.reset.args)
         fill_result(reply.result, session_id, await self._sessions.reset(session_id, args))
 
-    async def _step(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
-        step = call.step
+    async def _answer_step(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+        step_request = call.step
         result = await self._sessions.step(
-            step.session_id, read_action(step), step.step_index, step.timeout_s
+            step_request.session_id,
+            read_action(step_request),
+            step_request.step_index,
+            step_request.timeout_s,
         )
-        fill_result(reply.result, step.session_id, result)
+        fill_result(reply.result, step_request.session_id, result)
 
-    async def _state(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_state(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         reply.state.state_json = await self._sessions.state(call.state.session_id)
         reply.state.session_id = call.state.session_id
 
-    async def _call_tool(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_call_tool(
+        self, call: pb.Call, reply: pb.Reply, connection: Connection
+    ) -> None:
         request = call.call_tool
-        arguments = read_object(request.arguments_json, "arguments_json")
+        arguments = read_json_object(request.arguments_json, "arguments_json")
         result_json = await self._sessions.call_tool(request.session_id, request.name, arguments)
         reply.call_tool.result_json = result_json
         reply.call_tool.session_id = request.session_id
 
-    async def _detach(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_detach(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         await self._sessions.detach(call.detach.session_id, connection)
         reply.close.SetInParent()
 
-    async def _close(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
+    async def _answer_close(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         await self._sessions.close(call.close.session_id)
         reply.close.SetInParent()
 
@@ -134,81 +141,83 @@ class CallServer:
 
     async def _serve_in_order(
         self,
-        immediate: ImmediateCalls,
+        immediate_calls: ImmediateCalls,
         batches: AsyncIterable[pb.CallBatch],
-        write: Write,
+        write: WriteBatch,
         connection: Connection,
     ) -> None:
-        ahead = ReadAhead(batches)
-        reading = asyncio.create_task(ahead.read())
+        call_reader = CallReader(batches)
+        read_task = asyncio.create_task(call_reader.read())
         try:
-            while calls := await ahead.take(gathers=len(connection.session_ids) > 1):
-                await self._answer_in_order(immediate, calls, write, connection)
-            await reading
+            while calls := await call_reader.take_calls(
+                waits_for_more=len(connection.session_ids) > 1
+            ):
+                await self._answer_in_order(immediate_calls, calls, write, connection)
+            await read_task
         finally:
-            reading.cancel()
+            read_task.cancel()
 
     async def _answer_in_order(
         self,
-        immediate: ImmediateCalls,
+        immediate_calls: ImmediateCalls,
         calls: list[pb.Call],
-        write: Write,
+        write: WriteBatch,
         connection: Connection,
     ) -> None:
-        response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
-        self._sessions.attach(called_sessions(calls), connection)
-        turn_end_s = time.monotonic() + TURN_S
+        reply_batch, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
+        self._sessions.attach(find_called_sessions(calls), connection)
+        turn_end_s = time.monotonic() + MAX_TURN_S
         for call in calls:
             if time.monotonic() >= turn_end_s:
                 await asyncio.sleep(0)  # other tasks run
-                turn_end_s = time.monotonic() + TURN_S
-            if num_bytes > MAX_BATCH_BYTES or num_replies >= _ENOUGH_REPLIES:
-                await write(response)
-                response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
-            reply = response.replies.add()
+                turn_end_s = time.monotonic() + MAX_TURN_S
+            if num_bytes > MAX_BATCH_BYTES or num_replies >= _NUM_SUFFICIENT_REPLIES:
+                await write(reply_batch)
+                reply_batch, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
+            reply = reply_batch.replies.add()
             reply.call_id = call.call_id
             if call.HasField("step") and not call.HasField("trace"):
-                result = _step_now(immediate, call.step, reply)
+                result = _step_now(immediate_calls, call.step, reply)
                 num_bytes += reply.ByteSize() if result is None else result.num_bytes
             else:
                 await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
             num_replies += 1
-        await write(response)
+        await write(reply_batch)
 
     async def _serve_concurrently(
-        self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
+        self, batches: AsyncIterable[pb.CallBatch], write: WriteBatch, connection: Connection
     ) -> None:
-        replies, backlog = ReplyWriter(write), Backlog()
+        reply_writer, backlog = ReplyWriter(write), Backlog()
         tasks: set[asyncio.Task[None]] = set()
-        writing = asyncio.create_task(replies.write_forever())
+        write_task = asyncio.create_task(reply_writer.write_forever())
         try:
             async for batch in batches:
-                self._sessions.attach(called_sessions(batch.calls), connection)
+                self._sessions.attach(find_called_sessions(batch.calls), connection)
                 for call in batch.calls:
                     await backlog.wait_for_room()
-                    await replies.wait_for_room()
-                    answering = self.answer_into(call, replies, backlog, connection)
-                    task = asyncio.create_task(answering)
+                    await reply_writer.wait_for_room()
+                    answer_call = self.answer_and_queue(call, reply_writer, backlog, connection)
+                    task = asyncio.create_task(answer_call)
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             if tasks:
                 await asyncio.wait(tasks)
-            await replies.flush()
+            await reply_writer.flush()
         finally:
-            writing.cancel()
+            write_task.cancel()
             for task in tasks:
                 task.cancel()
 
-    async def answer_into(
-        self, call: pb.Call, replies: ReplyWriter, backlog: Backlog, connection: Connection
+    async def answer_and_queue(
+        self, call: pb.Call, reply_writer: ReplyWriter, backlog: Backlog, connection: Connection
     ) -> None:
-        """Answer a call, and put the reply."""
+        """Answer a call, and queue the reply."""
         num_bytes, reply = call.ByteSize(), pb.Reply(call_id=call.call_id)
         backlog.add(num_bytes)
         try:
             await self._answer(call, reply, connection)
-            replies.put(reply)
+            reply_writer.put(reply)
         finally:
             backlog.remove(num_bytes)
 
@@ -224,18 +233,18 @@ class CallServer:
                     )
                 await method(call, reply, connection)
             except Exception as error:  # noqa: BLE001 - one call's failure must not end the stream
-                fill_error(reply.error, to_env_error(error), call_session_id(call))
+                fill_error(reply.error, to_env_error(error), get_call_session_id(call))
 
 
 def _step_now(
-    immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply
+    immediate_calls: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply
 ) -> EncodedResult | None:
     """Take a step, write it into the reply, and return the result, or None after an error."""
     session_id = request.session_id
     try:
-        is_plain = request.WhichOneof("action") == "action_json" and not request.tensors
-        action = request.action_json if is_plain else read_action(request)
-        result = immediate.step_now(session_id, action, request.step_index)
+        is_json = request.WhichOneof("action") == "action_json" and not request.tensors
+        action = request.action_json if is_json else read_action(request)
+        result = immediate_calls.step_now(session_id, action, request.step_index)
         fill_result(reply.result, session_id, result)
     except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
         fill_error(reply.error, to_env_error(error), session_id)
@@ -243,14 +252,14 @@ def _step_now(
     return result
 
 
-def called_sessions(calls: Iterable[pb.Call]) -> Iterator[str]:
-    """Yield the ids of existing sessions that the calls use, without those they detach from."""
+def find_called_sessions(calls: Iterable[pb.Call]) -> Iterator[str]:
+    """Yield the ids of the sessions that the calls use, except new and detached sessions."""
     for call in calls:
-        kind = call.WhichOneof("call")
-        if kind == "step":
+        call_field = call.WhichOneof("call")
+        if call_field == "step":
             yield call.step.session_id
-        elif kind not in ("open", "detach"):
-            yield call_session_id(call)
+        elif call_field not in ("open", "detach"):
+            yield get_call_session_id(call)
 
 
 class EnvServicer(env_pb2_grpc.EnvServiceServicer):
@@ -258,25 +267,25 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._calls = CallServer(sessions)
+        self._call_server = CallServer(sessions)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        return describe_message(self._sessions.description)
+        return make_description_message(self._sessions.description)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return status_message(self._sessions.description.server_id, self._sessions.load)
+        return make_status_message(self._sessions.description.server_id, self._sessions.load)
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         try:
             batches = parse_batches(request_iterator)
-            await self._calls.serve(batches, context.write, Connection())
+            await self._call_server.serve(batches, context.write, Connection())
         except EnvError as error:
-            await abort(context, error)
+            await abort_call(context, error)
 
 
-class UnparsedStreams(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor that passes the messages of streams as bytes, for `parse_batches`."""
+class UnparsedStreamInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """An interceptor that leaves the messages of streams unparsed, for `parse_batches`."""
 
     async def intercept_service(
         self,
@@ -298,22 +307,22 @@ async def parse_batches(
     """Yield the batches of calls in a stream, and parse the messages that are still bytes.
 
     Raises:
-        InvalidCallError: a message is malformed, has far too many fields to be parsed, or contains
-            too many calls. The error ends the stream.
+        InvalidCallError: a message is malformed, or has too many fields or too many
+            calls. The error ends the stream.
     """
     async for message in messages:
-        batch = message if isinstance(message, pb.CallBatch) else _parse(message)
+        batch = message if isinstance(message, pb.CallBatch) else _parse_batch(message)
         if len(batch.calls) > MAX_CALLS_PER_MESSAGE:
             raise InvalidCallError(
                 f"expected at most {MAX_CALLS_PER_MESSAGE} calls in one message, got"
-                f" {len(batch.calls)}; send them in several"
+                f" {len(batch.calls)}; send them in several messages"
             )
         yield batch
 
 
-def _parse(message: bytes) -> pb.CallBatch:
+def _parse_batch(message: bytes) -> pb.CallBatch:
     try:
-        check_fields(pb.CallBatch, message, MAX_CALL_FIELDS)
+        check_num_fields(pb.CallBatch, message, MAX_CALL_FIELDS)
         batch: pb.CallBatch = pb.CallBatch.FromString(message)
     except (ValueError, DecodeError) as error:
         raise InvalidCallError(f"expected a batch of calls: {error}") from None
@@ -338,15 +347,15 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None or is_authorized(authorization, self._token):
             return handler
         if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+            return grpc.stream_stream_rpc_method_handler(_refuse_call)
+        return grpc.unary_unary_rpc_method_handler(_refuse_call)
 
 
-async def _refuse(request: Any, context: Context) -> NoReturn:
-    await abort(context, EnvError(MISSING_TOKEN, ErrorCode.UNAUTHENTICATED))
+async def _refuse_call(request: Any, context: Context) -> NoReturn:
+    await abort_call(context, EnvError(MISSING_TOKEN, ErrorCode.UNAUTHENTICATED))
 
 
-def status_message(server_id: str, load: Load) -> pb.StatusResponse:
+def make_status_message(server_id: str, load: Load) -> pb.StatusResponse:
     """Return the message for a server's load."""
     return pb.StatusResponse(
         server_id=server_id,
@@ -357,9 +366,9 @@ def status_message(server_id: str, load: Load) -> pb.StatusResponse:
     )
 
 
-async def abort(context: Context, error: EnvError) -> NoReturn:
+async def abort_call(context: Context, error: EnvError) -> NoReturn:
     """End the rpc with the error's status, and send the code and retry-after as metadata."""
-    status = STATUS_OF_CODE[error.code].grpc
+    status = STATUSES_BY_CODE[error.code].grpc_status
     metadata = [("ludus-code", str(error.code))]
     if error.retry_after_s > 0:
         metadata.append(("retry-after-ms", str(round(error.retry_after_s * 1000))))

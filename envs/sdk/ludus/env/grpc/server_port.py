@@ -1,9 +1,9 @@
 """The caller's side of a server's gRPC port, for clients and gateways.
 
-    ServerPort --Connect--> a stream of batches, after the server has accepted it
+    ServerPort --Connect--> a stream of batches that the server has accepted
                --Describe, Status--> responses
 
-This module alone converts gRPC failures to EnvErrors.
+Only this module converts gRPC failures to EnvErrors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ludus.proto.errors import (
     error_from_wire,
 )
 
-ResultT = TypeVar("ResultT")
+ResponseT = TypeVar("ResponseT")
 ChannelOptions: TypeAlias = tuple[tuple[str, int | str], ...]
 
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
-"""Status codes of gRPC for a broken connection; INTERNAL if it broke during a message."""
-_CONNECTING_TIMEOUT_S = 5.0
+_BROKEN_CONNECTION_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""gRPC status codes for a broken connection. INTERNAL means that it broke during a message."""
+_ATTEMPT_TIMEOUT_S = 5.0
 """Time limit of one connection attempt. With TLS, an attempt takes four round trips."""
 
 
@@ -46,13 +46,13 @@ def open_channel(
     keepalive_timeout_s: float,
     options: ChannelOptions = (),
 ) -> grpc.aio.Channel:
-    """Open a channel to host:port, which uses no TLS if there are no credentials.
+    """Open a channel to host:port. Without credentials, it uses no TLS.
 
     Args:
         server_name: name in the TLS certificate. Default: the host.
         keepalive_s: time without traffic after which the connection is probed.
         keepalive_timeout_s: time limit for the response to the probe.
-        options: further options of gRPC.
+        options: additional options of gRPC.
     """
     timeout_ms = round(keepalive_timeout_s * 1000)
     options = (
@@ -60,12 +60,12 @@ def open_channel(
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),
-        # A shared pool would apply the backoff after a dead server to later clients.
+        # A shared pool would also delay later clients by the backoff for a dead server.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
         # gRPC also uses this value as the time limit of a connection attempt. With a lower value,
         # a distant client or a client on a busy machine never connects.
-        ("grpc.min_reconnect_backoff_ms", round(_CONNECTING_TIMEOUT_S * 1000)),
+        ("grpc.min_reconnect_backoff_ms", round(_ATTEMPT_TIMEOUT_S * 1000)),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
@@ -75,16 +75,16 @@ def open_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     if server_name:
-        overrides = ("grpc.ssl_target_name_override", "grpc.default_authority")
-        options += tuple((name, server_name) for name in overrides)
+        override_names = ("grpc.ssl_target_name_override", "grpc.default_authority")
+        options += tuple((name, server_name) for name in override_names)
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 class ServerPort:
-    """A channel to a server or a gateway, with its calls.
+    """The gRPC calls to a server or a gateway, over one channel.
 
     Args:
-        peer: address of the server, for messages.
+        peer_name: address of the server, for messages.
         metadata: metadata of every call.
         timeout_s: time limit of one call.
     """
@@ -92,18 +92,18 @@ class ServerPort:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        peer: str,
+        peer_name: str,
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
     ) -> None:
         self._channel = channel
         self._stub = env_pb2_grpc.EnvServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._peer = peer
+        self._peer_name = peer_name
         self._metadata = metadata
         self._timeout_s = timeout_s
 
     async def connect(self, timeout_s: float) -> GrpcDuplex:
-        """Open a stream and return it after the server has accepted it.
+        """Open a stream, and return it when the server has accepted it.
 
         Raises:
             UnavailableError: the server did not respond within `timeout_s`.
@@ -116,7 +116,7 @@ class ServerPort:
         except TimeoutError:
             call.cancel()
             raise UnavailableError(
-                f"the environment server at {self._peer} did not respond within"
+                f"the environment server at {self._peer_name} did not respond within"
                 f" {timeout_s:.3g} s; check the address and that the server runs"
             ) from None
         except grpc.aio.AioRpcError as error:
@@ -138,7 +138,7 @@ class ServerPort:
         """Close the connection and all its streams."""
         await self._channel.close()
 
-    async def _call(self, method: Callable[..., Awaitable[ResultT]], request: Any) -> ResultT:
+    async def _call(self, method: Callable[..., Awaitable[ResponseT]], request: Any) -> ResponseT:
         metadata = self._metadata
         if is_traced():
             metadata = (*metadata, *trace_headers().items())
@@ -148,27 +148,29 @@ class ServerPort:
             raise self._convert_error(error) from error
 
     def _convert_error(self, error: grpc.aio.AioRpcError) -> EnvError:
-        """Return the error for a status. The server's error code has precedence."""
-        status, details = error.code(), error.details() or ""
+        """Return the error for a status. The server's error code takes precedence."""
+        status_code, details = error.code(), error.details() or ""
         metadata = dict(error.trailing_metadata() or ())
         if "ludus-code" in metadata:
             retry_after_ms = str(metadata.get("retry-after-ms", ""))
             retry_after_s = int(retry_after_ms) / 1000 if retry_after_ms.isdecimal() else 0.0
             return error_from_wire(str(metadata["ludus-code"]), details, retry_after_s)
-        if status is grpc.StatusCode.UNAUTHENTICATED:
+        if status_code is grpc.StatusCode.UNAUTHENTICATED:
             return AuthenticationError(details)
-        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return CallTimeoutError(f"{self._peer} did not respond within {self._timeout_s:g} s")
-        if status in _BROKEN:
+        if status_code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return CallTimeoutError(
+                f"{self._peer_name} did not respond within {self._timeout_s:g} s"
+            )
+        if status_code in _BROKEN_CONNECTION_CODES:
             return UnavailableError(
-                f"could not reach an environment server at {self._peer}: {details}; check the"
+                f"could not reach an environment server at {self._peer_name}: {details}; check the"
                 " address and that the server runs"
             )
-        return EnvError(f"{self._peer} returned status {status.name}: {details}")
+        return EnvError(f"{self._peer_name} returned status {status_code.name}: {details}")
 
 
 class GrpcDuplex:
-    """A Connect call as a stream of batches. `Duplex` documents its methods."""
+    """A duplex stream over a Connect call. `Duplex` documents its methods."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -196,7 +198,7 @@ async def _wait_until_accepted(call: Any) -> None:
     metadata = await call.initial_metadata()
     if CONNECTED_KEY in dict(metadata):
         return
-    # A refusal without initial metadata first looks like a connection.
+    # Without initial metadata, a refused stream looks like a connection until its code is read.
     status = await call.code()
     raise grpc.aio.AioRpcError(
         status, metadata, await call.trailing_metadata(), await call.details()

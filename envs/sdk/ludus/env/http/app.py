@@ -26,13 +26,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ludus.env.asgi.sessions import (
     UNUSED_TIMEOUT_S,
     HttpSessions,
-    forget_header,
-    json_response,
-    named_session,
-    session_headers,
+    make_expired_cookie,
+    make_json_response,
+    make_session_headers,
+    read_session_id,
 )
 from ludus.env.encoding import EncodedResult, plain_json
-from ludus.env.http.health import health_routes
+from ludus.env.http.health import make_health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
@@ -40,13 +40,13 @@ from ludus.env.mcp.server import McpServer
 from ludus.env.messages.openenv import (
     ResetRequest,
     StepRequest,
-    error_data,
-    limit_faults,
-    ludus_metadata,
-    observation_payload,
-    reset_args,
+    encode_faults,
+    make_error_data,
+    make_ludus_metadata,
+    make_upstream_payload,
+    parse_reset_args,
 )
-from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
 from ludus.env.sessions.interface import Sessions
@@ -58,8 +58,8 @@ OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 LEGACY_HTTP_VARIABLE = "OPENENV_LEGACY_HTTP"
 _FALSE_WORDS = frozenset({"", "0", "false", "no", "off"})
 _MAX_READ_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Bytes of a body that is too large that are read before its refusal, because a client whose
-connection closes while it sends would not see the refusal."""
+"""Maximum number of bytes to read from a body that is too large, before it is refused. A client
+whose connection closes while it sends would not see the refusal."""
 
 
 def build_app(
@@ -74,27 +74,29 @@ def build_app(
     Args:
         token: bearer token that all paths except the health checks require.
         mcp_key: key for signing MCP session ids. Replicas that share sessions need the same key.
-        unused_timeout_s: how long a session from `/reset` waits for its first call.
+        unused_timeout_s: time that a session from `/reset` stays open without a call.
     """
     app = FastAPI(title=sessions.description.name, version="1.0.0")
-    app.router.route_class = _BoundedRoute
+    app.router.route_class = _LimitedRoute
     mcp = McpServer(sessions, mcp_key)
-    legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
-    http = HttpSessions(sessions, mcp.evictable, unused_timeout_s=unused_timeout_s, legacy=legacy)
+    is_legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
+    http = HttpSessions(
+        sessions, mcp.evictable, unused_timeout_s=unused_timeout_s, is_legacy=is_legacy
+    )
     _add_description_routes(app, sessions)
     _add_episode_routes(app, sessions, http, mcp)
     add_mcp_routes(app, mcp)
-    app.router.routes.extend(health_routes(sessions))
+    app.router.routes.extend(make_health_routes(sessions))
     app.router.routes[:0] = [
         WebSocketRoute("/ws", WebSocketWire(mcp)),
         WebSocketRoute("/mcp", McpSocket(mcp)),
     ]
-    answer_error = _error_handler(sessions)
-    app.add_exception_handler(EnvError, answer_error)
-    app.add_exception_handler(Exception, answer_error)
-    app.add_exception_handler(RequestValidationError, _refuse_invalid)
+    handle_error = _make_error_handler(sessions)
+    app.add_exception_handler(EnvError, handle_error)
+    app.add_exception_handler(Exception, handle_error)
+    app.add_exception_handler(RequestValidationError, _refuse_invalid_request)
     app.add_middleware(RefuseForeignOrigins)
-    app.add_middleware(_ContinueTrace)
+    app.add_middleware(_TraceMiddleware)
     if token:
         app.add_middleware(RequireToken, token=token, open_paths=OPEN_PATHS)
     return app
@@ -115,7 +117,7 @@ def _add_description_routes(app: FastAPI, sessions: Sessions) -> None:
             "version": description.version,
             "author": None,
             "documentation_url": None,
-            "ludus": ludus_metadata(description),
+            "ludus": make_ludus_metadata(description),
         }
 
     @app.get("/schema")
@@ -136,57 +138,65 @@ def _add_episode_routes(
     async def reset(
         request: Request, body: Annotated[ResetRequest | None, Body()] = None
     ) -> Response:
-        data = body.model_dump(exclude_unset=True) if body else {}
-        args = reset_args(data, sessions.description, lenient=True)
-        reset_reply = await http.reset(named_session(request), args)
-        assert reset_reply.first is not None, "the session was reset"
-        return _observation(reset_reply.first, session_headers(request, reset_reply))
+        reset_data = body.model_dump(exclude_unset=True) if body else {}
+        args = parse_reset_args(reset_data, sessions.description, ignores_unknown_options=True)
+        open_result = await http.reset(read_session_id(request), args)
+        assert open_result.first is not None, "the session was reset"
+        return _make_observation_response(
+            open_result.first, make_session_headers(request, open_result)
+        )
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:
-        action, session_id = body.parsed_action, named_session(request)
-        if mcp.understands(action):
-            return json_response(orjson.Fragment(await mcp.step(http.use(session_id), action)))
+        action, session_id = body.parsed_action, read_session_id(request)
+        if mcp.takes_tool_step(action):
+            return make_json_response(
+                orjson.Fragment(await mcp.step(http.mark_session_used(session_id), action))
+            )
         result = await http.step(session_id, plain_json(action, "an action"), body.timeout_s or 0.0)
-        return _observation(result)
+        return _make_observation_response(result)
 
     @app.get("/state")
     async def state(request: Request) -> Response:
-        return json_response(orjson.Fragment(await http.state(named_session(request))))
+        return make_json_response(orjson.Fragment(await http.state(read_session_id(request))))
 
     @app.post("/close")
     @app.delete("/session")
     async def close(request: Request) -> Response:
-        close_reply = await http.close(named_session(request))
-        return json_response({"closed": close_reply}, headers=forget_header(request))
+        was_open = await http.close(read_session_id(request))
+        return make_json_response({"closed": was_open}, headers=make_expired_cookie(request))
 
 
-def _observation(result: EncodedResult, headers: dict[str, str] | None = None) -> Response:
-    return json_response(observation_payload(result), headers=headers)
+def _make_observation_response(
+    result: EncodedResult, headers: dict[str, str] | None = None
+) -> Response:
+    return make_json_response(make_upstream_payload(result), headers=headers)
 
 
-def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _make_error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         error = to_env_error(error)
         if isinstance(error.__cause__, ValidationError):
-            detail: Any = limit_faults(error.__cause__.errors())
+            detail: Any = encode_faults(error.__cause__.errors())
         else:
-            detail = error_data(error, sessions, upstream=False)
+            detail = make_error_data(error, sessions, is_upstream=False)
         headers = {}
         if error.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-        return json_response({"detail": detail}, STATUS_OF_CODE[error.code].http, headers)
+        return make_json_response(
+            {"detail": detail}, STATUSES_BY_CODE[error.code].http_status, headers
+        )
 
     return handle
 
 
-async def _refuse_invalid(request: Request, error: Exception) -> Response:
+async def _refuse_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "the handler is registered for this type"
-    return json_response({"detail": limit_faults(list(error.errors()))}, 422)
+    return make_json_response({"detail": encode_faults(list(error.errors()))}, 422)
 
 
-class _ContinueTrace:
-    """ASGI middleware that serves a call with the caller's trace span and request id."""
+class _TraceMiddleware:
+    """ASGI middleware that continues the trace span and request id of the caller."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -194,21 +204,21 @@ class _ContinueTrace:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope.get("headers", ()))
         traceparent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
-        request = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
-        with server_span(str(scope["type"]), traceparent, request):
+        request_id = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
+        with server_span(str(scope["type"]), traceparent, request_id):
             await self._app(scope, receive, send)
 
 
-class _BoundedRequest(Request):
-    """A request with limited JSON: no NaN, no lone surrogates, and limited size and nesting."""
+class _LimitedRequest(Request):
+    """A request with strict JSON of limited size and nesting: no NaN, and no lone surrogates."""
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
-                    self._body = await self._read()
+                    self._body = await self._read_body()
             except TimeoutError:
-                raise _body_error(
+                raise _make_body_error(
                     408,
                     ErrorCode.TIMEOUT,
                     f"the body was not complete within {BODY_TIMEOUT_S:g} s; send it faster, or in"
@@ -216,7 +226,7 @@ class _BoundedRequest(Request):
                 ) from None
         return self._body
 
-    async def _read(self) -> bytes:
+    async def _read_body(self) -> bytes:
         body, num_bytes = bytearray(), 0
         async for chunk in self.stream():
             num_bytes += len(chunk)
@@ -225,7 +235,7 @@ class _BoundedRequest(Request):
             elif num_bytes > _MAX_READ_BYTES:
                 break
         if num_bytes > MAX_MESSAGE_BYTES:
-            raise _body_error(
+            raise _make_body_error(
                 413,
                 ErrorCode.VALIDATION_ERROR,
                 f"a body must have at most {MAX_MESSAGE_BYTES} bytes; send smaller requests, or use"
@@ -237,16 +247,16 @@ class _BoundedRequest(Request):
         return orjson.loads(await self.body())
 
 
-def _body_error(status: int, code: ErrorCode, message: str) -> HTTPException:
-    """Return the error for a refused body. It closes the connection instead of reading the rest."""
+def _make_body_error(status: int, code: ErrorCode, message: str) -> HTTPException:
+    """Return the error for a refused body. The connection closes without reading the rest."""
     return HTTPException(status, {"message": message, "code": str(code)}, {"connection": "close"})
 
 
-class _BoundedRoute(APIRoute):
+class _LimitedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        handler = super().get_route_handler()
+        handle_request = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(_BoundedRequest(request.scope, request.receive))
+            return await handle_request(_LimitedRequest(request.scope, request.receive))
 
         return handle

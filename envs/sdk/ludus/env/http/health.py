@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ludus.env.asgi.sessions import json_response
+from ludus.env.asgi.sessions import make_json_response
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.interface import STEP_BUCKETS_S, SessionCounts, Sessions
 from ludus.proto.metrics import EnvServerMetric
@@ -43,10 +43,10 @@ _DRAIN_POLL_S = 0.1
 def build_admin_app(sessions: Sessions) -> Starlette:
     """Build an ASGI application with these routes, which requires no token."""
     # A preStop hook can only send GET.
-    return Starlette(routes=health_routes(sessions, drain_methods=("GET", "POST")))
+    return Starlette(routes=make_health_routes(sessions, drain_methods=("GET", "POST")))
 
 
-def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) -> list[Route]:
+def make_health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) -> list[Route]:
     """Return the routes. A server is ready while it listens and can serve sessions.
 
     Args:
@@ -56,24 +56,30 @@ def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) 
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
-    async def healthz(request: Request) -> Response:
-        return json_response({"status": "ok"})
+    async def check_liveness(request: Request) -> Response:
+        return make_json_response({"status": "ok"})
 
-    async def readyz(request: Request) -> Response:
+    async def check_readiness(request: Request) -> Response:
         reason = sessions.unavailable_reason
-        return json_response({"status": reason}, 503) if reason else json_response({"status": "ok"})
+        return (
+            make_json_response({"status": reason}, 503)
+            if reason
+            else make_json_response({"status": "ok"})
+        )
 
     async def drain(request: Request) -> Response:
         wait_s = _read_wait_s(request)
         if wait_s is None:
             message = f"wait must be 0 to {MAX_DRAIN_WAIT_S:g} seconds"
-            return json_response({"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422)
+            return make_json_response(
+                {"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422
+            )
         sessions.drain()
         deadline_s = time.monotonic() + wait_s
         while sessions.load.num_sessions and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         load = sessions.load
-        return json_response(
+        return make_json_response(
             {
                 "is_draining": load.is_draining,
                 "num_sessions": load.num_sessions,
@@ -82,19 +88,19 @@ def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) 
         )
 
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), media_type=content_type)
+        encode_metrics, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode_metrics(registry), media_type=content_type)
 
     return [
-        Route("/healthz", healthz, include_in_schema=False),
-        Route("/readyz", readyz, include_in_schema=False),
+        Route("/healthz", check_liveness, include_in_schema=False),
+        Route("/readyz", check_readiness, include_in_schema=False),
         Route("/drain", drain, methods=list(drain_methods), include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]
 
 
 class SessionCollector(Collector):
-    """A collector that reads load and counts on request. All series exist from the start."""
+    """A collector that reads load and counts for each request. Every counter starts at 0."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -107,65 +113,75 @@ class SessionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         load = self._sessions.load
-        gauge = self._gauge
-        yield gauge(EnvServerMetric.SESSIONS, "Open sessions.", load.num_sessions)
-        yield gauge(
+        make_gauge = self._make_gauge
+        yield make_gauge(EnvServerMetric.SESSIONS, "Open sessions.", load.num_sessions)
+        yield make_gauge(
             EnvServerMetric.SESSION_CAPACITY, "Maximum number of sessions.", load.max_sessions
         )
-        yield gauge(
+        yield make_gauge(
             EnvServerMetric.OPENS_WAITING, "Opens that wait for a session.", load.num_waiting
         )
-        yield gauge(
+        yield make_gauge(
             EnvServerMetric.DRAINING, "1 while the server refuses new sessions.", load.is_draining
         )
         counts, workers = self._sessions.counts, self._sessions.worker_counts
         if counts is not None:
-            yield from self._collect_counts(counts)
+            yield from self._collect_session_counts(counts)
         if workers is not None:
-            text = "Running worker processes."
-            yield gauge(EnvServerMetric.WORKERS, text, workers.num_workers)
-            text = "Worker processes that died or were killed."
-            yield self._counter(EnvServerMetric.WORKER_ENDS, text, "", {"": workers.num_ends})
-            yield self._layers(workers.layers)
+            help_text = "Running worker processes."
+            yield make_gauge(EnvServerMetric.WORKERS, help_text, workers.num_workers)
+            help_text = "Worker processes that died or were killed."
+            yield self._make_counter(
+                EnvServerMetric.WORKER_ENDS, help_text, "", {"": workers.num_ends}
+            )
+            yield self._make_layer_gauge(workers.layers)
 
-    def _collect_counts(self, counts: SessionCounts) -> Iterator[Metric]:
-        for metric, text, value in (
+    def _collect_session_counts(self, counts: SessionCounts) -> Iterator[Metric]:
+        for metric, help_text, count in (
             (EnvServerMetric.OPENS, "Opened sessions.", counts.num_opened),
             (EnvServerMetric.RESETS, "Started episodes.", counts.num_resets),
             (EnvServerMetric.STEPS, "Completed steps.", counts.num_steps),
         ):
-            yield self._counter(metric, text, "", {"": value})
-        errors: dict[str, int] = {str(code): n for code, n in counts.num_errors.items()}
-        yield self._counter(EnvServerMetric.ERRORS, "Calls that failed.", "code", errors)
-        ends: dict[str, int] = {str(end): n for end, n in counts.num_ends.items()}
-        yield self._counter(EnvServerMetric.SESSION_ENDS, "Sessions that ended.", "reason", ends)
-        cumulative = accumulate(counts.num_steps_by_bucket)
+            yield self._make_counter(metric, help_text, "", {"": count})
+        num_errors: dict[str, int] = {str(code): count for code, count in counts.num_errors.items()}
+        yield self._make_counter(EnvServerMetric.ERRORS, "Calls that failed.", "code", num_errors)
+        num_ends: dict[str, int] = {
+            str(session_end): num_ends for session_end, num_ends in counts.num_ends.items()
+        }
+        yield self._make_counter(
+            EnvServerMetric.SESSION_ENDS, "Sessions that ended.", "reason", num_ends
+        )
+        cumulative_counts = accumulate(counts.num_steps_by_bucket)
         bounds = [*(str(bound) for bound in STEP_BUCKETS_S), "+Inf"]
         histogram = HistogramMetricFamily(
             EnvServerMetric.STEP_DURATION, "Time from a step's call to its result.", labels=["env"]
         )
         histogram.add_metric(
-            [self._name], list(zip(bounds, cumulative, strict=True)), counts.step_seconds
+            [self._name], list(zip(bounds, cumulative_counts, strict=True)), counts.step_seconds
         )
         yield histogram
 
-    def _layers(self, layers: Mapping[Layer, bool]) -> Metric:
-        text = "1 if this layer of the workers' sandbox is active."
-        family = GaugeMetricFamily(EnvServerMetric.SANDBOX_LAYER, text, labels=["env", "layer"])
+    def _make_layer_gauge(self, layers: Mapping[Layer, bool]) -> Metric:
+        help_text = "1 if this layer of the workers' sandbox is active."
+        metric = GaugeMetricFamily(
+            EnvServerMetric.SANDBOX_LAYER, help_text, labels=["env", "layer"]
+        )
         for layer, is_active in layers.items():
-            family.add_metric([self._name, layer], is_active)
-        return family
+            metric.add_metric([self._name, layer], is_active)
+        return metric
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["env"])
-        family.add_metric([self._name], value)
-        return family
+    def _make_gauge(self, name: str, help_text: str, count: float) -> Metric:
+        metric = GaugeMetricFamily(name, help_text, labels=["env"])
+        metric.add_metric([self._name], count)
+        return metric
 
-    def _counter(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["env", *([label] if label else [])])
-        for label_value, value in values.items():
-            family.add_metric([self._name, *([label_value] if label else [])], value)
-        return family
+    def _make_counter(
+        self, name: str, help_text: str, label: str, values_by_label: dict[str, int]
+    ) -> Metric:
+        metric = CounterMetricFamily(name, help_text, labels=["env", *([label] if label else [])])
+        for label_value, count in values_by_label.items():
+            metric.add_metric([self._name, *([label_value] if label else [])], count)
+        return metric
 
 
 def _read_wait_s(request: Request) -> float | None:

@@ -14,84 +14,84 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.sessions import json_response
+from ludus.env.asgi.sessions import make_json_response
 from ludus.env.asgi.socket import AsgiSocket, accept_socket
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
     McpCaller,
     McpError,
     McpServer,
-    error_response,
+    make_error_response,
 )
 from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
-TICKET_HEADER = "mcp-session-id"
+SESSION_ID_HEADER = "mcp-session-id"
 
 
-def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
+def add_mcp_routes(app: FastAPI, mcp_server: McpServer) -> None:
     """Add `/mcp` over HTTP."""
 
     @app.post("/mcp")
     async def call(request: Request) -> Response:
         body = await request.body()
-        ticket = request.headers.get(TICKET_HEADER)
+        signed_id = request.headers.get(SESSION_ID_HEADER)
         caller = McpCaller()
-        if ticket:
+        if signed_id:
             try:
-                caller = McpCaller(mcp.read_ticket(ticket), may_play=True)
+                caller = McpCaller(mcp_server.verify_session_id(signed_id), may_play=True)
             except SessionLostError as error:
-                return json_response(_invalid_request(error.message), 404)
-        response = await mcp.answer_text(body, caller)
+                return make_json_response(_make_invalid_request(error.message), 404)
+        response = await mcp_server.answer_json(body, caller)
         if response is None:
             return Response(status_code=202)
-        if ticket:
-            return json_response(response, 404 if _is_session_lost(response) else 200)
+        if signed_id:
+            return make_json_response(response, 404 if _is_session_lost(response) else 200)
         if caller.may_play and caller.session_id is not None:
-            return json_response(
-                response, headers={TICKET_HEADER: mcp.make_ticket(caller.session_id)}
+            return make_json_response(
+                response, headers={SESSION_ID_HEADER: mcp_server.sign_session_id(caller.session_id)}
             )
-        return json_response(response)
+        return make_json_response(response)
 
     @app.delete("/mcp")
     async def end(request: Request) -> Response:
-        ticket = request.headers.get(TICKET_HEADER)
-        if not ticket:
-            return json_response(
-                _invalid_request("expected an Mcp-Session-Id header, got none"), 400
+        signed_id = request.headers.get(SESSION_ID_HEADER)
+        if not signed_id:
+            return make_json_response(
+                _make_invalid_request("expected an Mcp-Session-Id header, got none"), 400
             )
         try:
-            await mcp.sessions.close(mcp.read_ticket(ticket))
+            await mcp_server.sessions.close(mcp_server.verify_session_id(signed_id))
         except SessionLostError as error:
-            return json_response(_invalid_request(error.message), 404)
+            return make_json_response(_make_invalid_request(error.message), 404)
         return Response(status_code=204)
 
 
 class McpSocket:
     """The ASGI application of `WS /mcp`. The first call that needs a session opens it."""
 
-    def __init__(self, mcp: McpServer) -> None:
-        self._mcp = mcp
+    def __init__(self, mcp_server: McpServer) -> None:
+        self._mcp = mcp_server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then close its session."""
         async with accept_socket(scope, receive, send, self._mcp.sessions) as (socket, connection):
-            await _McpSocketServer(socket, self._mcp, connection).serve()
+            await _ConnectionServer(socket, self._mcp, connection).serve()
 
 
-class _McpSocketServer:
+class _ConnectionServer:
     """The server's side of one connection."""
 
-    def __init__(self, socket: AsgiSocket, mcp: McpServer, connection: Connection) -> None:
+    def __init__(self, socket: AsgiSocket, mcp_server: McpServer, connection: Connection) -> None:
         self._socket = socket
-        self._mcp = mcp
-        self._caller = McpCaller(is_managed=True, connection=connection)
-        self._closing: asyncio.Task[None] | None = None
+        self._mcp = mcp_server
+        self._caller = McpCaller(belongs_to_connection=True, connection=connection)
+        self._close_task: asyncio.Task[None] | None = None
 
     def on_session_end(self, tombstone: SessionTombstone) -> None:
-        closing = self._socket.close_with_reason(tombstone)
-        self._closing = asyncio.get_running_loop().create_task(closing)
+        close_call = self._socket.close_with_reason(tombstone)
+        self._close_task = asyncio.get_running_loop().create_task(close_call)
 
     async def serve(self) -> None:
         try:
@@ -100,23 +100,23 @@ class _McpSocketServer:
                 if response is not None:
                     await self._socket.send(orjson.dumps(response))
         except SessionLostError as error:
-            await self._socket.send(orjson.dumps(_invalid_request(error.message)))
+            await self._socket.send(orjson.dumps(_make_invalid_request(error.message)))
         finally:
             if self._caller.session_id is not None:
                 self._mcp.sockets.remove(self._caller.session_id)
 
-    async def _answer(self, text: str) -> Any:
+    async def _answer(self, request_json: str) -> Any:
         try:
-            return await self._mcp.answer_text(text, self._caller)
+            return await self._mcp.answer_json(request_json, self._caller)
         finally:
             if self._caller.session_id is not None:
                 self._mcp.sockets.claim(self._caller.session_id, self.on_session_end)
 
 
-def _invalid_request(message: str) -> dict[str, Any]:
-    return error_response(None, McpError(INVALID_REQUEST, message))
+def _make_invalid_request(message: str) -> dict[str, Any]:
+    return make_error_response(None, McpError(INVALID_REQUEST, message))
 
 
 def _is_session_lost(response: dict[str, Any]) -> bool:
-    data = response.get("error", {}).get("data")
-    return isinstance(data, dict) and data.get("code") == ErrorCode.SESSION_LOST
+    error_data = response.get("error", {}).get("data")
+    return isinstance(error_data, dict) and error_data.get("code") == ErrorCode.SESSION_LOST

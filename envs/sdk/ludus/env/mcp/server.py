@@ -20,21 +20,16 @@ from typing import Any
 
 import orjson
 
-from ludus.env.asgi.sessions import (
-    EvictableSessions,
-    require_session,
-    session_for_call,
-    shorten,
-)
+from ludus.env.asgi.sessions import EvictableSessions, require_session, shorten, use_session
 from ludus.env.asgi.socket import SessionSockets
 from ludus.env.mcp.tools import (
     call_tool,
+    format_tools,
     is_tool_action,
-    list_tools,
-    play_tools,
+    make_play_tools,
     step_with_tools,
 )
-from ludus.env.messages.openenv import error_data
+from ludus.env.messages.openenv import make_error_data
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -54,7 +49,7 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 SERVER_ERROR = -32000
-_NO_TOOLS = "Environment does not support MCP"
+_NO_TOOLS_MESSAGE = "Environment does not support MCP"
 _INSTRUCTIONS = (
     "Call start_episode, then take_action until the result contains done: true. Results contain"
     " the observations of the player."
@@ -66,15 +61,15 @@ class McpCaller:
     """The client that makes a call, and its session."""
 
     session_id: str | None = None
-    """Session that calls use. None means a new session for each call."""
+    """Session for the client's calls. None means a new session for each call."""
     tools_session_id: str = ""
-    """Id that can only call the session's tools; empty if there is no such id."""
+    """Id that can only be used to call the session's tools; empty if there is no such id."""
     may_play: bool = False
     """True if the client started the session by `initialize`."""
-    is_managed: bool = False
+    belongs_to_connection: bool = False
     """True if the session belongs to the connection, and only the connection may close it."""
     connection: Connection | None = None
-    """Connection whose session is opened by the first call that needs one."""
+    """The client's connection. The first call that needs a session opens one for it."""
 
 
 @dataclass(eq=False)
@@ -90,14 +85,14 @@ class McpServer:
     """A server of JSON-RPC requests.
 
     Args:
-        key: key for signing the ids of sessions that clients may play in. Default: a random key.
+        signing_key: key for signing the ids of sessions that clients may play in. Default: random.
     """
 
-    def __init__(self, sessions: Sessions, key: bytes | None = None) -> None:
+    def __init__(self, sessions: Sessions, signing_key: bytes | None = None) -> None:
         self.sessions = sessions
         self.sockets = SessionSockets(sessions.events)
         self.evictable = EvictableSessions(sessions)
-        self._key = key or secrets.token_bytes(32)
+        self._signing_key = signing_key or secrets.token_bytes(32)
         self._methods: dict[str, Callable[[JsonObject, McpCaller], Awaitable[JsonObject]]] = {
             "initialize": self._initialize,
             "ping": self._ping,
@@ -109,12 +104,12 @@ class McpServer:
 
     # -- calls -------------------------------------------------------------------------
 
-    async def answer_text(self, text: str | bytes, caller: McpCaller) -> JsonObject | None:
+    async def answer_json(self, request_json: str | bytes, caller: McpCaller) -> JsonObject | None:
         """Return the response to a request as JSON, or None if it needs no response."""
         try:
-            request = orjson.loads(text)
+            request = orjson.loads(request_json)
         except orjson.JSONDecodeError as error:
-            return error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
+            return make_error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
         return await self.answer(request, caller)
 
     async def answer(self, request: Any, caller: McpCaller) -> JsonObject | None:
@@ -125,7 +120,7 @@ class McpServer:
                 raise McpError(
                     INVALID_REQUEST, 'Invalid request: expected an object with "jsonrpc": "2.0"'
                 )
-            request_id = _request_id(request)
+            request_id = _read_request_id(request)
             method = request.get("method")
             if method is None and ("result" in request or "error" in request):
                 return None  # a response, although this server sends no requests
@@ -136,21 +131,21 @@ class McpServer:
             params = request.get("params", {})
             if not isinstance(params, dict):
                 raise McpError(INVALID_PARAMS, "Params must be an object")
-            call = self._methods.get(method)
-            if call is None:
+            handler = self._methods.get(method)
+            if handler is None:
                 raise McpError(METHOD_NOT_FOUND, f"Method not found: {shorten(method)}")
-            return {"jsonrpc": "2.0", "id": request_id, "result": await call(params, caller)}
+            return {"jsonrpc": "2.0", "id": request_id, "result": await handler(params, caller)}
         except McpError as error:
-            return error_response(request_id, error)
+            return make_error_response(request_id, error)
         except Exception as error:  # noqa: BLE001 - every request needs a JSON-RPC response
-            return error_response(request_id, self._convert_error(to_env_error(error)))
+            return make_error_response(request_id, self._convert_error(to_env_error(error)))
 
-    async def reply(self, request: JsonObject, caller: McpCaller) -> JsonObject:
-        """Return the JSON-RPC response, or an empty one on wires where every request needs one."""
+    async def answer_always(self, request: JsonObject, caller: McpCaller) -> JsonObject:
+        """Return the JSON-RPC response, or an empty response if the request needs none."""
         response = await self.answer(request, caller)
         return response or {"jsonrpc": "2.0", "id": None, "result": {}}
 
-    def understands(self, action: JsonObject) -> bool:
+    def takes_tool_step(self, action: JsonObject) -> bool:
         """Return True if a step's action is OpenEnv's action for tools."""
         return "type" in action and bool(self.sessions.description.tools) and is_tool_action(action)
 
@@ -158,24 +153,24 @@ class McpServer:
         """Take a step with OpenEnv's action for tools, and return the payload as JSON."""
         if action["type"] == "list_tools":
             return await step_with_tools(self.sessions, session_id or "", action)
-        async with session_for_call(self.sessions, session_id) as used_id:
-            return await step_with_tools(self.sessions, used_id, action)
+        async with use_session(self.sessions, session_id) as call_session_id:
+            return await step_with_tools(self.sessions, call_session_id, action)
 
     # -- session ids of clients that may play ------------------------------------------
 
-    def make_ticket(self, session_id: str) -> str:
+    def sign_session_id(self, session_id: str) -> str:
         """Return the `Mcp-Session-Id` of a session in which the client may play."""
-        digest = hmac.digest(self._key, session_id.encode(), "sha256")
+        digest = hmac.digest(self._signing_key, session_id.encode(), "sha256")
         return f"{session_id}.{base64.urlsafe_b64encode(digest[:16]).decode().rstrip('=')}"
 
-    def read_ticket(self, ticket: str) -> str:
+    def verify_session_id(self, signed_id: str) -> str:
         """Return the session id in an `Mcp-Session-Id`.
 
         Raises:
             SessionLostError: this server did not issue the id.
         """
-        session_id = ticket.rpartition(".")[0]
-        if not hmac.compare_digest(self.make_ticket(session_id).encode(), ticket.encode()):
+        session_id = signed_id.rpartition(".")[0]
+        if not hmac.compare_digest(self.sign_session_id(session_id).encode(), signed_id.encode()):
             raise SessionLostError(
                 "the Mcp-Session-Id is not an id that initialize returned; initialize again"
             )
@@ -205,10 +200,10 @@ class McpServer:
 
     async def _list_tools(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         description = self.sessions.description
-        tools = [*description.tools, *(play_tools(description) if caller.may_play else ())]
+        tools = [*description.tools, *(make_play_tools(description) if caller.may_play else ())]
         if not tools:
-            raise McpError(INTERNAL_ERROR, _NO_TOOLS)
-        return {"tools": list_tools(tools)}
+            raise McpError(INTERNAL_ERROR, _NO_TOOLS_MESSAGE)
+        return {"tools": format_tools(tools)}
 
     async def _call_tool(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         name, arguments = params.get("name"), params.get("arguments")
@@ -220,30 +215,39 @@ class McpServer:
             raise McpError(INVALID_PARAMS, "'arguments' must be an object")
         description = self.sessions.description
         is_environment_tool = any(tool.name == name for tool in description.tools)
-        is_play = caller.may_play and any(t.name == name for t in play_tools(description))
-        if not is_environment_tool and not is_play:
-            is_missing = not caller.may_play and not description.tools
+        is_play_tool = caller.may_play and any(
+            tool.name == name for tool in make_play_tools(description)
+        )
+        if not is_environment_tool and not is_play_tool:
+            has_no_tools = not caller.may_play and not description.tools
             raise McpError(
                 INVALID_PARAMS if caller.may_play else INTERNAL_ERROR,
-                _NO_TOOLS if is_missing else f"Unknown tool: {shorten(name)!r}",
+                _NO_TOOLS_MESSAGE if has_no_tools else f"Unknown tool: {shorten(name)!r}",
             )
-        session_id = await self._session_for(params, caller)
-        async with session_for_call(self.sessions, session_id) as used_id:
-            return await call_tool(self.sessions, used_id, name, arguments, is_play=is_play)
+        session_id = await self._find_call_session(params, caller)
+        async with use_session(self.sessions, session_id) as call_session_id:
+            return await call_tool(
+                self.sessions, call_session_id, name, arguments, is_play_tool=is_play_tool
+            )
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
-            reply = await self.sessions.open(OpenArgs(with_text=False))
-            session_id, tools_id = reply.session_id, reply.tools_session_id
+            open_result = await self.sessions.open(OpenArgs(with_text=False))
+            session_id, tools_session_id = open_result.session_id, open_result.tools_session_id
         else:
-            session_id, tools_id = await self._caller_session(caller), caller.tools_session_id
-        return {"session_id": session_id} | ({"tools_session_id": tools_id} if tools_id else {})
+            session_id, tools_session_id = (
+                await self._open_caller_session(caller),
+                caller.tools_session_id,
+            )
+        return {"session_id": session_id} | (
+            {"tools_session_id": tools_session_id} if tools_session_id else {}
+        )
 
     async def _close_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         session_id = params.get("session_id")
         if not session_id or not isinstance(session_id, str):
             raise McpError(INVALID_PARAMS, "Invalid params - 'session_id' is required")
-        if caller.is_managed and session_id == caller.session_id:
+        if caller.belongs_to_connection and session_id == caller.session_id:
             raise McpError(
                 INVALID_REQUEST, "Cannot close active WebSocket-managed session via MCP method"
             )
@@ -258,46 +262,49 @@ class McpServer:
 
     # -- sessions ----------------------------------------------------------------------
 
-    async def _session_for(self, params: JsonObject, caller: McpCaller) -> str | None:
+    async def _find_call_session(self, params: JsonObject, caller: McpCaller) -> str | None:
         """Return the session for a tool call, or None for a new session."""
         if caller.session_id is not None:
             self.evictable.mark_used(caller.session_id)
             return caller.session_id
         if caller.connection is not None:
-            return await self._caller_session(caller)
+            return await self._open_caller_session(caller)
         session_id = params.get("session_id")
         if session_id and not isinstance(session_id, str):
             raise McpError(INVALID_PARAMS, "'session_id' must be a string")
         return session_id or None
 
-    async def _caller_session(self, caller: McpCaller) -> str:
+    async def _open_caller_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
-            reply = await self.sessions.open(OpenArgs(), caller.connection)
-            caller.session_id, caller.tools_session_id = reply.session_id, reply.tools_session_id
+            open_result = await self.sessions.open(OpenArgs(), caller.connection)
+            caller.session_id, caller.tools_session_id = (
+                open_result.session_id,
+                open_result.tools_session_id,
+            )
         return caller.session_id
 
     # -- errors ------------------------------------------------------------------------
 
     def _convert_error(self, error: EnvError) -> McpError:
-        data = error_data(error, self.sessions, upstream=True)
-        message = data.pop("message")
+        error_data = make_error_data(error, self.sessions, is_upstream=True)
+        message = error_data.pop("message")
         if error.retry_after_s > 0:
-            data["retry_after_s"] = error.retry_after_s
+            error_data["retry_after_s"] = error.retry_after_s
         if isinstance(error, SessionLostError):
-            return McpError(INVALID_PARAMS, f"Unknown session_id: {message}", data)
-        is_server_side = isinstance(error, CapacityError | InfrastructureError | RateLimitError)
-        if is_server_side or error.code is ErrorCode.FACTORY_ERROR:
-            return McpError(SERVER_ERROR, message, data)
-        return McpError(INTERNAL_ERROR, message, data)
+            return McpError(INVALID_PARAMS, f"Unknown session_id: {message}", error_data)
+        is_server_error = isinstance(error, CapacityError | InfrastructureError | RateLimitError)
+        if is_server_error or error.code is ErrorCode.FACTORY_ERROR:
+            return McpError(SERVER_ERROR, message, error_data)
+        return McpError(INTERNAL_ERROR, message, error_data)
 
 
-def error_response(request_id: Any, error: McpError) -> JsonObject:
+def make_error_response(request_id: Any, error: McpError) -> JsonObject:
     """Return the JSON-RPC response for an error."""
-    content = {"code": error.code, "message": error.message, "data": error.data}
-    return {"jsonrpc": "2.0", "id": request_id, "error": content}
+    error_json = {"code": error.code, "message": error.message, "data": error.data}
+    return {"jsonrpc": "2.0", "id": request_id, "error": error_json}
 
 
-def _request_id(request: JsonObject) -> Any:
+def _read_request_id(request: JsonObject) -> Any:
     request_id = request.get("id")
     is_id = isinstance(request_id, str | int | float) and not isinstance(request_id, bool)
     if request_id is not None and not is_id:

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, plain_json
-from ludus.env.messages.openenv import ludus_payload
+from ludus.env.messages.openenv import make_ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.errors import (
@@ -25,15 +25,15 @@ from ludus.proto.errors import (
 START_EPISODE = "start_episode"
 TAKE_ACTION = "take_action"
 GET_STATE = "get_state"
-_WRAPPED = b'{"result":'
-_TOOL_ACTIONS = {
+_WRAPPED_PREFIX = b'{"result":'
+_TOOL_ACTION_KEYS = {
     "list_tools": frozenset({"type", "metadata"}),
     "call_tool": frozenset({"type", "metadata", "tool_name", "arguments"}),
 }
 
 
-def play_tools(description: EnvironmentDescription) -> list[Tool]:
-    """Return the play tools, without those whose name the environment uses for its own tool."""
+def make_play_tools(description: EnvironmentDescription) -> list[Tool]:
+    """Return the play tools, except those with the name of an environment's tool."""
     seed = {"type": "integer", "minimum": 0, "description": "Seed of all randomness."}
     tools = [
         Tool(
@@ -56,7 +56,7 @@ def play_tools(description: EnvironmentDescription) -> list[Tool]:
     return [tool for tool in tools if tool.name not in tool_names]
 
 
-def list_tools(tools: Iterable[Tool]) -> list[JsonObject]:
+def format_tools(tools: Iterable[Tool]) -> list[JsonObject]:
     """Return the tools in MCP's format."""
     return [
         {
@@ -70,21 +70,21 @@ def list_tools(tools: Iterable[Tool]) -> list[JsonObject]:
 
 
 async def call_tool(
-    sessions: Sessions, session_id: str, name: str, arguments: JsonObject, *, is_play: bool
+    sessions: Sessions, session_id: str, name: str, arguments: JsonObject, *, is_play_tool: bool
 ) -> JsonObject:
-    """Call a play tool or a tool of the environment. A failure of the tool is a result too.
+    """Call a play tool or a tool of the environment. If the tool fails, return its error as result.
 
     Raises:
         InfrastructureError: the session has ended or cannot be reached.
     """
     try:
-        if not is_play:
+        if not is_play_tool:
             plain_json(arguments, "arguments")
-            return _tool_result(await sessions.call_tool(session_id, name, arguments), [])
+            return _make_tool_result(await sessions.call_tool(session_id, name, arguments), [])
         if name == GET_STATE:
-            return _tool_result(await sessions.state(session_id), [])
+            return _make_tool_result(await sessions.state(session_id), [])
         if name == START_EPISODE:
-            result = await sessions.reset(session_id, _start_args(arguments))
+            result = await sessions.reset(session_id, _read_start_args(arguments))
         else:
             result = await sessions.step(session_id, plain_json(arguments, "an action"))
     except InfrastructureError:
@@ -95,13 +95,15 @@ async def call_tool(
             "isError": True,
             "is_error": True,
         }
-    return _tool_result(_result_json(result), _text_messages(result))
+    return _make_tool_result(_encode_result(result), _read_text_messages(result))
 
 
 def is_tool_action(action: JsonObject) -> bool:
     """Return True if an action has the keys of OpenEnv's actions for tools."""
-    kind = action.get("type")
-    return isinstance(kind, str) and action.keys() <= _TOOL_ACTIONS.get(kind, frozenset())
+    action_type = action.get("type")
+    return isinstance(action_type, str) and action.keys() <= _TOOL_ACTION_KEYS.get(
+        action_type, frozenset()
+    )
 
 
 async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObject) -> bytes:
@@ -112,76 +114,76 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
     """
     tools = sessions.description.tools
     if action["type"] == "list_tools":
-        return _payload({"tools": list_tools(tools)})
+        return _encode_payload({"tools": format_tools(tools)})
     name, arguments = action.get("tool_name"), action.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise InvalidCallError(
             "tool_name must be a string and arguments an object in a call_tool action"
         )
     if all(tool.name != name for tool in tools):
-        return _payload(_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
+        return _encode_payload(_make_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
     try:
         plain_json(arguments, "arguments")
-        returned = await sessions.call_tool(session_id, name, arguments)
+        result_json = await sessions.call_tool(session_id, name, arguments)
     except CallTimeoutError as error:
-        return _payload(_failed_call(name, "timeout", error.message))
+        return _encode_payload(_make_failed_call(name, "timeout", error.message))
     except InfrastructureError:
         raise
     except InvalidCallError as error:
-        return _payload(_failed_call(name, "invalid_args", error.message))
+        return _encode_payload(_make_failed_call(name, "invalid_args", error.message))
     except EnvError as error:
-        return _payload(_failed_call(name, "execution_error", error.message))
-    result = _tool_result(returned, [])
-    return _payload({"tool_name": name, "result": result, "error": None})
+        return _encode_payload(_make_failed_call(name, "execution_error", error.message))
+    result = _make_tool_result(result_json, [])
+    return _encode_payload({"tool_name": name, "result": result, "error": None})
 
 
-def _failed_call(name: str, error_type: str, message: str) -> JsonObject:
+def _make_failed_call(name: str, error_type: str, message: str) -> JsonObject:
     error = {"error_type": error_type, "message": message}
     return {"tool_name": name, "result": None, "error": error}
 
 
-def _payload(observation: JsonObject) -> bytes:
+def _encode_payload(observation: JsonObject) -> bytes:
     return orjson.dumps({"observation": observation, "reward": None, "done": False})
 
 
-def _start_args(arguments: JsonObject) -> ResetArgs:
+def _read_start_args(arguments: JsonObject) -> ResetArgs:
     seed = arguments.get("seed")
-    is_seed = seed is None or (type(seed) is int and 0 <= seed <= MAX_SEED)
-    if not is_seed or arguments.keys() - {"seed"}:
+    is_valid_seed = seed is None or (type(seed) is int and 0 <= seed <= MAX_SEED)
+    if not is_valid_seed or arguments.keys() - {"seed"}:
         raise InvalidCallError(
             f"the only argument can be a seed from 0 to {MAX_SEED}, got {sorted(arguments)}"
         )
     return ResetArgs(seed)
 
 
-def _result_json(result: EncodedResult) -> bytes:
-    payload = ludus_payload(result)
+def _encode_result(result: EncodedResult) -> bytes:
+    payload = make_ludus_payload(result)
     payload.pop("tensors", None)  # a language model cannot use arrays
     return orjson.dumps(payload)
 
 
-def _text_messages(result: EncodedResult) -> list[str]:
+def _read_text_messages(result: EncodedResult) -> list[str]:
     if result.text is None:
         return []
     messages = orjson.loads(result.text.messages_json)
     return [str(message.get("content", "")) for message in messages]
 
 
-def _tool_result(result_json: bytes, messages: list[str]) -> JsonObject:
-    """Return a result in both spellings, with the player's messages first.
+def _make_tool_result(result_json: bytes, messages: list[str]) -> JsonObject:
+    """Return a tool's result with each key in both spellings, and the player's messages first.
 
-    If `result` is the only key, its value is the data. FastMCP, the library of OpenEnv's tools,
-    wraps values other than objects in this way, and its clients unwrap them.
+    FastMCP, the library of OpenEnv's tools, wraps a value that is not an object in an object with
+    the only key `result`. Its clients expect the unwrapped value as `data`.
     """
-    structured: Any = orjson.Fragment(result_json)
-    returned = orjson.loads(result_json) if result_json.startswith(_WRAPPED) else {}
-    data = returned["result"] if returned.keys() == {"result"} else structured
+    structured_content: Any = orjson.Fragment(result_json)
+    unwrapped = orjson.loads(result_json) if result_json.startswith(_WRAPPED_PREFIX) else {}
+    data = unwrapped["result"] if unwrapped.keys() == {"result"} else structured_content
     data_text = data if isinstance(data, str) else result_json.decode()
-    content = [{"type": "text", "text": text} for text in [*messages, data_text]]
+    content = [{"type": "text", "text": content_text} for content_text in [*messages, data_text]]
     return {
         "content": content,
-        "structuredContent": structured,
-        "structured_content": structured,
+        "structuredContent": structured_content,
+        "structured_content": structured_content,
         "data": data,
         "isError": False,
         "is_error": False,

@@ -21,10 +21,10 @@ from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, error_message
 
 MAX_FAULTS_BYTES = 65_536
-"""Size of validation errors above which the rejected input is left out."""
+"""Size of JSON above which validation errors do not contain the rejected input."""
 _METADATA_FIELDS = ("name", "description", "version")
-_SCHEMAS = ("action", "observation", "state")
-_DESCRIPTIONS = TypeAdapter(EnvironmentDescription)
+_SCHEMA_NAMES = ("action", "observation", "state")
+_DESCRIPTION_ADAPTER = TypeAdapter(EnvironmentDescription)
 
 
 class ResetRequest(BaseModel):
@@ -37,7 +37,7 @@ class ResetRequest(BaseModel):
 
 
 class StepRequest(BaseModel):
-    """The body of `POST /step`. Without `action`, the other keys are the action (OpenEnv 0.1)."""
+    """The body of `POST /step`. In OpenEnv 0.1, the body has no key `action` and is the action."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,31 +47,31 @@ class StepRequest(BaseModel):
 
     @property
     def parsed_action(self) -> JsonObject:
-        """The action, in either form."""
+        """The action, as the value of `action` or as the body."""
         if "action" in self.model_fields_set:
             return self.action
         return self.model_extra or {}
 
 
-class _Envelope(BaseModel):
+class _StrictMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ResetMessage(_Envelope):
+class ResetMessage(_StrictMessage):
     """A request to start an episode."""
 
     type: Literal["reset"]
     data: JsonObject = Field(default_factory=dict)
 
 
-class StepMessage(_Envelope):
+class StepMessage(_StrictMessage):
     """A request to take the action in `data`."""
 
     type: Literal["step"]
     data: JsonObject
 
 
-class LudusStepMessage(_Envelope):
+class LudusStepMessage(_StrictMessage):
     """A numbered step whose action is JSON or a language model's text."""
 
     type: Literal["step"]
@@ -80,47 +80,50 @@ class LudusStepMessage(_Envelope):
     step_index: int = Field(default=0, ge=0)
 
 
-class PlainMessage(_Envelope):
-    """A request without arguments, for the state or to close the session."""
+class PlainMessage(_StrictMessage):
+    """A request for the state, or to close the session."""
 
     type: Literal["state", "close"]
 
 
-class McpMessage(_Envelope):
+class McpMessage(_StrictMessage):
     """A JSON-RPC call."""
 
     type: Literal["mcp"]
     data: JsonObject
 
 
-def reset_args(
-    data: JsonObject, description: EnvironmentDescription, *, lenient: bool
+def parse_reset_args(
+    request_json: JsonObject, description: EnvironmentDescription, *, ignores_unknown_options: bool
 ) -> ResetArgs:
     """Read the arguments of a reset.
 
     Args:
-        lenient: ignore options that the environment does not accept, like upstream servers.
+        ignores_unknown_options: ignore options that the environment does not accept. Upstream
+            servers do so.
 
     Raises:
         ValidationError: seed or episode_id is malformed.
     """
-    request = ResetRequest.model_validate(data)
+    request = ResetRequest.model_validate(request_json)
     options = request.model_extra or {}
     if options:
         plain_json(options, "reset options")
-    if lenient:
-        options = {k: v for k, v in options.items() if description.takes_option(k)}
+    if ignores_unknown_options:
+        options = {
+            option: value for option, value in options.items() if description.takes_option(option)
+        }
     return ResetArgs(request.seed, request.episode_id or "", options)
 
 
-def observation_payload(result: EncodedResult) -> JsonObject:
+def make_upstream_payload(result: EncodedResult) -> JsonObject:
     """Return the payload of a reset or step for upstream clients; it contains JSON fragments."""
-    return _payload(result, _insert_tensors(result))
+    return _make_payload(result, _insert_tensors(result))
 
 
-def ludus_payload(result: EncodedResult) -> JsonObject:
+def make_ludus_payload(result: EncodedResult) -> JsonObject:
     """Return the payload of a reset or step with the extensions of Ludus."""
-    payload = _payload(result, result.observation_json)
+    payload = _make_payload(result, result.observation_json)
     payload["terminated"] = result.terminated
     payload["truncated"] = result.truncated
     payload["step_index"] = result.step_index
@@ -134,19 +137,19 @@ def ludus_payload(result: EncodedResult) -> JsonObject:
             "legal_answers": result.text.legal_answers,
         }
     if result.tensors:
-        payload["tensors"] = [_tensor_json(name, a) for name, a in result.tensors.items()]
+        payload["tensors"] = [_encode_tensor(name, array) for name, array in result.tensors.items()]
     return payload
 
 
-def upstream_metadata(data: JsonObject) -> JsonObject:
-    """Return the metadata in an upstream server's payload, or in the payload's observation."""
-    observation = data.get("observation")
-    inner = observation.get("metadata") if isinstance(observation, dict) else None
-    metadata = data.get("metadata") or inner
+def read_upstream_metadata(payload: JsonObject) -> JsonObject:
+    """Return the metadata of an upstream server's payload, which may be in its observation."""
+    observation = payload.get("observation")
+    observation_metadata = observation.get("metadata") if isinstance(observation, dict) else None
+    metadata = payload.get("metadata") or observation_metadata
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
+def _make_payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
     payload: JsonObject = {
         "observation": orjson.Fragment(observation_json),
         "reward": result.reward,
@@ -158,27 +161,31 @@ def _payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
 
 
 def _insert_tensors(result: EncodedResult) -> bytes:
-    """Return the observation, with its separate arrays inserted where it contains a null."""
+    """Return the observation as JSON, in which the separate arrays replace their nulls."""
     if not result.tensors:
         return result.observation_json
     observation = orjson.loads(result.observation_json)
     for path, array in result.tensors.items():
-        *parents, leaf = path.split(".")
+        *parent_keys, last_key = path.split(".")
         parent: Any = observation
-        for name in parents:
-            parent = _get_child(parent, name)
-        if isinstance(parent, dict) and leaf in parent and parent[leaf] is None:
-            parent[leaf] = _array_json(array)
-        elif isinstance(parent, list) and leaf.isdecimal() and _get_child(parent, leaf) is None:
-            parent[int(leaf)] = _array_json(array)
+        for key in parent_keys:
+            parent = _get_child(parent, key)
+        if isinstance(parent, dict) and last_key in parent and parent[last_key] is None:
+            parent[last_key] = _encode_array(array)
+        elif (
+            isinstance(parent, list)
+            and last_key.isdecimal()
+            and _get_child(parent, last_key) is None
+        ):
+            parent[int(last_key)] = _encode_array(array)
     return orjson.dumps(observation)
 
 
-def _get_child(parent: Any, name: str) -> Any:
+def _get_child(parent: Any, key: str) -> Any:
     if isinstance(parent, dict):
-        return parent.get(name)
-    is_index = isinstance(parent, list) and name.isdecimal() and int(name) < len(parent)
-    return parent[int(name)] if is_index else ()
+        return parent.get(key)
+    is_index = isinstance(parent, list) and key.isdecimal() and int(key) < len(parent)
+    return parent[int(key)] if is_index else ()
 
 
 def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
@@ -191,73 +198,77 @@ def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
     }
 
 
-def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
-    """Return the `ludus` value of /metadata. Its presence shows that the extensions exist."""
-    content = asdict(description)
-    for name in (*_METADATA_FIELDS, *(f"{name}_schema" for name in _SCHEMAS), "linger_s"):
-        del content[name]
+def make_ludus_metadata(description: EnvironmentDescription) -> JsonObject:
+    """Return the value of `ludus` in /metadata, which shows that the server has the extensions."""
+    fields = asdict(description)
+    for name in (*_METADATA_FIELDS, *(f"{name}_schema" for name in _SCHEMA_NAMES), "linger_s"):
+        del fields[name]
     if description.reset_options is not None:
-        content["reset_options"] = sorted(description.reset_options)
-    return content
+        fields["reset_options"] = sorted(description.reset_options)
+    return fields
 
 
 def read_metadata(metadata: JsonObject, schema: JsonObject) -> EnvironmentDescription:
-    """Return the description in the responses of /metadata and /schema, of any server."""
-    content = {"has_text_view": False, "max_sessions": 0, **(metadata.get("ludus") or {})}
-    content |= {name: metadata.get(name) or "" for name in _METADATA_FIELDS}
-    content |= {f"{name}_schema": schema.get(name) or {} for name in _SCHEMAS}
-    return _DESCRIPTIONS.validate_python(content)
+    """Return the description from any server's responses to /metadata and /schema."""
+    fields = {"has_text_view": False, "max_sessions": 0, **(metadata.get("ludus") or {})}
+    fields |= {name: metadata.get(name) or "" for name in _METADATA_FIELDS}
+    fields |= {f"{name}_schema": schema.get(name) or {} for name in _SCHEMA_NAMES}
+    return _DESCRIPTION_ADAPTER.validate_python(fields)
 
 
-def frame(kind: str, data: Any) -> bytes:
+def encode_frame(frame_type: str, data: Any) -> bytes:
     """Return a server's WebSocket frame."""
-    return orjson.dumps({"type": kind, "data": data})
+    return orjson.dumps({"type": frame_type, "data": data})
 
 
-def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonObject:
+def make_error_data(error: EnvError, sessions: Sessions, *, is_upstream: bool) -> JsonObject:
     """Return the `data` of an error frame, and release the error's traceback.
 
     Upstream clients get OpenEnv's messages.
     """
     clear_tracebacks(error)
-    data: JsonObject = {"message": error.message, "code": str(error.code)}
-    if error.retry_after_s > 0 and not upstream:
-        data["retry_after_s"] = error.retry_after_s
+    error_json: JsonObject = {"message": error.message, "code": str(error.code)}
+    if error.retry_after_s > 0 and not is_upstream:
+        error_json["retry_after_s"] = error.retry_after_s
     cause = error.__cause__
     if error.code is ErrorCode.CAPACITY_REACHED:
         load = sessions.load
-        data |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
+        error_json |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
     elif error.code is ErrorCode.FACTORY_ERROR:
-        data["factory_name"] = name = sessions.description.name
-        if upstream:
-            data["message"] = f"Environment factory '{name}' failed to create instance."
+        error_json["factory_name"] = name = sessions.description.name
+        if is_upstream:
+            error_json["message"] = f"Environment factory '{name}' failed to create instance."
     elif isinstance(cause, ValidationError):
-        data |= (
-            validation_error_data(cause) if upstream else {"errors": limit_faults(cause.errors())}
+        error_json |= (
+            make_validation_error_data(cause)
+            if is_upstream
+            else {"errors": encode_faults(cause.errors())}
         )
-    elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
-        data["message"] = error_message(cause)
-    return data
+    elif error.code is ErrorCode.EXECUTION_ERROR and is_upstream and cause is not None:
+        error_json["message"] = error_message(cause)
+    return error_json
 
 
-def validation_error_data(error: ValidationError) -> JsonObject:
+def make_validation_error_data(error: ValidationError) -> JsonObject:
     """Return the `data` of the error frame for a message that violates its schema."""
     return {
         "message": "Invalid message",
         "code": str(ErrorCode.VALIDATION_ERROR),
-        "errors": limit_faults(error.errors()),
+        "errors": encode_faults(error.errors()),
     }
 
 
-def limit_faults(faults: Sequence[Mapping[str, Any]]) -> orjson.Fragment:
-    """Return pydantic's list of faults as JSON, without their input if that is large."""
+def encode_faults(faults: Sequence[Mapping[str, Any]]) -> orjson.Fragment:
+    """Return pydantic's list of faults as JSON, without the input if it is large."""
     try:
         encoded_faults = orjson.dumps(faults, default=str)
     except TypeError:  # the input is nested too deeply
         encoded_faults = b""
     if not encoded_faults or len(encoded_faults) > MAX_FAULTS_BYTES:
-        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
-        encoded_faults = orjson.dumps(plain, default=str)
+        short_faults = [
+            {key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]
+        ]
+        encoded_faults = orjson.dumps(short_faults, default=str)
     return orjson.Fragment(encoded_faults)
 
 
@@ -269,14 +280,14 @@ def _encode_metadata(result: EncodedResult) -> bytes:
     return orjson.dumps({**metadata, SUCCESS_KEY: result.success})
 
 
-def _tensor_json(name: str, array: np.ndarray) -> JsonObject:
-    return {"name": name, **_array_json(array)}
+def _encode_tensor(name: str, array: np.ndarray) -> JsonObject:
+    return {"name": name, **_encode_array(array)}
 
 
-def _array_json(array: np.ndarray) -> JsonObject:
-    little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+def _encode_array(array: np.ndarray) -> JsonObject:
+    little_endian_array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return {
         "dtype": array.dtype.name,
         "shape": array.shape,
-        "data": base64.b64encode(little_endian.tobytes()).decode(),
+        "data": base64.b64encode(little_endian_array.tobytes()).decode(),
     }

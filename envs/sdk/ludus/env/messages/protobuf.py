@@ -23,16 +23,16 @@ from ludus.proto.errors import (
 )
 
 CONNECTED_KEY = "ludus-connected"
-"""Key in the initial metadata of a Connect stream that the server has accepted."""
+"""Key in the initial metadata of every Connect stream that the server has accepted."""
 ENVIRONMENT_KEY = "ludus-env"
 """Metadata key that selects an environment at a gateway."""
 _JSON_FIELDS = ("action_schema", "observation_schema", "state_schema", "options", "tools")
-"""Fields of a description that are JSON in the message, where their names end with `_json`."""
-_RESULT_FIELDS = tuple(field.name for field in fields(StepResult))
+"""Fields of a description that are JSON in the message. The message's names end with `_json`."""
+_RESULT_FIELD_NAMES = tuple(field.name for field in fields(StepResult))
 
 
 def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
-    """Write a result into a message in place, which avoids a copy."""
+    """Write a result directly into a message, which avoids a copy."""
     message.session_id = session_id
     message.step_index = result.step_index
     message.observation_json = result.observation_json
@@ -56,8 +56,8 @@ def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) 
         message.success = result.success
 
 
-def read_encoded(message: pb.StepResult) -> EncodedResult:
-    """Read a result without decoding its JSON, so that it can be forwarded."""
+def read_encoded_result(message: pb.StepResult) -> EncodedResult:
+    """Read a result for forwarding, without decoding its JSON."""
     text = message.text if message.HasField("text") else None
     return EncodedResult(
         step_index=message.step_index,
@@ -74,12 +74,12 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
 
 
 class LazyStepResult(StepResult):
-    """A StepResult that is parsed on first access, and equal to an eager one with its values.
+    """A StepResult whose JSON is parsed on first access. It equals one with the same values.
 
-    A loop over hundreds of sessions reads rewards and flags, and a language model's player reads
-    the text. Few callers read everything, and parsing everything costs the client as much as the
-    call. It keeps bytes instead of the message, because a message would keep its whole batch in
-    memory.
+    Few callers read every field: a loop over hundreds of sessions reads rewards and flags, and a
+    language model's player reads the text. Parsing every field costs the client as much as the
+    call. The result keeps bytes instead of the message, because a message would keep its whole
+    batch in memory.
     """
 
     _observation_json: bytes
@@ -105,20 +105,20 @@ class LazyStepResult(StepResult):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StepResult):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _RESULT_FIELDS)
+        return all(getattr(self, name) == getattr(other, name) for name in _RESULT_FIELD_NAMES)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
-        return StepResult, tuple(getattr(self, name) for name in _RESULT_FIELDS)
+        return StepResult, tuple(getattr(self, name) for name in _RESULT_FIELD_NAMES)
 
 
 def read_result(message: pb.StepResult) -> StepResult:
     """Read a result for a client."""
     result = LazyStepResult.__new__(LazyStepResult)
-    text = None
+    encoded_text = None
     if message.HasField("text"):
-        text = (message.text.messages_json, list(message.text.legal_answers))
+        encoded_text = (message.text.messages_json, list(message.text.legal_answers))
     result.__dict__.update(
         reward=message.reward if message.HasField("reward") else None,
         terminated=message.terminated,
@@ -128,22 +128,22 @@ def read_result(message: pb.StepResult) -> StepResult:
         success=message.success if message.HasField("success") else None,
         _observation_json=message.observation_json,
         _info_json=message.info_json,
-        _encoded_text=text,
+        _encoded_text=encoded_text,
     )
     return result
 
 
-def call_session_id(call: pb.Call) -> str:
+def get_call_session_id(call: pb.Call) -> str:
     """Return the id of the session that a call uses; empty if it uses none."""
-    kind = call.WhichOneof("call")
-    if kind is None or kind == "open_group":
+    call_field = call.WhichOneof("call")
+    if call_field is None or call_field == "open_group":
         return ""
-    session_id: str = getattr(call, kind).session_id
+    session_id: str = getattr(call, call_field).session_id
     return session_id
 
 
 def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
-    """Write the arguments of an open into a message in place."""
+    """Write the arguments of an open into a message."""
     message.SetInParent()
     if args.reset is not None:
         fill_reset_args(message.reset, args.reset)
@@ -164,22 +164,22 @@ def read_open_args(message: pb.OpenRequest) -> OpenArgs:
     )
 
 
-def fill_opened(message: pb.OpenResponse, opened: OpenResult) -> None:
-    """Write a new session into a message in place."""
-    message.session_id = opened.session_id
-    message.tools_session_id = opened.tools_session_id
-    if opened.first is not None:
-        fill_result(message.first, opened.session_id, opened.first)
+def fill_open_result(message: pb.OpenResponse, open_result: OpenResult) -> None:
+    """Write a new session into a message."""
+    message.session_id = open_result.session_id
+    message.tools_session_id = open_result.tools_session_id
+    if open_result.first is not None:
+        fill_result(message.first, open_result.session_id, open_result.first)
 
 
-def read_opened(message: pb.OpenResponse) -> OpenResult:
+def read_open_result(message: pb.OpenResponse) -> OpenResult:
     """Read a new session."""
-    first_result = read_encoded(message.first) if message.HasField("first") else None
+    first_result = read_encoded_result(message.first) if message.HasField("first") else None
     return OpenResult(message.session_id, first_result, message.tools_session_id)
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
-    """Write the arguments of a reset into a message in place."""
+    """Write the arguments of a reset into a message."""
     message.SetInParent()
     if args.seed is not None:
         message.seed = args.seed
@@ -191,7 +191,7 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
 def fill_step(
     message: pb.StepRequest, session_id: str, action: bytes | str, step_index: int
 ) -> None:
-    """Write a step into a message in place."""
+    """Write a step into a message."""
     message.session_id = session_id
     message.step_index = step_index
     if isinstance(action, bytes):
@@ -203,7 +203,7 @@ def fill_step(
 def fill_call_tool(
     message: pb.CallToolRequest, session_id: str, name: str, arguments: JsonObject
 ) -> None:
-    """Write a tool call into a message in place."""
+    """Write a tool call into a message."""
     message.session_id = session_id
     message.name = name
     message.arguments_json = plain_json(arguments, "arguments")
@@ -211,25 +211,25 @@ def fill_call_tool(
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
     """Read the arguments of a reset."""
-    options = read_object(message.options_json, "options_json")
+    options = read_json_object(message.options_json, "options_json")
     seed = message.seed if message.HasField("seed") else None
     return ResetArgs(seed, message.episode_id, options)
 
 
-def read_object(text: bytes, field: str) -> JsonObject:
-    """Read the JSON object in a field of a call; an empty field is an empty object."""
-    if not text:
+def read_json_object(encoded_json: bytes, field_name: str) -> JsonObject:
+    """Read the JSON object in a field of a call. An empty field is an empty object."""
+    if not encoded_json:
         return {}
     try:
-        value = orjson.loads(text)
+        json_object = orjson.loads(encoded_json)
     except orjson.JSONDecodeError as error:
         raise InvalidCallError(
-            f"{field} must be a JSON object: {error}", ErrorCode.INVALID_JSON
+            f"{field_name} must be a JSON object: {error}", ErrorCode.INVALID_JSON
         ) from error
-    if not isinstance(value, dict):
-        raise InvalidCallError(f"{field} must be a JSON object, got {value!r:.200}")
-    plain_json(value, field)
-    return value
+    if not isinstance(json_object, dict):
+        raise InvalidCallError(f"{field_name} must be a JSON object, got {json_object!r:.200}")
+    plain_json(json_object, field_name)
+    return json_object
 
 
 def read_action(message: pb.StepRequest) -> bytes | str:
@@ -239,14 +239,14 @@ def read_action(message: pb.StepRequest) -> bytes | str:
             f"an action must be JSON or text, got {len(message.tensors)} tensors; put the values"
             " into action_json"
         )
-    kind = message.WhichOneof("action")
-    if kind is None:
+    action_field = message.WhichOneof("action")
+    if action_field is None:
         raise InvalidCallError("expected action_json or action_text, got neither")
-    return message.action_json if kind == "action_json" else message.action_text
+    return message.action_json if action_field == "action_json" else message.action_text
 
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
-    """Write an error into a message in place, and release the error's traceback."""
+    """Write an error into a message, and release the error's traceback."""
     clear_tracebacks(error)
     message.code = error.code
     message.message = error.message
@@ -259,45 +259,47 @@ def read_error(message: pb.Error) -> EnvError:
     return error_from_wire(message.code, message.message, message.retry_after_s)
 
 
-def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse:
+def make_description_message(description: EnvironmentDescription) -> pb.DescribeResponse:
     """Convert a description to a message."""
-    content = asdict(description)
+    fields_by_name = asdict(description)
     for name in _JSON_FIELDS:
-        content[f"{name}_json"] = orjson.dumps(content.pop(name))
-    content["takes_any_option"] = description.reset_options is None
-    content["reset_options"] = sorted(description.reset_options or ())
-    return pb.DescribeResponse(**content)
+        fields_by_name[f"{name}_json"] = orjson.dumps(fields_by_name.pop(name))
+    fields_by_name["takes_any_option"] = description.reset_options is None
+    fields_by_name["reset_options"] = sorted(description.reset_options or ())
+    return pb.DescribeResponse(**fields_by_name)
 
 
 def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
     """Read a description."""
-    content = {
+    fields_by_name = {
         field.name: getattr(message, field.name)
         for field in fields(EnvironmentDescription)
         if field.name not in _JSON_FIELDS
     }
     for name in _JSON_FIELDS:
-        content[name] = orjson.loads(getattr(message, f"{name}_json") or b"{}")
-    content["tools"] = [Tool(**tool) for tool in content["tools"]]
-    content["reset_options"] = frozenset(message.reset_options)
+        fields_by_name[name] = orjson.loads(getattr(message, f"{name}_json") or b"{}")
+    fields_by_name["tools"] = [Tool(**tool) for tool in fields_by_name["tools"]]
+    fields_by_name["reset_options"] = frozenset(message.reset_options)
     if message.takes_any_option:
-        content["reset_options"] = None
-    content["tasks"] = None
+        fields_by_name["reset_options"] = None
+    fields_by_name["tasks"] = None
     if message.HasField("tasks"):
         tasks = message.tasks
-        content["tasks"] = TaskSet(tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns))
-    return EnvironmentDescription(**content)
+        fields_by_name["tasks"] = TaskSet(
+            tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns)
+        )
+    return EnvironmentDescription(**fields_by_name)
 
 
 def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
     """Append the arrays to a repeated Tensor field."""
     for name, array in tensors.items():
-        little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        little_endian_array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         messages.add(
             name=name,
             dtype=array.dtype.name,
             shape=array.shape,
-            data=little_endian.tobytes(),
+            data=little_endian_array.tobytes(),
         )
 
 

@@ -1,7 +1,7 @@
 """A limit on the number of fields in a protobuf message, checked before the message is parsed.
 
-An embedded message of two bytes takes a hundred bytes in memory. 16 MB of such messages would take
-almost 1 GB, and a second of the event loop, before the server could refuse them.
+An embedded message of two bytes takes a hundred bytes in memory. Parsing 16 MB of such messages
+would take almost 1 GB and block the event loop for a second, before the server could refuse them.
 """
 
 from __future__ import annotations
@@ -9,53 +9,62 @@ from __future__ import annotations
 from typing import Any
 
 _MAX_VARINT_BITS = 63
-_SMALL_BYTES = 256 * 1024
-"""Size up to which a message cannot contain enough fields to matter."""
+_MAX_UNCHECKED_BYTES = 256 * 1024
+"""Maximum size of a message that is not checked, because it cannot contain many fields."""
 
 
-def check_fields(message_type: Any, data: bytes, limit: int) -> None:
-    """Check that an encoded message does not need far more memory than its size.
+def check_num_fields(message_type: Any, encoded_message: bytes, max_fields: int) -> None:
+    """Check the number of fields in an encoded message, which determines its size in memory.
 
     Args:
         message_type: class of the message.
-        limit: maximum number of fields in the message and its embedded messages.
+        max_fields: maximum number of fields in the message and its embedded messages.
 
     Raises:
-        ValueError: the message has more fields, or is malformed.
+        ValueError: the message has too many fields, or is malformed.
     """
-    if len(data) <= _SMALL_BYTES:
+    if len(encoded_message) <= _MAX_UNCHECKED_BYTES:
         return
     num_fields = 0
-    pending_messages = [(0, len(data), message_type.DESCRIPTOR)]
-    """Offset, end and type of each message that is still to be scanned."""
+    pending_messages = [(0, len(encoded_message), message_type.DESCRIPTOR)]
+    """Start offset, end offset and descriptor of each message that is still to be scanned."""
     try:
         while pending_messages:
-            offset, end, descriptor = pending_messages.pop()
-            fields = descriptor.fields_by_number
-            while offset < end:
+            offset, end_offset, descriptor = pending_messages.pop()
+            fields_by_number = descriptor.fields_by_number
+            while offset < end_offset:
                 num_fields += 1
-                if num_fields > limit:
-                    raise ValueError(f"expected at most {limit} fields in one message, got more")
-                offset = _skip_field(data, offset, fields, pending_messages)
+                if num_fields > max_fields:
+                    raise ValueError(
+                        f"expected at most {max_fields} fields in one message, got more"
+                    )
+                offset = _skip_field(encoded_message, offset, fields_by_number, pending_messages)
     except IndexError:
         raise ValueError(f"got an incomplete {message_type.__name__}") from None
 
 
-def _skip_field(data: bytes, offset: int, fields: Any, pending: list[tuple[int, int, Any]]) -> int:
-    """Return the offset of the next field, and add an embedded message to `pending`.
+def _skip_field(
+    encoded_message: bytes,
+    offset: int,
+    fields_by_number: Any,
+    pending_messages: list[tuple[int, int, Any]],
+) -> int:
+    """Return the offset of the next field, and add an embedded message to `pending_messages`.
 
     https://protobuf.dev/programming-guides/encoding/#structure
     """
-    tag, offset = _read_varint(data, offset)
+    tag, offset = _read_varint(encoded_message, offset)
     match tag & 7:
         case 2:
-            size, offset = _read_varint(data, offset)
-            field = fields.get(tag >> 3)
+            size, offset = _read_varint(encoded_message, offset)
+            field = fields_by_number.get(tag >> 3)
             if field is not None and field.message_type is not None:
-                pending.append((offset, min(offset + size, len(data)), field.message_type))
+                pending_messages.append(
+                    (offset, min(offset + size, len(encoded_message)), field.message_type)
+                )
             return offset + size
         case 0:
-            return _read_varint(data, offset)[1]
+            return _read_varint(encoded_message, offset)[1]
         case 1:
             return offset + 8
         case 5:
@@ -63,18 +72,18 @@ def _skip_field(data: bytes, offset: int, fields: Any, pending: list[tuple[int, 
     raise ValueError("groups of fields are not supported")
 
 
-def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
+def _read_varint(encoded_message: bytes, offset: int) -> tuple[int, int]:
     """Return the number at the offset and the offset after it."""
-    byte = data[offset]
+    byte = encoded_message[offset]
     if byte < 0x80:
         return byte, offset + 1
-    value, shift = byte & 0x7F, 7
+    number, shift = byte & 0x7F, 7
     while True:
         offset += 1
-        byte = data[offset]
-        value |= (byte & 0x7F) << shift
+        byte = encoded_message[offset]
+        number |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, offset + 1
+            return number, offset + 1
         shift += 7
         if shift > _MAX_VARINT_BITS:
             raise ValueError("a number must have at most 64 bits")

@@ -27,8 +27,8 @@ import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
-from ludus.env.asgi.uvicorn_protocols import BoundedHttp, DirectWebSocketProtocol
-from ludus.env.grpc.call_server import UnparsedStreams
+from ludus.env.asgi.uvicorn_protocols import BoundedHttpProtocol, DirectWebSocketProtocol
+from ludus.env.grpc.call_server import UnparsedStreamInterceptor
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
 from ludus.proto.errors import ConfigError, PortInUseError
@@ -104,7 +104,7 @@ def build_grpc_server(
         limits += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
         limits += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
     server = grpc.aio.server(
-        options=(*_GRPC_OPTIONS, *limits), interceptors=[UnparsedStreams(), *interceptors]
+        options=(*_GRPC_OPTIONS, *limits), interceptors=[UnparsedStreamInterceptor(), *interceptors]
     )
     address = authority(host, port)
     try:
@@ -196,7 +196,7 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uv
     return uvicorn.Config(
         app,
         loop="none",
-        http=BoundedHttp,
+        http=BoundedHttpProtocol,
         ws=DirectWebSocketProtocol,
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,

@@ -198,9 +198,9 @@ def _find_builder(target: str) -> Builder:
     if kind == GYMNASIUM and target_path:
         return _gymnasium_builder(target_path)
     if kind == OPENENV and target_path:
-        from ludus.env.adapters.openenv.environment import openenv_builder
+        from ludus.env.adapters.openenv.environment import make_openenv_builder
 
-        return openenv_builder(target, load_object(target, target_path))
+        return make_openenv_builder(target, load_object(target, target_path))
     if target_path:
         return _object_builder(target)
     require_package(target)
@@ -231,7 +231,7 @@ def _object_builder(target: str) -> Builder:
 
 def _gymnasium_builder(env_id: str) -> Builder:
     try:
-        from ludus.env.adapters.gymnasium.environment import gymnasium_builder
+        from ludus.env.adapters.gymnasium.environment import make_gymnasium_builder
     except ModuleNotFoundError as error:
         if error.name != GYMNASIUM:
             raise
@@ -239,7 +239,7 @@ def _gymnasium_builder(env_id: str) -> Builder:
             f"'{GYMNASIUM}:{env_id}' needs Gymnasium, which is not installed; pip install gymnasium"
         ) from None
     _add_working_directory()
-    return gymnasium_builder(env_id)
+    return make_gymnasium_builder(env_id)
 
 
 def _suggest_target(target: str, value: object) -> str:

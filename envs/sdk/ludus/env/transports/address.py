@@ -19,7 +19,7 @@ from ludus.proto.errors import ConfigError
 
 GRPC_SCHEMES = ("grpc", "grpcs")
 HTTP_SCHEMES = ("http", "https", "ws", "wss")
-_SECURE_SCHEMES = ("grpcs", "https", "wss")
+_TLS_SCHEMES = ("grpcs", "https", "wss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ServerAddress:
     """Value of the `authorization` header, if the address contains a user and a token."""
 
     @property
-    def is_secure(self) -> bool:
-        """True if the connection uses TLS."""
-        return self.scheme in _SECURE_SCHEMES
+    def uses_tls(self) -> bool:
+        """True if connections to the address use TLS."""
+        return self.scheme in _TLS_SCHEMES
 
     @property
     def is_grpc(self) -> bool:
@@ -46,18 +46,18 @@ class ServerAddress:
 
     @property
     def is_websocket(self) -> bool:
-        """True if the address explicitly requests OpenEnv's WebSocket."""
+        """True if the scheme selects OpenEnv's WebSocket."""
         return self.scheme in ("ws", "wss")
 
     @property
-    def environment(self) -> str:
-        """The environment that a gRPC address names; empty if it names none."""
+    def environment_name(self) -> str:
+        """The name of the environment in a gRPC address; empty if there is none."""
         return self.path.removeprefix("/")
 
     @property
-    def ws_base(self) -> str:
-        """The base URL of OpenEnv's WebSocket."""
-        return f"{'wss' if self.is_secure else 'ws'}://{self.authority}{self.path}"
+    def websocket_url(self) -> str:
+        """The URL of OpenEnv's WebSocket without `/ws`."""
+        return f"{'wss' if self.uses_tls else 'ws'}://{self.authority}{self.path}"
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.authority}{self.path}"
@@ -70,42 +70,42 @@ def parse_address(address: str) -> ServerAddress:
         ConfigError: the address is malformed. The message contains no credentials.
     """
     try:
-        parts = urlsplit(address)
+        url = urlsplit(address)
     except ValueError:
-        raise _malformed_error(address, "a host and a port") from None
-    userinfo, _, authority = parts.netloc.rpartition("@")
-    if parts.scheme not in (*GRPC_SCHEMES, *HTTP_SCHEMES) or not authority:
-        raise _malformed_error(address, "a scheme out of grpc, grpcs, http, https, ws, wss")
-    if parts.query or parts.fragment:
-        raise _malformed_error(address, "no query and no fragment")
-    path = parts.path.rstrip("/")
-    if parts.scheme in HTTP_SCHEMES:
+        raise _make_malformed_error(address, "a host and a port") from None
+    user_info, _, authority = url.netloc.rpartition("@")
+    if url.scheme not in (*GRPC_SCHEMES, *HTTP_SCHEMES) or not authority:
+        raise _make_malformed_error(address, "one of the schemes grpc, grpcs, http, https, ws, wss")
+    if url.query or url.fragment:
+        raise _make_malformed_error(address, "no query and no fragment")
+    path = url.path.rstrip("/")
+    if url.scheme in HTTP_SCHEMES:
         path = path.removesuffix("/ws")
     elif path.count("/") > 1:
-        raise _malformed_error(address, "at most one name after the port")
-    return ServerAddress(parts.scheme, authority, path, _basic_credentials(userinfo))
+        raise _make_malformed_error(address, "at most one name after the port")
+    return ServerAddress(url.scheme, authority, path, _make_basic_credentials(user_info))
 
 
-def _basic_credentials(userinfo: str) -> str | None:
-    if not userinfo:
+def _make_basic_credentials(user_info: str) -> str | None:
+    if not user_info:
         return None
-    user, _, password = userinfo.partition(":")
+    user, _, password = user_info.partition(":")
     credentials = f"{unquote(user)}:{unquote(password)}"
     return f"Basic {base64.b64encode(credentials.encode()).decode()}"
 
 
-def _malformed_error(address: str, expected: str) -> ConfigError:
-    scheme, separator, location = address.rpartition("://")
-    without_credentials = f"{scheme}{separator}{location.rpartition('@')[2]}"
+def _make_malformed_error(address: str, requirement: str) -> ConfigError:
+    scheme, separator, rest_of_address = address.rpartition("://")
+    safe_address = f"{scheme}{separator}{rest_of_address.rpartition('@')[2]}"
     return ConfigError(
         "expected an address like grpc://host:port or http://host:port with"
-        f" {expected}; got {without_credentials.partition('?')[0]!r}"
+        f" {requirement}; got {safe_address.partition('?')[0]!r}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """Options for connecting to a server, the same over every wire."""
+    """Options for connecting to a server. They are the same for every wire."""
 
     token: str | None = field(default=None, repr=False)
     """Bearer token for servers that require one."""
@@ -114,8 +114,8 @@ class ConnectOptions:
     connect_timeout_s: float = 10.0
     """Time limit for the first response of the server."""
     reconnect_timeout_s: float = 60.0
-    """Maximum wait for an unavailable server, by an open or by a call of a session that outlives a
-    broken connection."""
+    """Maximum time to wait for an unavailable server, for an open or for a call of a session that
+    outlives a broken connection."""
     ca_file: str | None = None
     """PEM file of the authorities that may sign a TLS server's certificate. Default: the
     system's authorities."""
@@ -127,10 +127,10 @@ class ConnectOptions:
     """Name in the certificate of a TLS server. Default: the host of the address."""
     keepalive_s: float = 10.0
     """Time without traffic after which a gRPC connection is probed. The connection is closed if
-    the probe gets no response within the same time."""
+    the response to the probe takes longer than the same time."""
     allow_ignored_seed: bool = False
-    """Allows seeds for OpenEnv 0.1 servers, which ignore them, so that their episodes cannot be
-    repeated. By default such a seed is a ConfigError."""
+    """Allow seeds for OpenEnv 0.1 servers, which ignore them. Their episodes cannot be repeated.
+    By default, such a seed is a ConfigError."""
     max_calls_per_message: int = 0
     """Maximum number of calls in one gRPC message. 0 sends all pending calls in one message."""
 
@@ -162,17 +162,19 @@ class RemoteServer:
         token = self.options.token
         return f"Bearer {token}" if token else self.address.credentials
 
-    def ssl_context(self) -> ssl.SSLContext | None:
+    def make_ssl_context(self) -> ssl.SSLContext | None:
         """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS."""
-        return client_ssl_context(*self._tls_files()) if self.address.is_secure else None
+        return client_ssl_context(*self._find_tls_files()) if self.address.uses_tls else None
 
-    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+    def make_channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return the TLS credentials for gRPC, or None if the address uses no TLS."""
-        return client_channel_credentials(*self._tls_files()) if self.address.is_secure else None
+        return (
+            client_channel_credentials(*self._find_tls_files()) if self.address.uses_tls else None
+        )
 
-    def _tls_files(self) -> tuple[Path | None, TlsFiles | None]:
+    def _find_tls_files(self) -> tuple[Path | None, TlsFiles | None]:
         options = self.options
-        identity = None
+        client_tls_files = None
         if options.cert_file and options.key_file:
-            identity = TlsFiles(Path(options.cert_file), Path(options.key_file))
-        return Path(options.ca_file) if options.ca_file else None, identity
+            client_tls_files = TlsFiles(Path(options.cert_file), Path(options.key_file))
+        return Path(options.ca_file) if options.ca_file else None, client_tls_files

@@ -3,14 +3,14 @@
     open, reset, step, ... --> the live stream --> any server behind the address
                                   | breaks
                                   v
-    a session that outlives its stream: the pending call is sent again with the same step number
+    a session that outlives its stream: its pending call is sent again, with the same step number,
     on a new stream; every other session ends with SessionLostError
 
-The server returns its first response to a repeated step number, so nothing is done twice. A
-session without calls is queried on the new stream before the server closes it.
+If a step number is repeated, the server returns its first response, so no step is taken twice. The
+client queries a session without calls on the new stream, before the server closes the session.
 
-Some proxies report the end of a stream only after the client has sent something (Traefik does), so
-a stream with such sessions regularly sends an empty call.
+Some proxies, such as Traefik, report the end of a stream only when the client sends something. A
+stream with sessions that outlive it therefore regularly sends an empty call.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
 _CLOSE_TIMEOUT_S = 2.0
-KEEP_AFTER = 1 / 3
-"""Fraction of the sessions' linger time after which their stream is probed or replaced."""
+KEEP_ALIVE_FRACTION = 1 / 3
+"""Fraction of a session's linger time after which its stream is probed, or replaced if broken."""
 
-Fill = Callable[[pb.Call], None]
-"""Fills in a call. It may be called again for another stream."""
+FillCall = Callable[[pb.Call], None]
+"""Function that writes a call. It may be called again for another stream."""
 
 
 class GrpcTransport:
@@ -57,29 +57,26 @@ class GrpcTransport:
         options = server.options
         channel = open_channel(
             server.address.authority,
-            server.channel_credentials(),
+            server.make_channel_credentials(),
             options.server_name,
             keepalive_s=options.keepalive_s,
             keepalive_timeout_s=options.keepalive_s,
         )
         self._port = ServerPort(
-            channel,
-            str(server.address),
-            _make_metadata(server),
-            options.timeout_s,
+            channel, str(server.address), _make_metadata(server), options.timeout_s
         )
         self.stream: CallStream | None = None
         """The current stream; None before the first connection."""
         self._is_closed = False
-        self._connecting = asyncio.Lock()
+        self._connect_lock = asyncio.Lock()
         self._granted_linger_s: float | None = None
-        self.surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        self.surviving_sessions: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
         """Sessions that outlive their stream."""
-        self._keeping: asyncio.Task[None] | None = None
+        self._keep_task: asyncio.Task[None] | None = None
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait for a stream to the server."""
-        await self.live_stream(timeout_s)
+        """Open a stream to the server."""
+        await self.get_live_stream(timeout_s)
         if self._granted_linger_s is None:
             self._granted_linger_s = (await retry_unavailable(self.describe, timeout_s)).linger_s
 
@@ -88,8 +85,8 @@ class GrpcTransport:
         return await self._port.describe()
 
     async def open(self, args: OpenArgs) -> tuple[GrpcSession, StepResult | None]:
-        """Open a session on the live stream. A broken stream is replaced first."""
-        stream, reply = await self.call_anywhere(
+        """Open a session. A broken stream is replaced first."""
+        stream, reply = await self.call_with_reconnect(
             lambda call: fill_open_args(call.open, args), self.reconnect_timeout_s
         )
         return self._add_session(stream, reply.open, args)
@@ -97,39 +94,43 @@ class GrpcTransport:
     async def open_group(
         self, args: OpenArgs, size: int
     ) -> list[tuple[GrpcSession, StepResult | None]]:
-        """Open `size` sessions with one seed and equal first results, or none of them."""
+        """Open `size` sessions with one seed and equal first results. If one fails, open none."""
 
         def fill(call: pb.Call) -> None:
             fill_open_args(call.open_group.open, args)
             call.open_group.size = size
 
-        stream, reply = await self.call_anywhere(fill, self.reconnect_timeout_s)
+        stream, reply = await self.call_with_reconnect(fill, self.reconnect_timeout_s)
         sessions = reply.open_group.sessions
-        return [self._add_session(stream, opened, args) for opened in sessions]
+        return [self._add_session(stream, open_response, args) for open_response in sessions]
 
     async def close(self) -> None:
         """Close the stream and all sessions, including those that would outlive the stream."""
-        if self.surviving:
-            # Sessions that cannot be closed end on the server after their linger time.
+        if self.surviving_sessions:
+            # If closing fails, the server ends the sessions after their linger time.
             with contextlib.suppress(EnvError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._close_surviving()
+                    await self._close_surviving_sessions()
         stream, self._is_closed = self.stream, True
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._keep_task is not None:
+            self._keep_task.cancel()
         if stream is not None:
             await stream.close()
         await self._port.close()
 
-    async def _close_surviving(self) -> None:
+    async def _close_surviving_sessions(self) -> None:
         while True:
-            stream = await self.live_stream(_CLOSE_TIMEOUT_S)
-            closing = [stream.send_close(session.session_id) for session in self.surviving]
-            await asyncio.wait(closing)
-            if stream.broken is None:
+            stream = await self.get_live_stream(_CLOSE_TIMEOUT_S)
+            close_replies = [
+                stream.send_close(session.session_id) for session in self.surviving_sessions
+            ]
+            await asyncio.wait(close_replies)
+            if stream.break_reason is None:
                 return
 
-    async def call_anywhere(self, fill: Fill, timeout_s: float) -> tuple[CallStream, pb.Reply]:
+    async def call_with_reconnect(
+        self, fill: FillCall, timeout_s: float
+    ) -> tuple[CallStream, pb.Reply]:
         """Return the reply to a call, which is repeated on a new stream when its stream breaks.
 
         Raises:
@@ -138,69 +139,75 @@ class GrpcTransport:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
 
-        async def attempt() -> tuple[CallStream, pb.Reply]:
-            stream = await self.live_stream(deadline_s - loop.time())
-            return stream, await _wait_for_reply(stream, stream.begin(fill))
+        async def attempt_call() -> tuple[CallStream, pb.Reply]:
+            stream = await self.get_live_stream(deadline_s - loop.time())
+            return stream, await _wait_for_reply(stream, stream.start_call(fill))
 
         return await retry(
-            attempt,
+            attempt_call,
             lambda error: isinstance(error, ConnectionLostError) and not self._is_closed,
             timeout_s,
         )
 
-    async def live_stream(self, timeout_s: float) -> CallStream:
-        """Return the stream, replaced if it broke. All callers wait for the same attempt."""
-        async with self._connecting:
+    async def get_live_stream(self, timeout_s: float) -> CallStream:
+        """Return the stream, or a new stream if it broke. All callers wait for the same attempt."""
+        async with self._connect_lock:
             if self._is_closed:
                 raise SessionLostError("session lost: the client was closed")
-            if self.stream is None or self.stream.broken is not None:
+            if self.stream is None or self.stream.break_reason is not None:
                 deadline_s = asyncio.get_running_loop().time() + timeout_s
                 self.stream = await retry_unavailable(
-                    lambda: self._new_stream(deadline_s), timeout_s
+                    lambda: self._open_stream(deadline_s), timeout_s
                 )
             return self.stream
 
     def _add_session(
-        self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs
+        self, stream: CallStream, open_response: pb.OpenResponse, args: OpenArgs
     ) -> tuple[GrpcSession, StepResult | None]:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
-        session = GrpcSession(self, stream, message, linger_s)
+        session = GrpcSession(self, stream, open_response, linger_s)
         if session.survives_disconnect:
-            self.surviving.add(session)
-            self._start_keeping()
-        return session, read_result(message.first) if message.HasField("first") else None
+            self.surviving_sessions.add(session)
+            self._start_keep_task()
+        return session, read_result(open_response.first) if open_response.HasField(
+            "first"
+        ) else None
 
-    async def _new_stream(self, deadline_s: float) -> CallStream:
+    async def _open_stream(self, deadline_s: float) -> CallStream:
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         return CallStream(
             await self._port.connect(remaining_s),
             str(self.server.address),
             timeout_s=self.server.options.timeout_s,
             max_calls_per_batch=self.server.options.max_calls_per_message,
-            on_broken=self._handle_broken,
+            on_break=self._handle_break,
         )
 
-    def _handle_broken(self, reason: str) -> None:
-        if self.surviving and not self._is_closed:
-            self._start_keeping()
+    def _handle_break(self, reason: str) -> None:
+        if self.surviving_sessions and not self._is_closed:
+            self._start_keep_task()
 
-    def _start_keeping(self) -> None:
-        if self._keeping is None or self._keeping.done():
-            self._keeping = asyncio.get_running_loop().create_task(self._keep_surviving())
+    def _start_keep_task(self) -> None:
+        if self._keep_task is None or self._keep_task.done():
+            self._keep_task = asyncio.get_running_loop().create_task(self._keep_sessions())
 
-    async def _keep_surviving(self) -> None:
+    async def _keep_sessions(self) -> None:
         """Move sessions without calls to a new stream before the server closes them."""
         with contextlib.suppress(EnvError):  # the next call of a session raises the error again
-            while self.surviving:
-                linger_s = min((session.linger_s for session in self.surviving), default=0.0)
-                await asyncio.sleep(linger_s * KEEP_AFTER)
-                stream = await self.live_stream(self.reconnect_timeout_s)
-                idle = [session for session in self.surviving if session.stream is not stream]
-                moves = [session.move_to(stream) for session in idle]
-                if not moves:
-                    # An empty call shows whether the stream is still alive.
-                    moves = [stream.begin(lambda call: None)]
-                await asyncio.gather(*moves, return_exceptions=True)
+            while self.surviving_sessions:
+                linger_s = min(
+                    (session.linger_s for session in self.surviving_sessions), default=0.0
+                )
+                await asyncio.sleep(linger_s * KEEP_ALIVE_FRACTION)
+                stream = await self.get_live_stream(self.reconnect_timeout_s)
+                idle_sessions = [
+                    session for session in self.surviving_sessions if session.stream is not stream
+                ]
+                reply_futures = [session.move_to(stream) for session in idle_sessions]
+                if not reply_futures:
+                    # The reply to an empty call shows that the stream is alive.
+                    reply_futures = [stream.start_call(lambda call: None)]
+                await asyncio.gather(*reply_futures, return_exceptions=True)
 
 
 class GrpcSession:
@@ -210,21 +217,25 @@ class GrpcSession:
     """
 
     def __init__(
-        self, transport: GrpcTransport, stream: CallStream, opened: pb.OpenResponse, linger_s: float
+        self,
+        transport: GrpcTransport,
+        stream: CallStream,
+        open_response: pb.OpenResponse,
+        linger_s: float,
     ) -> None:
         self.transport = transport
         self.stream = stream
-        """Stream that the session last used."""
-        self.session_id = opened.session_id
-        self.tools_session_id = opened.tools_session_id
+        """Stream of the session's last call."""
+        self.session_id = open_response.session_id
+        self.tools_session_id = open_response.tools_session_id
         self.linger_s = linger_s
         self.survives_disconnect = linger_s > 0
 
     def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
-        """Call the session on another stream, and return the future of the reply."""
-        future = stream.begin(self._fill_state)
+        """Make a call of the session on another stream, and return the future of the reply."""
+        reply_future = stream.start_call(self._fill_state)
         self.stream = stream
-        return future
+        return reply_future
 
     async def reset(self, args: ResetArgs) -> StepResult:
         def fill(call: pb.Call) -> None:
@@ -248,29 +259,29 @@ class GrpcSession:
         def fill(call: pb.Call) -> None:
             fill_call_tool(call.call_tool, self.session_id, name, arguments)
 
-        # A tool call has no number, so it cannot be repeated when the connection breaks.
-        reply = await self.stream.begin(fill)
+        # A tool call has no step number, so it cannot be repeated when the connection breaks.
+        reply = await self.stream.start_call(fill)
         result: JsonObject = orjson.loads(reply.call_tool.result_json)
         return result
 
     async def close(self) -> None:
-        if self.stream.broken is None:
+        if self.stream.break_reason is None:
             await self.stream.send_close(self.session_id)
         elif self.survives_disconnect:
             with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
-                await self.transport.call_anywhere(self._fill_close, _CLOSE_TIMEOUT_S)
+                await self.transport.call_with_reconnect(self._fill_close, _CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        if self.stream.broken is None:
+        if self.stream.break_reason is None:
             self.stream.send_close(self.session_id)
 
-    async def _call(self, fill: Fill) -> pb.Reply:
+    async def _call(self, fill: FillCall) -> pb.Reply:
         try:
-            return await self.stream.begin(fill)
+            return await self.stream.start_call(fill)
         except ConnectionLostError:
             if not self.survives_disconnect:
                 raise
-        self.stream, reply = await self.transport.call_anywhere(
+        self.stream, reply = await self.transport.call_with_reconnect(
             fill, self.transport.reconnect_timeout_s
         )
         return reply
@@ -282,13 +293,17 @@ class GrpcSession:
         call.close.session_id = self.session_id
 
 
-async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
+async def _wait_for_reply(stream: CallStream, reply_future: asyncio.Future[pb.Reply]) -> pb.Reply:
     try:
-        return await future
+        return await reply_future
     except asyncio.CancelledError:
-        # The reply may have arrived in the same turn of the loop as the cancellation.
-        if future.done() and not future.cancelled() and future.exception() is None:
-            stream.close_opened(future.result())
+        # The reply may have arrived in the same turn of the event loop as the cancellation.
+        if (
+            reply_future.done()
+            and not reply_future.cancelled()
+            and reply_future.exception() is None
+        ):
+            stream.close_opened(reply_future.result())
         raise
 
 
@@ -296,6 +311,6 @@ def _make_metadata(server: RemoteServer) -> tuple[tuple[str, str], ...]:
     metadata = []
     if server.authorization:
         metadata.append(("authorization", server.authorization))
-    if server.address.environment:
-        metadata.append((ENVIRONMENT_KEY, server.address.environment))
+    if server.address.environment_name:
+        metadata.append((ENVIRONMENT_KEY, server.address.environment_name))
     return tuple(metadata)

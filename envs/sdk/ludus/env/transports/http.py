@@ -1,12 +1,12 @@
-"""HTTP requests to a server: detection of its kind, refusals as typed errors, and OpenEnv 0.1.
+"""HTTP requests to a server: detection of its version, typed errors, and the OpenEnv 0.1 wire.
 
     GET /openapi.json --> GET /schema, GET /metadata --> OpenEnv 0.2 or later: `/ws`
                               | both 404, and /reset exists
                               v
                           OpenEnv 0.1: stateful HTTP
 
-A 0.1 server with its web page enabled accepts `/ws` too, for another purpose. The client therefore
-never opens a socket only to find out whether it works.
+An OpenEnv 0.1 server with its web page enabled also has a `/ws`, for another purpose. The client
+therefore never detects the version by opening a WebSocket.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 class DiscoveredServer(NamedTuple):
-    """A server's own description over HTTP."""
+    """A server's responses to the requests for its description."""
 
     metadata: JsonObject
     schema: JsonObject
     is_legacy: bool
-    """True for OpenEnv 0.1: one environment, used by plain HTTP calls."""
+    """True for OpenEnv 0.1, which has one environment and only plain HTTP calls."""
 
 
 class HttpReply(NamedTuple):
@@ -56,12 +56,12 @@ class HttpReply(NamedTuple):
 class HttpClient:
     """A client for HTTP requests, each on a new connection.
 
-    It ignores proxies and follows no redirects, because a redirect could send the token elsewhere.
+    The client ignores proxies. It follows no redirects, which could send the token elsewhere.
     """
 
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
-        self._tls = server.ssl_context()
+        self._ssl_context = server.make_ssl_context()
         self._headers = {"content-type": "application/json"}
         if server.authorization:
             self._headers["authorization"] = server.authorization
@@ -74,11 +74,13 @@ class HttpClient:
             AuthenticationError: the server refuses the token.
         """
         paths = ("/openapi.json", "/schema", "/metadata")
-        api, schema, metadata = await asyncio.gather(*map(self._get_or_none, paths))
-        has_reset = "/reset" in ((api or {}).get("paths") or {})
-        has_description = schema is not None or metadata is not None
+        openapi_json, schema_json, metadata_json = await asyncio.gather(
+            *map(self._get_json_or_none, paths)
+        )
+        has_reset = "/reset" in ((openapi_json or {}).get("paths") or {})
+        has_description = schema_json is not None or metadata_json is not None
         is_legacy = has_reset and not has_description and not self.server.address.is_websocket
-        return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
+        return DiscoveredServer(metadata_json or {}, schema_json or {}, is_legacy)
 
     async def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -90,46 +92,57 @@ class HttpClient:
             UnavailableError: the server cannot be reached.
         """
         headers = {**self._headers, **trace_headers()}
-        url = self.server.address.path + path
+        url_path = self.server.address.path + path
         try:
-            return await asyncio.to_thread(self._request, method, url, body, headers, timeout_s)
+            return await asyncio.to_thread(
+                self._send_request, method, url_path, body, headers, timeout_s
+            )
         except TimeoutError:
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise unreachable(self.server.address, error) from error
+            raise make_unreachable_error(self.server.address, error) from error
 
-    async def _get_or_none(self, path: str) -> JsonObject | None:
+    async def _get_json_or_none(self, path: str) -> JsonObject | None:
         """Return the JSON object at the path, or None if the server has no such path."""
         address = self.server.address
         timeout_s = min(self.server.options.timeout_s, _DISCOVERY_TIMEOUT_S)
         try:
             reply = await self.request("GET", path, None, timeout_s)
         except TimeoutError as error:
-            raise unreachable(address, error) from error
+            raise make_unreachable_error(address, error) from error
         if reply.status in (401, 403, 429, 503):
-            raise refusal(address, reply.status, reply.headers.get("retry-after"), reply.body)
+            raise make_refusal_error(
+                address, reply.status, reply.headers.get("retry-after"), reply.body
+            )
         if 300 <= reply.status < 400:
             raise ConfigError(
                 f"expected an environment server at {address}, got a redirect to"
-                f" {reply.headers.get('location', '')}; use the address it leads to"
+                f" {reply.headers.get('location', '')}; connect to that address"
             )
         if reply.status >= 400:
             return None
-        content = _parse_json(address, reply.body)
-        return content if isinstance(content, dict) else {}
+        reply_json = _parse_json(address, reply.body)
+        return reply_json if isinstance(reply_json, dict) else {}
 
-    def _request(
-        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    def _send_request(
+        self,
+        method: str,
+        url_path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float,
     ) -> HttpReply:
-        location = urlsplit(f"//{self.server.address.authority}")
-        host, port = location.hostname or "", location.port or (443 if self._tls else 80)
+        netloc = urlsplit(f"//{self.server.address.authority}")
+        host, port = (netloc.hostname or "", netloc.port or (443 if self._ssl_context else 80))
         connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         try:
             connection.connect()
-            if self._tls is not None:
-                name = self.server.options.server_name or host
-                connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=name)
-            connection.request(method, url, body, headers)
+            if self._ssl_context is not None:
+                server_name = self.server.options.server_name or host
+                connection.sock = self._ssl_context.wrap_socket(
+                    connection.sock, server_hostname=server_name
+                )
+            connection.request(method, url_path, body, headers)
             response = connection.getresponse()
             return HttpReply(response.status, response.headers, response.read(_MAX_BODY_BYTES))
         finally:
@@ -137,20 +150,20 @@ class HttpClient:
 
 
 class HttpChannel:
-    """The calls to an OpenEnv 0.1 server. All its callers play in the same episode.
+    """A channel to an OpenEnv 0.1 server, whose callers all play in the same episode.
 
     POST /reset {}               --> {"observation", "reward", "done"}
     POST /step  {"action": ...}  --> the same
     GET  /state                  --> the state
 
-    The server reports every failure as a bare status 500.
+    The server reports every failure as status 500 without a reason.
     """
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
 
     async def call(self, message: JsonObject) -> JsonObject:
-        """Send a message of OpenEnv's WebSocket as a request, and return the JSON in the response.
+        """Send a message of OpenEnv's WebSocket as an HTTP request, and return the response's JSON.
 
         Raises:
             TimeoutError: the server is too slow.
@@ -166,25 +179,27 @@ class HttpChannel:
         server = self._client.server
         reply = await self._client.request(method, path, body, server.options.timeout_s)
         if reply.status >= 300:
-            raise _call_error(server.address, path, reply)
-        content = _parse_json(server.address, reply.body)
-        if not isinstance(content, dict):
+            raise _make_call_error(server.address, path, reply)
+        reply_json = _parse_json(server.address, reply.body)
+        if not isinstance(reply_json, dict):
             raise ExecutionError(f"expected a JSON object from {path}, got {reply.body[:80]!r}")
-        return content
+        return reply_json
 
     async def close(self) -> None:
         """Do nothing: the server keeps its environment."""
 
 
-def refusal(address: ServerAddress, status: int, wait: str | None, body: bytes) -> EnvError:
-    """Return the error for an HTTP status. An error code in the body has precedence.
+def make_refusal_error(
+    address: ServerAddress, status: int, retry_after: str | None, body: bytes
+) -> EnvError:
+    """Return the error for an HTTP status. An error code in the body takes precedence.
 
     Args:
-        wait: value of the `retry-after` header.
+        retry_after: value of the `retry-after` header.
     """
-    wait = wait or ""
-    retry_after_s = float(wait) if wait.isdecimal() else 0.0
-    detail = _read_detail(body)
+    retry_after = retry_after or ""
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+    detail = _read_error_detail(body)
     if "code" in detail:
         wait_s = detail.get("retry_after_s") or retry_after_s
         return error_from_wire(str(detail["code"]), str(detail.get("message", "")), float(wait_s))
@@ -202,7 +217,7 @@ def refusal(address: ServerAddress, status: int, wait: str | None, body: bytes) 
     )
 
 
-def unreachable(address: ServerAddress, error: Exception) -> UnavailableError:
+def make_unreachable_error(address: ServerAddress, error: Exception) -> UnavailableError:
     """Return the error for a server that does not respond."""
     return UnavailableError(
         f"could not reach an environment server at {address}: {error}; check the address and that"
@@ -210,7 +225,7 @@ def unreachable(address: ServerAddress, error: Exception) -> UnavailableError:
     )
 
 
-def _call_error(address: ServerAddress, path: str, reply: HttpReply) -> EnvError:
+def _make_call_error(address: ServerAddress, path: str, reply: HttpReply) -> EnvError:
     if reply.status == 500:
         return ExecutionError(
             f"{path} failed on {address}: the environment raised an error, or the action is"
@@ -218,20 +233,20 @@ def _call_error(address: ServerAddress, path: str, reply: HttpReply) -> EnvError
         )
     if reply.status in (400, 422):
         return InvalidCallError(f"{path} was refused: {reply.body[:500].decode(errors='replace')}")
-    return refusal(address, reply.status, reply.headers.get("retry-after"), reply.body)
+    return make_refusal_error(address, reply.status, reply.headers.get("retry-after"), reply.body)
 
 
 def _parse_json(address: ServerAddress, body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise unreachable(address, error) from error
+        raise make_unreachable_error(address, error) from error
 
 
-def _read_detail(body: bytes) -> JsonObject:
+def _read_error_detail(body: bytes) -> JsonObject:
     try:
-        content = orjson.loads(body)
+        reply_json = orjson.loads(body)
     except orjson.JSONDecodeError:
         return {}
-    detail = content.get("detail") if isinstance(content, dict) else None
+    detail = reply_json.get("detail") if isinstance(reply_json, dict) else None
     return detail if isinstance(detail, dict) else {}

@@ -25,7 +25,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from ludus.env.backoff import retry_unavailable
 from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, read_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
-from ludus.env.messages.openenv import read_metadata, read_tensors_json, upstream_metadata
+from ludus.env.messages.openenv import read_metadata, read_tensors_json, read_upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.text import FieldsText
@@ -34,8 +34,8 @@ from ludus.env.transports.http import (
     DiscoveredServer,
     HttpChannel,
     HttpClient,
-    refusal,
-    unreachable,
+    make_refusal_error,
+    make_unreachable_error,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView
 from ludus.proto.errors import (
@@ -69,50 +69,50 @@ class SocketChannel:
         """
         address, options = server.address, server.options
         headers = {"authorization": server.authorization} if server.authorization else {}
-        tls: JsonObject = {"ssl": server.ssl_context()} if address.is_secure else {}
-        if tls and options.server_name:
-            tls["server_hostname"] = options.server_name
+        tls_options: JsonObject = {"ssl": server.make_ssl_context()} if address.uses_tls else {}
+        if tls_options and options.server_name:
+            tls_options["server_hostname"] = options.server_name
         try:
             socket = await connect(
-                f"{address.ws_base}/ws{query}",
+                f"{address.websocket_url}/ws{query}",
                 additional_headers={**headers, **trace_headers()},
                 compression=None,
                 max_size=MAX_REPLY_BYTES,
                 open_timeout=options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
                 proxy=None,
-                **tls,
+                **tls_options,
             )
         except InvalidStatus as error:
             response = error.response
-            wait, body = response.headers.get("retry-after"), bytes(response.body or b"")
-            raise refusal(address, response.status_code, wait, body) from None
+            retry_after, body = response.headers.get("retry-after"), bytes(response.body or b"")
+            raise make_refusal_error(address, response.status_code, retry_after, body) from None
         except (OSError, InvalidHandshake) as error:
-            raise unreachable(address, error) from error
+            raise make_unreachable_error(address, error) from error
         return cls(socket, address)
 
     async def call(self, message: JsonObject) -> JsonObject:
         """Send a message and return the data of the reply."""
-        text = plain_json(message, "a call")
-        if len(text) > MAX_MESSAGE_BYTES:
+        encoded_message = plain_json(message, "a call")
+        if len(encoded_message) > MAX_MESSAGE_BYTES:
             raise InvalidCallError(
                 f"a call to {self._address} must have at most {MAX_MESSAGE_BYTES} bytes,"
-                f" got {len(text)}; send less in one call"
+                f" got {len(encoded_message)}; send less in one call"
             )
         try:
             # A server that refuses the session reports the reason in a frame that waits to be read.
             with contextlib.suppress(ConnectionClosed):
-                await self._socket.send(text, text=True)
+                await self._socket.send(encoded_message, text=True)
             reply = orjson.loads(await self._socket.recv())
         except ConnectionClosed as error:
             raise SessionLostError(
                 f"session lost: the connection to {self._address} broke: {error}; open a new one"
             ) from None
-        content: JsonObject = reply["data"]
+        reply_data: JsonObject = reply["data"]
         if reply["type"] == "error":
-            retry_after_s = content.get("retry_after_s", 0.0)
-            raise error_from_wire(content["code"], content["message"], retry_after_s)
-        return content
+            retry_after_s = reply_data.get("retry_after_s", 0.0)
+            raise error_from_wire(reply_data["code"], reply_data["message"], retry_after_s)
+        return reply_data
 
     async def close(self) -> None:
         """Close the connection."""
@@ -122,17 +122,17 @@ class SocketChannel:
 class OpenEnvTransport:
     """A server's address and description; each session has its own channel."""
 
-    def __init__(self, client: HttpClient, discovered: DiscoveredServer) -> None:
+    def __init__(self, client: HttpClient, discovered_server: DiscoveredServer) -> None:
         self.server = client.server
         self._client = client
-        self._metadata, self._schema = discovered.metadata, discovered.schema
-        self.is_legacy = discovered.is_legacy
+        self._metadata, self._schema = discovered_server.metadata, discovered_server.schema
+        self.is_legacy = discovered_server.is_legacy
         """True for OpenEnv 0.1."""
         self.sessions: set[OpenEnvSession] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._close_tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def has_extras(self) -> bool:
+    def has_extensions(self) -> bool:
         """True if the server supports the extensions of Ludus."""
         return "ludus" in self._metadata
 
@@ -152,8 +152,8 @@ class OpenEnvTransport:
         if not self.is_legacy:
             return read_metadata(self._metadata, self._schema)
         description = "An OpenEnv 0.1 server, which does not describe itself."
-        ludus = {"max_sessions": 1, "reset_options": []}
-        return read_metadata({"description": description, "ludus": ludus}, {})
+        extensions = {"max_sessions": 1, "reset_options": []}
+        return read_metadata({"description": description, "ludus": extensions}, {})
 
     async def open(self, args: OpenArgs) -> tuple[OpenEnvSession, StepResult | None]:
         """Open a session, and return it with its first result if a reset was requested.
@@ -169,7 +169,7 @@ class OpenEnvTransport:
                 " address, or resume=True"
             )
         if self.is_legacy and self.sessions:
-            raise self._capacity_error(1)
+            raise self._make_capacity_error(1)
         session = OpenEnvSession(self, await self._open_channel(args.with_text), args)
         self.sessions.add(session)
         try:
@@ -185,22 +185,24 @@ class OpenEnvTransport:
     async def open_group(
         self, args: OpenArgs, size: int
     ) -> list[tuple[OpenEnvSession, StepResult | None]]:
-        """Open `size` sessions with one seed and equal first results, or none of them."""
+        """Open `size` sessions with one seed and equal first results. If one fails, open none."""
         if self.is_legacy:
             if size != 1:
-                raise self._capacity_error(size)
+                raise self._make_capacity_error(size)
             return [await self.open(args)]
         args = replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
-        opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
+        open_tasks = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
         try:
-            group = await asyncio.gather(*opening)
-            _check_group([first for _, first in group if first is not None], args)
+            group = await asyncio.gather(*open_tasks)
+            _check_group(
+                [first_result for _, first_result in group if first_result is not None], args
+            )
         except BaseException:
-            for future in opening:
-                future.cancel()
-            for outcome in await asyncio.gather(*opening, return_exceptions=True):
-                if not isinstance(outcome, BaseException):
-                    outcome[0].abandon()
+            for open_task in open_tasks:
+                open_task.cancel()
+            for open_outcome in await asyncio.gather(*open_tasks, return_exceptions=True):
+                if not isinstance(open_outcome, BaseException):
+                    open_outcome[0].abandon()
             raise
         return group
 
@@ -208,39 +210,39 @@ class OpenEnvTransport:
         """Close all sessions."""
         for session in list(self.sessions):
             session.abandon()
-        while self._closing:
-            await asyncio.gather(*self._closing)
+        while self._close_tasks:
+            await asyncio.gather(*self._close_tasks)
 
-    def make_fields_text(self) -> FieldsText | None:
+    def make_fields_renderer(self) -> FieldsText | None:
         """Return a renderer for upstream servers, unless the server's actions are tools."""
-        schema = self._schema.get("action") or {}
-        fields = schema.get("properties", {}).keys() - {"metadata"}
-        if self.has_extras or not fields or "tool_name" in fields:
+        action_schema = self._schema.get("action") or {}
+        action_fields = action_schema.get("properties", {}).keys() - {"metadata"}
+        if self.has_extensions or not action_fields or "tool_name" in action_fields:
             return None
-        return FieldsText(self._metadata.get("name") or "", schema)
+        return FieldsText(self._metadata.get("name") or "", action_schema)
 
-    def forget(self, session: OpenEnvSession) -> None:
+    def remove_session(self, session: OpenEnvSession) -> None:
         """Close a session's channel in the background."""
         if session in self.sessions:
             self.sessions.remove(session)
             task = asyncio.get_running_loop().create_task(session.channel.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close_tasks.add(task)
+            task.add_done_callback(self._close_tasks.discard)
 
     async def _open_channel(self, with_text: bool) -> HttpChannel | SocketChannel:
         if self.is_legacy:
             return HttpChannel(self._client)
         query = ""
-        if self.has_extras:
+        if self.has_extensions:
             query = "?ludus=1" if with_text else "?ludus=1&text=0"
         return await retry_unavailable(
             lambda: SocketChannel.open(self.server, query), self.server.options.reconnect_timeout_s
         )
 
-    def _capacity_error(self, size: int) -> CapacityError:
+    def _make_capacity_error(self, num_sessions: int) -> CapacityError:
         return CapacityError(
             f"{self.server.address}, an OpenEnv 0.1 server, supports only 1 session, but"
-            f" {size + len(self.sessions)} are needed; close the other session first,"
+            f" {num_sessions + len(self.sessions)} are needed; close the other session first,"
             " start more servers, or rebuild the environment with OpenEnv 0.2 or later"
         )
 
@@ -257,26 +259,26 @@ class OpenEnvSession:
         self._transport = transport
         self._close_when_done = args.close_when_done
         self._with_text = args.with_text
-        self._fields_text = transport.make_fields_text() if args.with_text else None
+        self._fields_renderer = transport.make_fields_renderer() if args.with_text else None
         self._observation: JsonObject = {}
         """The last observation, for reading a text action on the client."""
 
     async def reset(self, args: ResetArgs) -> StepResult:
         if self._transport.is_legacy:
-            _refuse_ignored(self._transport.server, args)
-        message = dict(args.options)
+            _refuse_ignored_arguments(self._transport.server, args)
+        reset_options = dict(args.options)
         if args.seed is not None:
-            message["seed"] = args.seed
+            reset_options["seed"] = args.seed
         if args.episode_id:
-            message["episode_id"] = args.episode_id
-        encoded_message = orjson.Fragment(plain_json(message, "reset options"))
-        reply = await self._call({"type": "reset", "data": encoded_message})
+            reset_options["episode_id"] = args.episode_id
+        encoded_options = orjson.Fragment(plain_json(reset_options, "reset options"))
+        reply = await self._call({"type": "reset", "data": encoded_options})
         self.tools_session_id = reply.get("tools_session_id", self.tools_session_id)
         return self._read_result(reply, 0)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        with self._parse_errors(action):
-            reply = await self._call(self._step_message(action, step_index))
+        with self._convert_refusals(action):
+            reply = await self._call(self._make_step_message(action, step_index))
         result = self._read_result(reply, step_index)
         if self._close_when_done and result.done:
             self.abandon()
@@ -298,15 +300,15 @@ class OpenEnvSession:
         if error := observation.get("error"):
             raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
         result = observation.get("result")
-        structured = result.get("structured_content") if isinstance(result, dict) else None
-        return structured if isinstance(structured, dict) else {"result": result}
+        structured_content = result.get("structured_content") if isinstance(result, dict) else None
+        return structured_content if isinstance(structured_content, dict) else {"result": result}
 
     async def close(self) -> None:
         self.abandon()
         await self.channel.close()
 
     def abandon(self) -> None:
-        self._transport.forget(self)
+        self._transport.remove_session(self)
 
     async def _call(self, message: JsonObject) -> JsonObject:
         server = self._transport.server
@@ -321,20 +323,20 @@ class OpenEnvSession:
                 " session is closed"
             ) from None
 
-    def _step_message(self, action: bytes | str, step_index: int) -> JsonObject:
+    def _make_step_message(self, action: bytes | str, step_index: int) -> JsonObject:
         message: JsonObject = {"type": "step"}
         if isinstance(action, bytes):
             message["data"] = orjson.Fragment(action)
-        elif self._fields_text is not None:
-            message["data"] = self._fields_text.action(action, self._observation)
-        elif self._transport.has_extras:
+        elif self._fields_renderer is not None:
+            message["data"] = self._fields_renderer.action(action, self._observation)
+        elif self._transport.has_extensions:
             message["text"] = action
         else:
             raise InvalidCallError(
                 f"{self._transport.server.address}, an upstream OpenEnv server, does not accept"
                 " text; send a JSON action"
             )
-        if self._transport.has_extras:
+        if self._transport.has_extensions:
             message["step_index"] = step_index
         return message
 
@@ -342,10 +344,10 @@ class OpenEnvSession:
         """Convert a payload. Upstream servers send no separate flags and no step numbers."""
         reward = payload.get("reward")
         is_done = bool(payload.get("done"))
-        if self._transport.has_extras:
+        if self._transport.has_extensions:
             info, success = payload.get("info", {}), payload.get("success")
         else:
-            info = upstream_metadata(payload)
+            info = read_upstream_metadata(payload)
             success = read_success(info, is_done=is_done)
         return StepResult(
             observation=payload.get("observation") or {},
@@ -360,26 +362,26 @@ class OpenEnvSession:
         )
 
     @contextlib.contextmanager
-    def _parse_errors(self, action: bytes | str) -> Iterator[None]:
+    def _convert_refusals(self, action: bytes | str) -> Iterator[None]:
         """Convert an upstream server's refusal of an action from text to an ActionParseError."""
         try:
             yield
         except InvalidCallError as error:
-            if isinstance(action, bytes) or self._fields_text is None:
+            if isinstance(action, bytes) or self._fields_renderer is None:
                 raise
             raise ActionParseError(f"{error.message}, from the text {action[-200:]!r}") from None
 
     def _render_text(self, payload: JsonObject, *, is_first: bool) -> TextView | None:
-        if self._fields_text is not None:
+        if self._fields_renderer is not None:
             observation = self._observation = payload["observation"]
-            content = self._fields_text.content(observation, first=is_first)
-            answers = self._fields_text.legal_answers(observation)
-            return TextView([{"role": "user", "content": content}], answers)
-        text = payload.get("text") if self._with_text else None
-        return TextView(text["messages"], text["legal_answers"]) if text else None
+            content = self._fields_renderer.content(observation, first=is_first)
+            legal_answers = self._fields_renderer.legal_answers(observation)
+            return TextView([{"role": "user", "content": content}], legal_answers)
+        text_json = payload.get("text") if self._with_text else None
+        return TextView(text_json["messages"], text_json["legal_answers"]) if text_json else None
 
 
-def _refuse_ignored(server: RemoteServer, args: ResetArgs) -> None:
+def _refuse_ignored_arguments(server: RemoteServer, args: ResetArgs) -> None:
     """Refuse the seed and the options of a reset, which an OpenEnv 0.1 server would ignore."""
     if args.options:
         raise ConfigError(
@@ -400,10 +402,10 @@ def _check_group(first_results: list[StepResult], args: OpenArgs) -> None:
     Raises:
         GroupMismatchError: their first results differ.
     """
-    views = [(result.observation, result.text) for result in first_results]
-    if any(view != views[0] for view in views[1:]):
+    first_views = [(result.observation, result.text) for result in first_results]
+    if any(first_view != first_views[0] for first_view in first_views[1:]):
         seed = args.reset.seed if args.reset else None
         raise GroupMismatchError(
-            f"{len(views)} sessions with seed {seed} returned different first observations; the"
-            " environment's reset must depend on its seed alone; see: ludus env check"
+            f"{len(first_views)} sessions with seed {seed} returned different first observations;"
+            " the environment's reset must depend on its seed alone; see: ludus env check"
         )

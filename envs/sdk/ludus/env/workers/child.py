@@ -27,11 +27,11 @@ import orjson
 from ludus.env.contract.rules import is_deterministic
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
-    describe_message,
     fill_error,
     fill_result,
+    make_description_message,
     read_action,
-    read_object,
+    read_json_object,
     read_reset_args,
 )
 from ludus.env.sessions.hosts import build_session, describe_environment
@@ -89,7 +89,7 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
     imported = set(sys.modules)
     try:
         sample = factory()
-        description = describe_message(describe_environment(sample))
+        description = make_description_message(describe_environment(sample))
         sample.close()
         facts = EnvironmentFacts(
             steps_on_event_loop=sample.steps_on_event_loop,
@@ -161,7 +161,7 @@ class WorkerSessions:
             case "call_tool":
                 reply.call_tool.result_json = self._find(session_id).call_tool(
                     call.call_tool.name,
-                    read_object(call.call_tool.arguments_json, "arguments_json"),
+                    read_json_object(call.call_tool.arguments_json, "arguments_json"),
                 )
                 return len(reply.call_tool.result_json)
             case _:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ludus.env.limits import MAX_REPLY_FIELDS
-from ludus.env.messages.wire_format import check_fields
+from ludus.env.messages.wire_format import check_num_fields
 from ludus.env.sandbox.confine import Sandbox
 from ludus.env.targets.targets import TargetFactory
 
@@ -103,7 +103,7 @@ def parse_message(kind: type[MessageT], frame: bytes) -> MessageT:
     Raises:
         ValueError: the frame is not such a message, or has too many fields.
     """
-    check_fields(kind, frame, MAX_REPLY_FIELDS)
+    check_num_fields(kind, frame, MAX_REPLY_FIELDS)
     message_type: Any = kind
     try:
         message: MessageT = message_type.FromString(frame)

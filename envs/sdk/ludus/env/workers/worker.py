@@ -21,7 +21,7 @@ from ludus.env.messages.protobuf import (
     fill_call_tool,
     fill_reset_args,
     fill_step,
-    read_encoded,
+    read_encoded_result,
 )
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.types import JsonObject
@@ -102,7 +102,7 @@ class Worker:
             "its worker",
             timeout_s=_NO_TIMEOUT_S,
             max_call_bytes=MAX_WORKER_CALL_BYTES,
-            on_broken=self._on_broken,
+            on_break=self._on_broken,
         )
 
     @property
@@ -287,7 +287,7 @@ class WorkerSession:
     ) -> ReadT:
         if not self.worker.is_usable:
             raise self._lost_error()
-        self._call = self.worker.stream.begin(fill)
+        self._call = self.worker.stream.start_call(fill)
         self._call.add_done_callback(self._forget)
         self._started_s = asyncio.get_running_loop().time()
         try:
@@ -307,7 +307,7 @@ class WorkerSession:
 
 
 def _read_result(reply: pb.Reply) -> EncodedResult:
-    return read_encoded(reply.result)
+    return read_encoded_result(reply.result)
 
 
 class WorkerDuplex:

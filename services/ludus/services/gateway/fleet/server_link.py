@@ -232,28 +232,28 @@ class ServerLink:
         """
         stream = await self._wait_for_stream(server_id)
         try:
-            return await stream.begin(fill_call)
+            return await stream.start_call(fill_call)
         except ConnectionLostError:
             if not is_repeatable:
                 raise
         stream = await self._wait_for_stream(server_id)
-        return await stream.begin(fill_call)
+        return await stream.start_call(fill_call)
 
     def send_close(self, session_id: str) -> None:
         """Close a session without waiting; if the stream is broken, the session lingers."""
         stream = self._stream
-        if stream is not None and stream.broken is None:
+        if stream is not None and stream.break_reason is None:
             stream.send_close(session_id)
 
     def send_detach(self, session_id: str) -> None:
         """Detach a session without waiting, so that it ends after its linger time."""
         stream = self._stream
-        if stream is not None and stream.broken is None:
+        if stream is not None and stream.break_reason is None:
 
             def fill_call(call: pb.Call) -> None:
                 call.detach.session_id = session_id
 
-            stream.ignore_failure(stream.begin(fill_call))
+            stream.ignore_failure(stream.start_call(fill_call))
 
     async def close(self, reason: str) -> None:
         """Close the connection; the server keeps its sessions for their linger time."""
@@ -306,7 +306,7 @@ class ServerLink:
             self.endpoint.grpc_address,
             timeout_s=self._options.call_timeout_s,
             max_call_bytes=MAX_GATEWAY_CALL_BYTES,
-            on_broken=self._handle_broken,
+            on_break=self._handle_broken,
         )
         self.connected_at_s = asyncio.get_running_loop().time()
         self._connected_event.set()

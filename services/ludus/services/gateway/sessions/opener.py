@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs
-from ludus.env.messages.protobuf import fill_open_args, read_opened
+from ludus.env.messages.protobuf import fill_open_args, read_open_result
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -154,7 +154,7 @@ class SessionOpener:
 
     def _read_placed_session(self, link: ServerLink, message: pb.OpenResponse) -> PlacedSession:
         """Read a new session, and replace its tools id with one that every gateway can verify."""
-        open_result = read_opened(message)
+        open_result = read_open_result(message)
         if open_result.tools_session_id:
             tools_id = self._key.tools_id(open_result.session_id)
             open_result = dataclasses.replace(open_result, tools_session_id=tools_id)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
-from ludus.env.messages.protobuf import fill_reset_args, read_encoded
+from ludus.env.messages.protobuf import fill_reset_args, read_encoded_result
 from ludus.env.security.session_ids import (
     SessionKey,
     SignedId,
@@ -253,7 +253,7 @@ class GatewaySessions:
         fill_reset_args(request.reset.args, args)
         # A reset may be repeated after the connection broke, because no client has seen its result.
         reply = await self.call("reset", session_id, request, is_repeatable=True)
-        return read_encoded(reply.result)
+        return read_encoded_result(reply.result)
 
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
@@ -268,7 +268,7 @@ class GatewaySessions:
         reply = await self.call(
             "step", session_id, pb.Call(step=step), is_repeatable=step_index > 0
         )
-        return read_encoded(reply.result)
+        return read_encoded_result(reply.result)
 
     async def state(self, session_id: str) -> bytes:
         """Return the environment's state as JSON."""

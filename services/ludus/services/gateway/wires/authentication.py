@@ -17,8 +17,8 @@ import grpc
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from ludus.env.asgi.socket import cut_close_reason
-from ludus.env.grpc.call_server import abort
+from ludus.env.asgi.socket import truncate_close_reason
+from ludus.env.grpc.call_server import abort_call
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant, set_current_tenant
@@ -100,7 +100,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
                 tenant = self._access.authenticate(*authorizations)
                 self._access.require_scope(tenant, Scope.STEP)
             except EnvError as error:
-                await abort(context, error)
+                await abort_call(context, error)
             set_current_tenant(tenant)
             if not is_stream:
                 return await serve_call(request, context)
@@ -132,13 +132,13 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 if not refusals:
                     raise
-        await abort(context, refusals[0])
+        await abort_call(context, refusals[0])
 
 
 async def _close_websocket(send: Send, error: EnvError) -> None:
     """Close a WebSocket with the error as the reason; do nothing if it is already closed."""
     with contextlib.suppress(OSError, RuntimeError):
-        reason = cut_close_reason(error.message)
+        reason = truncate_close_reason(error.message)
         await send({"type": "websocket.close", "code": _REVOKED_CLOSE_CODE, "reason": reason})
 
 

@@ -20,16 +20,16 @@ from ludus.env.grpc.backlog import Backlog, ReplyWriter
 from ludus.env.grpc.call_server import (
     CallServer,
     Context,
-    abort,
+    abort_call,
+    make_status_message,
     parse_batches,
-    status_message,
 )
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.messages.protobuf import (
     CONNECTED_KEY,
     ENVIRONMENT_KEY,
-    describe_message,
     fill_error,
+    make_description_message,
 )
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -51,12 +51,12 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         sessions = await self._find_environment(context)
         try:
             await sessions.admission.wait_until_described()
-            return describe_message(sessions.description)
+            return make_description_message(sessions.description)
         except EnvError as error:
-            await abort(context, error)
+            await abort_call(context, error)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return status_message("gateway", (await self._find_environment(context)).load)
+        return make_status_message("gateway", (await self._find_environment(context)).load)
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         sessions = await self._find_environment(context)
@@ -66,7 +66,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         try:
             await stream.serve(parse_batches(request_iterator))
         except EnvError as error:
-            await abort(context, error)
+            await abort_call(context, error)
         finally:
             sessions.release(connection)
 
@@ -76,7 +76,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         try:
             return self._environments.find(str(metadata.get(ENVIRONMENT_KEY, "")))
         except EnvError as error:
-            await abort(context, error)
+            await abort_call(context, error)
 
 
 class _ClientStream:
@@ -115,7 +115,7 @@ class _ClientStream:
     def _start_call(self, call: pb.Call) -> None:
         kind = call.WhichOneof("call")
         if kind not in _RELAYED_KINDS:
-            answer_work = self._call_server.answer_into(
+            answer_work = self._call_server.answer_and_queue(
                 call, self._replies, self._backlog, self._connection
             )
             self._start_task(answer_work)
@@ -127,7 +127,7 @@ class _ClientStream:
             if stream is None:
                 self._start_task(self._call_and_reply(call, kind, session_id))
                 return
-            future = stream.begin(lambda server_call: server_call.CopyFrom(call))
+            future = stream.start_call(lambda server_call: server_call.CopyFrom(call))
         except EnvError as error:
             self._reply_with_error(call, session_id, error)
             return

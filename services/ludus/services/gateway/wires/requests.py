@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.env.messages.status import STATUSES_BY_CODE
 from ludus.env.security.tracing import MAX_REQUEST_ID_CHARS, REQUEST_ID
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
@@ -70,7 +70,7 @@ def _replace_header(header: _Header, headers: Iterable[_Header]) -> list[_Header
 def build_error_response(error: EnvError) -> JSONResponse:
     """Build the HTTP response that reports an error."""
     is_unknown_environment = isinstance(error, UnknownEnvironmentError)
-    status = 404 if is_unknown_environment else STATUS_OF_CODE[error.code].http
+    status = 404 if is_unknown_environment else STATUSES_BY_CODE[error.code].http_status
     detail: JsonObject = {"message": error.message, "code": str(error.code)}
     headers: dict[str, str] = {}
     if error.retry_after_s > 0:

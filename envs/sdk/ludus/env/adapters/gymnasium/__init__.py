@@ -1,1 +1,1 @@
-"""Gymnasium environments as Ludus environments: spaces as types, numbers and pictures as text."""
+"""Adapter for the environments of Gymnasium, with a text renderer for language models."""

@@ -1,6 +1,6 @@
 """Adapter for all environments of `gymnasium.make`.
 
-    gymnasium:<id>, options --gymnasium_builder--> class for the id's spaces --()--> environment
+    gymnasium:<id>, options --make_gymnasium_builder--> class for its spaces --()--> environment
 
 The types of actions and observations follow from the spaces. Options are passed to
 `gymnasium.make`, except `action_names`, `instructions` and `picture_columns`, which control the
@@ -31,14 +31,14 @@ from ludus.env.adapters.gymnasium.spaces import (
     AnySpace,
     SpaceCodec,
     Tensors,
-    json_safe,
     make_codec,
+    to_plain_json,
 )
 from ludus.env.adapters.gymnasium.success import find_success
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
-    picture_rows,
+    draw_picture,
     replace_colors,
     require_picture,
 )
@@ -61,9 +61,9 @@ from ludus.proto.errors import (
     did_you_mean,
 )
 
-AnyGymnasium = gymnasium.Env[Any, Any]
+AnyGymnasiumEnv = gymnasium.Env[Any, Any]
 _SEED_BITS = 32
-_ANSI = "ansi"
+_TEXT_RENDER_MODE = "ansi"
 
 
 class GymnasiumState(State):
@@ -72,42 +72,41 @@ class GymnasiumState(State):
     episode_return: float = 0.0
 
 
-class GymnasiumEpisodes(Environment[ActionT, ObservationT, GymnasiumState]):
-    """The part of an environment that plays the episodes of a Gymnasium environment."""
+class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumState]):
+    """The base class of environments that play the episodes of a Gymnasium environment."""
 
     state_type = GymnasiumState
 
-    def __init__(self, environment: AnyGymnasium) -> None:
-        self.gymnasium = environment
+    def __init__(self, environment: AnyGymnasiumEnv) -> None:
+        self.gymnasium_env = environment
         self._is_playing = False
         self._state = GymnasiumState()
 
     @property
     def state(self) -> GymnasiumState:
-        """The number of steps and the return until now."""
+        """The number of steps and the return of the episode so far."""
         return self._state
 
     def close(self) -> None:
         """Close the environment."""
-        self.gymnasium.close()
+        self.gymnasium_env.close()
 
     def start_episode(self, seed: int | None, options: JsonObject) -> tuple[Any, JsonObject]:
-        """Reset the Gymnasium environment, and return its first element and info."""
+        """Reset the Gymnasium environment, and return its first observation and info."""
         if seed is None:  # Gymnasium would otherwise continue with the last episode's generator
             seed = secrets.randbits(_SEED_BITS)
         self._is_playing = False
-        self.gymnasium.action_space.seed(seed)
-        element, info = self.gymnasium.reset(seed=seed, options=options or None)
+        self.gymnasium_env.action_space.seed(seed)
+        gym_observation, info = self.gymnasium_env.reset(seed=seed, options=options or None)
         self._is_playing = True
         self._state = GymnasiumState()
-        return element, info
+        return gym_observation, info
 
     def require_episode(self) -> None:
         """Check that an episode is running."""
         if not self._is_playing:
             raise EpisodeStateError(
-                "a step needs a running episode; call reset",
-                ErrorCode.EPISODE_OVER,
+                "a step needs a running episode; call reset", ErrorCode.EPISODE_OVER
             )
 
     def make_transition(
@@ -126,46 +125,50 @@ class GymnasiumEpisodes(Environment[ActionT, ObservationT, GymnasiumState]):
         success = None
         if not self._is_playing:
             episode_return = self._state.episode_return
-            success = find_success(self.gymnasium, is_terminated, rewards[-1], episode_return, info)
+            success = find_success(
+                self.gymnasium_env, is_terminated, rewards[-1], episode_return, info
+            )
         return Transition(
             observation,
             sum(rewards),
             is_terminated,
             is_truncated,
-            info=json_safe(info),
+            info=to_plain_json(info),
             tensors=tensors,
             success=success,
         )
 
 
-class GymnasiumEnvironment(GymnasiumEpisodes[Action, Observation]):
+class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
     """A Gymnasium environment, with a subclass for each id and its options."""
 
     env_id: ClassVar[str]
-    make_options: ClassVar[JsonObject]
+    gymnasium_options: ClassVar[JsonObject]
     renderer: ClassVar[GymnasiumRenderer]
     action_codec: ClassVar[SpaceCodec]
     observation_codec: ClassVar[SpaceCodec]
     picture_columns: ClassVar[int]
-    """Width of the picture in digits; 0 means no picture."""
+    """Number of digits in each row of the picture; 0 means no picture."""
 
     def __init__(self) -> None:
-        super().__init__(make_gymnasium(self.env_id, self.make_options))
-        self._space = self.gymnasium.action_space
-        self._is_text = self.gymnasium.render_mode == _ANSI
-        has_text = self._is_text or self.picture_columns or not self.observation_codec.is_tensor
-        self.text_renderer = self.renderer if has_text else None
+        super().__init__(make_gymnasium(self.env_id, self.gymnasium_options))
+        self._space = self.gymnasium_env.action_space
+        self._has_text_rendering = self.gymnasium_env.render_mode == _TEXT_RENDER_MODE
+        has_renderer = (
+            self._has_text_rendering or self.picture_columns or not self.observation_codec.is_tensor
+        )
+        self.text_renderer = self.renderer if has_renderer else None
 
     @property
     def options(self) -> JsonObject:
         """The options of `gymnasium.make`."""
-        return dict(self.make_options)
+        return dict(self.gymnasium_options)
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[Observation]:
         """Return the first observation; `options` are passed to Gymnasium."""
-        element, info = self.start_episode(seed, options)
-        observation, tensors = self._observe(element, info, is_over=False)
-        return Transition(observation, info=json_safe(info), tensors=tensors)
+        gym_observation, info = self.start_episode(seed, options)
+        observation, tensors = self._observe(gym_observation, info, is_episode_over=False)
+        return Transition(observation, info=to_plain_json(info), tensors=tensors)
 
     def step(self, action: Action) -> Transition[Observation]:
         """Take an action and return its result.
@@ -174,35 +177,41 @@ class GymnasiumEnvironment(GymnasiumEpisodes[Action, Observation]):
             IllegalActionError: the action is not in the action space.
         """
         self.require_episode()
-        value: Any = dict(action)["action"]
-        element = self.action_codec.decode(value)
-        if element not in self._space:
+        action_json: Any = dict(action)["action"]
+        gym_action = self.action_codec.decode(action_json)
+        if gym_action not in self._space:
             raise IllegalActionError(
-                f"expected an action in {self._space}, got {value}; see /schema"
+                f"expected an action in {self._space}, got {action_json}; see /schema"
             )
-        element, reward, terminated, truncated, info = self.gymnasium.step(element)
-        observation, tensors = self._observe(element, info, is_over=terminated or truncated)
+        gym_observation, reward, is_terminated, is_truncated, info = self.gymnasium_env.step(
+            gym_action
+        )
+        observation, tensors = self._observe(
+            gym_observation, info, is_episode_over=is_terminated or is_truncated
+        )
         return self.make_transition(
-            observation, [float(reward)], bool(terminated), bool(truncated), info, tensors
+            observation, [float(reward)], bool(is_terminated), bool(is_truncated), info, tensors
         )
 
     def _observe(
-        self, element: Any, info: JsonObject, *, is_over: bool
+        self, gym_observation: Any, info: JsonObject, *, is_episode_over: bool
     ) -> tuple[Observation, Tensors]:
         tensors: Tensors = {}
-        fields: JsonObject = {"observation": self.observation_codec.encode(element, tensors)}
+        fields: JsonObject = {
+            "observation": self.observation_codec.encode(gym_observation, tensors)
+        }
         if isinstance(self._space, spaces.Discrete):
-            fields |= _legal_fields(self._space, info, is_over)
+            fields |= _make_legal_fields(self._space, info, is_episode_over)
         if self.picture_columns:
-            fields["picture"] = picture_rows(np.asarray(element), self.picture_columns)
-        if self._is_text:
+            fields["picture"] = draw_picture(np.asarray(gym_observation), self.picture_columns)
+        if self._has_text_rendering:
             fields["rendered"] = replace_colors(
-                str(self.gymnasium.render()), self.renderer.guide.marks
+                str(self.gymnasium_env.render()), self.renderer.guide.color_meanings
             )
         return self.observation_type.model_validate(fields), tensors
 
 
-def gymnasium_builder(env_id: str) -> Builder:
+def make_gymnasium_builder(env_id: str) -> Builder:
     """Return a function that creates environments with an id and options of `gymnasium.make`.
 
     Raises:
@@ -213,80 +222,89 @@ def gymnasium_builder(env_id: str) -> Builder:
 
     def build(**options: Any) -> AnyEnvironment:
         try:
-            key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+            options_json = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
         except TypeError as error:
             raise ConfigError(f"options must be JSON, got {options}: {error}") from None
-        return _make_class(env_id, key)()
+        return _make_class(env_id, options_json)()
 
     return build
 
 
 @functools.lru_cache(maxsize=64)
 def _make_class(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
-    """Create the class for an id and its options, with the types of a sample's spaces."""
+    """Create the class for an id and its options, typed by the spaces of a sample environment."""
     options: JsonObject = orjson.loads(options_json)
-    names: Sequence[str] = options.pop("action_names", ())
+    action_names: Sequence[str] = options.pop("action_names", ())
     instructions: str = options.pop("instructions", "")
     picture_columns: int = options.pop("picture_columns", 0)
     options = _add_text_rendering(env_id, options)
-    sample = make_gymnasium(env_id, options)
+    sample_env = make_gymnasium(env_id, options)
     try:
-        space = sample.action_space
-        action_codec = make_codec(space, "action")
-        observation_codec = make_codec(sample.observation_space, "observation")
+        action_space = sample_env.action_space
+        action_codec = make_codec(action_space, "action")
+        observation_codec = make_codec(sample_env.observation_space, "observation")
         base_name = env_id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0]
         base_guide = find_guide(base_name)
         guide = replace(
             base_guide,
-            names=tuple(names) or base_guide.names or _read_action_names(sample),
-            instructions=instructions or _make_instructions(base_guide, sample),
+            action_names=tuple(action_names)
+            or base_guide.action_names
+            or _read_action_names(sample_env),
+            instructions=instructions or _make_instructions(base_guide, sample_env),
         )
         if picture_columns:
-            require_picture(sample.observation_space, picture_columns)
+            require_picture(sample_env.observation_space, picture_columns)
     finally:
-        sample.close()
+        sample_env.close()
     action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
-    attributes = {
+    class_attributes = {
         "__doc__": f"Gymnasium's {env_id}.",
         "name": f"{GYMNASIUM}:{env_id}",
         "description": f"Gymnasium's {env_id}",
         "version": f"{gymnasium.__version__}",
         "action_type": action_type,
-        "observation_type": _observation_type(
-            observation_codec, space, options.get("render_mode") == _ANSI, bool(picture_columns)
+        "observation_type": _make_observation_type(
+            observation_codec,
+            action_space,
+            options.get("render_mode") == _TEXT_RENDER_MODE,
+            bool(picture_columns),
         ),
         "env_id": env_id,
-        "make_options": options,
-        "renderer": GymnasiumRenderer(env_id, action_type, space, guide),
+        "gymnasium_options": options,
+        "renderer": GymnasiumRenderer(env_id, action_type, action_space, guide),
         "action_codec": action_codec,
         "observation_codec": observation_codec,
         "picture_columns": picture_columns,
     }
-    return type("GymnasiumEnvironment", (GymnasiumEnvironment,), attributes)
+    return type("GymnasiumEnvironment", (GymnasiumEnvironment,), class_attributes)
 
 
-def _observation_type(
-    codec: SpaceCodec, space: AnySpace, is_text: bool, has_picture: bool
+def _make_observation_type(
+    codec: SpaceCodec, action_space: AnySpace, has_text_rendering: bool, has_picture: bool
 ) -> type[Observation]:
     fields: dict[str, Any] = {"observation": codec.annotation}
-    if isinstance(space, spaces.Discrete):
-        text = "Legal actions: those that `action_mask` allows, or all actions without a mask."
-        fields["legal_actions"] = (list[int], Field(description=text))
-        if space.n > MAX_LISTED_ACTIONS:
-            limits = f"from {int(space.start)} to {int(space.start + space.n - 1)}"
-            text = f"{text} Null if there are more than {MAX_LISTED_ACTIONS}."
-            fields["legal_actions"] = (list[int] | None, Field(description=text))
-            text = f"Number of legal actions, which are {limits}."
-            fields["num_legal_actions"] = (int, Field(description=text))
-    if is_text:
+    if isinstance(action_space, spaces.Discrete):
+        description = (
+            "Legal actions: those that `action_mask` allows, or all actions without a mask."
+        )
+        fields["legal_actions"] = (list[int], Field(description=description))
+        if action_space.n > MAX_LISTED_ACTIONS:
+            range_text = (
+                f"from {int(action_space.start)} to {int(action_space.start + action_space.n - 1)}"
+            )
+            description = f"{description} Null if there are more than {MAX_LISTED_ACTIONS}."
+            fields["legal_actions"] = (list[int] | None, Field(description=description))
+            description = f"Number of legal actions, which are {range_text}."
+            fields["num_legal_actions"] = (int, Field(description=description))
+    if has_text_rendering:
         fields["rendered"] = (str, Field(description="The environment drawn as text."))
     if has_picture:
-        text = "The picture in rows of digits, from 0 for black to 9 for white."
-        fields["picture"] = (str, Field(description=text))
+        description = "The picture in rows of digits, from 0 for black to 9 for white."
+        fields["picture"] = (str, Field(description=description))
     return create_model("GymnasiumObservation", __base__=Observation, **fields)
 
 
-def make_gymnasium(env_id: str, options: JsonObject) -> AnyGymnasium:
+def make_gymnasium(env_id: str, options: JsonObject) -> AnyGymnasiumEnv:
     """Create a Gymnasium environment.
 
     Raises:
@@ -295,32 +313,34 @@ def make_gymnasium(env_id: str, options: JsonObject) -> AnyGymnasium:
     try:
         return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        raise _missing_library_error(env_id, error) from error
+        raise _make_missing_library_error(env_id, error) from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"'{GYMNASIUM}:{env_id}' cannot be created: {error}") from error
 
 
-def _missing_library_error(env_id: str, error: Exception) -> ConfigError:
-    """Return the error for a missing library; Gymnasium's message names what to install."""
-    text = str(error)
+def _make_missing_library_error(env_id: str, error: Exception) -> ConfigError:
+    """Return the error for a missing library. Gymnasium's message names the package to install."""
+    message = str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        text += f"; pip install {error.name.partition('.')[0]}"
-    return ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {text}")
+        message += f"; pip install {error.name.partition('.')[0]}"
+    return ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {message}")
 
 
 def _find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    module, _, name = env_id.rpartition(":")
+    module_name, _, env_name = env_id.rpartition(":")
     try:
-        if module:  # the module registers its environments when it is imported
-            importlib.import_module(module)
-        return gymnasium.spec(name)
+        if module_name:  # the module registers its environments when it is imported
+            importlib.import_module(module_name)
+        return gymnasium.spec(env_name)
     except ModuleNotFoundError as error:
         raise NotFoundError(
             f"'{GYMNASIUM}:{env_id}' needs the module '{error.name}', which is not installed"
         ) from error
     except gymnasium.error.Error as error:
-        hint = did_you_mean(name, gymnasium.registry) or "see gymnasium.pprint_registry()"
-        raise NotFoundError(f"Gymnasium has no environment '{name}'; {hint} ({error})") from None
+        hint = did_you_mean(env_name, gymnasium.registry) or "see gymnasium.pprint_registry()"
+        raise NotFoundError(
+            f"Gymnasium has no environment '{env_name}'; {hint} ({error})"
+        ) from None
 
 
 def _add_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
@@ -329,38 +349,50 @@ def _add_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
     if "render_mode" in options or entry_point is None:
         return options
     try:
-        creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        env_class = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     except (gymnasium.error.Error, ImportError) as error:
-        raise _missing_library_error(env_id, error) from error
-    modes = getattr(creator, "metadata", {}).get("render_modes", ())
-    return {**options, "render_mode": _ANSI} if _ANSI in modes else options
+        raise _make_missing_library_error(env_id, error) from error
+    render_modes = getattr(env_class, "metadata", {}).get("render_modes", ())
+    return (
+        {**options, "render_mode": _TEXT_RENDER_MODE}
+        if _TEXT_RENDER_MODE in render_modes
+        else options
+    )
 
 
-def _make_instructions(guide: Guide, environment: AnyGymnasium) -> str:
+def _make_instructions(guide: Guide, environment: AnyGymnasiumEnv) -> str:
     """Return the guide's instructions for the environment's options."""
-    default = inspect.signature(type(environment.unwrapped)).parameters.get("is_slippery")
+    slippery_parameter = inspect.signature(type(environment.unwrapped)).parameters.get(
+        "is_slippery"
+    )
     arguments = environment.spec.kwargs if environment.spec is not None else {}
-    if arguments.get("is_slippery", default is not None and default.default):
+    if arguments.get("is_slippery", slippery_parameter is not None and slippery_parameter.default):
         return f"{guide.instructions} {guide.slippery_instructions}".strip()
     return guide.instructions
 
 
-def _read_action_names(environment: AnyGymnasium) -> tuple[str, ...]:
-    """Return the names of actions of Atari and similar environments."""
-    meanings = getattr(environment.unwrapped, "get_action_meanings", None)
-    return tuple(meanings()) if meanings is not None else ()
+def _read_action_names(environment: AnyGymnasiumEnv) -> tuple[str, ...]:
+    """Return the action names that Atari and similar environments declare."""
+    get_meanings = getattr(environment.unwrapped, "get_action_meanings", None)
+    return tuple(get_meanings()) if get_meanings is not None else ()
 
 
-def _legal_fields(space: spaces.Discrete, info: JsonObject, is_over: bool) -> JsonObject:
-    """Return the legal actions, or only their number if the list would be long."""
-    mask, first_action, size = info.get("action_mask"), int(space.start), int(space.n)
-    if is_over:
-        legal: Sequence[int] = ()
-    elif mask is None:
-        legal = range(first_action, first_action + size)
+def _make_legal_fields(
+    action_space: spaces.Discrete, info: JsonObject, is_episode_over: bool
+) -> JsonObject:
+    """Return the fields for legal actions. The list is null if it would be long."""
+    action_mask, first_action, num_actions = (
+        info.get("action_mask"),
+        int(action_space.start),
+        int(action_space.n),
+    )
+    if is_episode_over:
+        legal_numbers: Sequence[int] = ()
+    elif action_mask is None:
+        legal_numbers = range(first_action, first_action + num_actions)
     else:
-        legal = [first_action + int(index) for index in np.flatnonzero(mask)]
-    if size <= MAX_LISTED_ACTIONS:
-        return {"legal_actions": list(legal)}
-    legal_actions = list(legal) if len(legal) <= MAX_LISTED_ACTIONS else None
-    return {"legal_actions": legal_actions, "num_legal_actions": len(legal)}
+        legal_numbers = [first_action + int(index) for index in np.flatnonzero(action_mask)]
+    if num_actions <= MAX_LISTED_ACTIONS:
+        return {"legal_actions": list(legal_numbers)}
+    legal_actions = list(legal_numbers) if len(legal_numbers) <= MAX_LISTED_ACTIONS else None
+    return {"legal_actions": legal_actions, "num_legal_actions": len(legal_numbers)}

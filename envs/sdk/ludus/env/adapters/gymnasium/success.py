@@ -1,4 +1,4 @@
-"""The success of an episode of a Gymnasium environment, from the first available source.
+"""The success of an episode of a Gymnasium environment, from the first source that exists.
 
     info["is_success"]     value of the last step, a convention of robotics environments
     the name               goals of well-known environments
@@ -17,14 +17,14 @@ import numpy as np
 
 from ludus.env.types import JsonObject
 
-_TOLERANCE = 1e-9
+_RETURN_TOLERANCE = 1e-9
 """Tolerance for rounding errors in the sum of an episode's rewards."""
 
 
 def find_success(
     environment: gymnasium.Env[Any, Any],
     is_terminated: bool,
-    reward: float,
+    last_reward: float,
     episode_return: float,
     info: JsonObject,
 ) -> bool | None:
@@ -32,23 +32,23 @@ def find_success(
 
     Args:
         is_terminated: whether the final step terminated the episode.
-        reward: reward of the final step.
+        last_reward: reward of the final step.
         info: info of the final step.
     """
-    success = info.get("is_success")
-    if isinstance(success, bool | int | float | np.bool_ | np.number):
-        return bool(success)
+    reported_success = info.get("is_success")
+    if isinstance(reported_success, bool | int | float | np.bool_ | np.number):
+        return bool(reported_success)
     spec = environment.spec
     if spec is None:
         return None
     match spec.name if spec.namespace is None else "":
         case "FrozenLake" | "FrozenLake8x8":
-            lake: Any = environment.unwrapped
-            return bool(lake.desc.flat[lake.s] == b"G")
+            frozen_lake: Any = environment.unwrapped
+            return bool(frozen_lake.desc.flat[frozen_lake.s] == b"G")
         case "Taxi" | "CliffWalking" | "MountainCar" | "MountainCarContinuous" | "Acrobot":
             return is_terminated  # these terminate only at the goal
         case "Blackjack":
-            return reward > 0
+            return last_reward > 0
     if spec.reward_threshold is None:
         return None
-    return episode_return >= spec.reward_threshold - _TOLERANCE
+    return episode_return >= spec.reward_threshold - _RETURN_TOLERANCE

@@ -1,9 +1,9 @@
 """The text renderer of Gymnasium environments for language models.
 
-Discrete actions are answered by name, or by number if they have no names. Other actions are JSON.
+A model answers with the name of a discrete action, or its number. Other actions are JSON.
 The numbers of observations have names if there is a guide to the environment. An environment that
-can draw itself as text (`render_mode="ansi"`) is shown as that text. Pictures are rows of digits,
-for language models without vision.
+can draw itself as text (`render_mode="ansi"`) is shown as that text. A picture becomes rows of
+digits for language models without vision.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ludus.env.text import extract_answer
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError, ConfigError
 
-_COLORED = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
-_ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_COLORED_TEXT = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
 """An integer that Python can convert: one sign, ASCII digits and a limited length."""
 
 MAX_LISTED_ACTIONS = 256
 """Number of discrete actions above which the text contains only their range."""
 _NUM_SHADES = 10
-_DIGITS = "You see it as rows of digits, from 0 for black to 9 for white."
+_PICTURE_LEGEND = "You see it as rows of digits, from 0 for black to 9 for white."
 
 
 class GymnasiumRenderer:
@@ -44,114 +44,120 @@ class GymnasiumRenderer:
         self, env_name: str, action_type: type[Action], space: AnySpace, guide: Guide
     ) -> None:
         self._action_type = action_type
-        numbers: Sequence[int] = ()
+        action_numbers: Sequence[int] = ()
         if isinstance(space, spaces.Discrete):
-            numbers = range(int(space.start), int(space.start + space.n))
+            action_numbers = range(int(space.start), int(space.start + space.n))
         self.guide = guide
-        self._names = {
-            number: guide.names[index] if index < len(guide.names) else str(number)
-            for index, number in enumerate(numbers)
+        self._names_by_number = {
+            number: guide.action_names[index] if index < len(guide.action_names) else str(number)
+            for index, number in enumerate(action_numbers)
         }
-        self._numbers = {name.casefold(): number for number, name in self._names.items()}
-        self._intro = f"You play {env_name}. {guide.instructions}".strip()
+        self._numbers_by_name = {
+            name.casefold(): number for number, name in self._names_by_number.items()
+        }
+        self._introduction = f"You play {env_name}. {guide.instructions}".strip()
 
     def render(self, observation: Observation, *, first: bool) -> list[Message]:
-        """Return one message with the picture and the numbers, and first with the instructions."""
+        """Return one message with the picture and the numbers, and first with instructions."""
         fields: JsonObject = dict(observation)
-        parts = [self._intro, self._answer_instructions()] if first else []
+        lines = [self._introduction, self._make_answer_instructions()] if first else []
         if first and fields.get("picture"):
-            parts.insert(1, _DIGITS)
-        parts += [fields[name] for name in ("rendered", "picture") if fields.get(name)]
+            lines.insert(1, _PICTURE_LEGEND)
+        lines += [fields[name] for name in ("rendered", "picture") if fields.get(name)]
         if fields.get("observation") is not None:
-            parts.append(f"Observation: {self._format_observation(fields['observation'])}")
-        return [{"role": "user", "content": "\n".join(parts) or "No observation."}]
+            lines.append(f"Observation: {self._format_observation(fields['observation'])}")
+        return [{"role": "user", "content": "\n".join(lines) or "No observation."}]
 
     def parse(self, text: str, observation: Observation) -> Action:
         """Return the action in the last <answer>, or in the complete text."""
         answer = extract_answer(text)
-        if not self._numbers:
+        if not self._numbers_by_name:
             return self._parse_json(answer)
-        number = self._numbers.get(answer.casefold())
-        if number is None and _NUMBER.fullmatch(answer) and int(answer) in self._names:
+        number = self._numbers_by_name.get(answer.casefold())
+        if number is None and _INTEGER.fullmatch(answer) and int(answer) in self._names_by_number:
             number = int(answer)
         if number is None:
-            number = self._find_only_name(answer)
+            number = self._find_named_action(answer)
         if number is None:
             raise ActionParseError(f"expected one of {self._list_actions()}; got {text[-200:]!r}")
         return self._action_type.model_validate({"action": number})
 
     def legal_answers(self, observation: Observation) -> list[str]:
         """Return the names of the legal actions; empty if they cannot be listed."""
-        legal: Sequence[int] = getattr(observation, "legal_actions", None) or ()
-        return [self._names[number] for number in legal]
+        legal_numbers: Sequence[int] = getattr(observation, "legal_actions", None) or ()
+        return [self._names_by_number[number] for number in legal_numbers]
 
-    def _answer_instructions(self) -> str:
-        if self._names:
+    def _make_answer_instructions(self) -> str:
+        if self._names_by_number:
             return f"Answer with one of: {self._list_actions()}."
         schema = self._action_type.model_json_schema()["properties"]["action"]
-        controls = ", ".join(self.guide.controls)
-        control_text = f" Its numbers are: {controls}." if controls else ""
-        return f"Answer with JSON that fits this schema: {json.dumps(schema)}{control_text}"
+        labels_text = ", ".join(self.guide.action_labels)
+        label_sentence = f" Its numbers are: {labels_text}." if labels_text else ""
+        return f"Answer with JSON that fits this schema: {json.dumps(schema)}{label_sentence}"
 
     def _list_actions(self) -> str:
-        if len(self._names) <= MAX_LISTED_ACTIONS:
-            return ", ".join(self._names.values())
-        return f"the numbers from {min(self._names)} to {max(self._names)}"
+        if len(self._names_by_number) <= MAX_LISTED_ACTIONS:
+            return ", ".join(self._names_by_number.values())
+        return f"the numbers from {min(self._names_by_number)} to {max(self._names_by_number)}"
 
     def _format_observation(self, observation: Any) -> str:
         """Return the observation as text, with the names of its numbers if they have names."""
-        names: Sequence[str] = ()
+        labels: Sequence[str] = ()
         if isinstance(observation, list | tuple):
-            names = self.guide.number_names(len(observation))
-        if not names:
-            return _format_value(observation)
-        text = ", ".join(
-            f"{name}: {_format_value(value)}"
-            for name, value in zip(names, observation, strict=False)
+            labels = self.guide.find_observation_labels(len(observation))
+        if not labels:
+            return _format_json_value(observation)
+        labeled_text = ", ".join(
+            f"{label}: {_format_json_value(value)}"
+            for label, value in zip(labels, observation, strict=False)
         )
-        unnamed = observation[len(names) :]
-        if not unnamed:
-            return text
-        return f"{text}, and {len(unnamed)} more: {_format_value(unnamed)}"
+        other_values = observation[len(labels) :]
+        if not other_values:
+            return labeled_text
+        return f"{labeled_text}, and {len(other_values)} more: {_format_json_value(other_values)}"
 
-    def _find_only_name(self, text: str) -> int | None:
-        """Return the action that the text names, or None if it names none or several."""
-        words = {word.casefold() for word in re.findall(r"\w+", text)}
-        numbers = [number for name, number in self._numbers.items() if name in words]
-        return numbers[0] if len(numbers) == 1 else None
+    def _find_named_action(self, response: str) -> int | None:
+        """Return the only action that the response names, or None if it names none or several."""
+        words = {word.casefold() for word in re.findall(r"\w+", response)}
+        matches = [number for name, number in self._numbers_by_name.items() if name in words]
+        return matches[0] if len(matches) == 1 else None
 
-    def _parse_json(self, text: str) -> Action:
+    def _parse_json(self, response: str) -> Action:
         try:
-            return self._action_type.model_validate({"action": json.loads(text)})
+            return self._action_type.model_validate({"action": json.loads(response)})
         except (ValueError, RecursionError) as error:
-            # The text is not JSON, not in the space, or too long or too deeply nested for Python.
+            # The response is not JSON, not in the space, or nested too deeply for Python.
             raise ActionParseError(
-                f"expected an action as JSON, got {text[-200:]!r}: {error}"
+                f"expected an action as JSON, got {response[-200:]!r}: {error}"
             ) from None
 
 
-def replace_colors(picture: str, marks: Mapping[str, str]) -> str:
-    """Put colored parts in brackets, because environments mark positions by color."""
+def replace_colors(picture: str, color_meanings: Mapping[str, str]) -> str:
+    """Put colored text in brackets, because environments mark positions by color."""
 
-    def mark(match: re.Match[str]) -> str:
-        meaning = marks.get(match[1], "")
-        return f"[{meaning} {match[2].strip()}".rstrip() + "]" if meaning else f"[{match[2]}]"
+    def bracket(colored_match: re.Match[str]) -> str:
+        meaning = color_meanings.get(colored_match[1], "")
+        return (
+            f"[{meaning} {colored_match[2].strip()}".rstrip() + "]"
+            if meaning
+            else f"[{colored_match[2]}]"
+        )
 
-    return _ESCAPE.sub("", _COLORED.sub(mark, picture)).strip("\n")
+    return _ESCAPE_CODE.sub("", _COLORED_TEXT.sub(bracket, picture)).strip("\n")
 
 
 def require_picture(space: AnySpace, num_columns: int) -> None:
     """Check that a space consists of pictures with at least `num_columns` columns.
 
     Raises:
-        ConfigError: its elements are not pictures, or they are narrower.
+        ConfigError: the elements are not pictures, or the pictures are narrower.
     """
     is_picture = isinstance(space, spaces.Box) and space.dtype == np.uint8
     shape = space.shape or ()
     if not is_picture or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)):
         raise ConfigError(
             "picture_columns needs pictures of height x width, gray or with three colors,"
-            f" got observations in {space}; remove it"
+            f" got observations in {space}; remove picture_columns"
         )
     if type(num_columns) is not int or not 1 <= num_columns <= shape[1]:
         raise ConfigError(
@@ -159,28 +165,34 @@ def require_picture(space: AnySpace, num_columns: int) -> None:
         )
 
 
-def picture_rows(picture: np.ndarray, num_columns: int) -> str:
+def draw_picture(picture: np.ndarray, num_columns: int) -> str:
     """Draw a picture with `num_columns` columns and a proportional number of rows.
 
-    Each digit is the mean brightness of its part, from 0 (black) to 9 (white).
+    Each digit is the mean brightness of an area, from 0 (black) to 9 (white).
     """
-    gray = picture if picture.ndim == 2 else picture.mean(axis=2)
-    num_rows = max(1, round(num_columns * gray.shape[0] / gray.shape[1]))
-    tops = np.arange(num_rows) * gray.shape[0] // num_rows
-    lefts = np.arange(num_columns) * gray.shape[1] // num_columns
-    sums = np.add.reduceat(np.add.reduceat(gray.astype(np.float64), tops, 0), lefts, 1)
-    heights = np.diff(np.append(tops, gray.shape[0]))
-    widths = np.diff(np.append(lefts, gray.shape[1]))
-    shades = (sums / np.outer(heights, widths) * _NUM_SHADES / 256).astype(int)
+    gray_picture = picture if picture.ndim == 2 else picture.mean(axis=2)
+    num_rows = max(1, round(num_columns * gray_picture.shape[0] / gray_picture.shape[1]))
+    row_starts = np.arange(num_rows) * gray_picture.shape[0] // num_rows
+    column_starts = np.arange(num_columns) * gray_picture.shape[1] // num_columns
+    brightness_sums = np.add.reduceat(
+        np.add.reduceat(gray_picture.astype(np.float64), row_starts, 0), column_starts, 1
+    )
+    row_heights = np.diff(np.append(row_starts, gray_picture.shape[0]))
+    column_widths = np.diff(np.append(column_starts, gray_picture.shape[1]))
+    shades = (brightness_sums / np.outer(row_heights, column_widths) * _NUM_SHADES / 256).astype(
+        int
+    )
     return "\n".join("".join(map(str, row)) for row in shades)
 
 
-def _format_value(value: Any) -> str:
-    """Format a value, with four digits per number."""
+def _format_json_value(value: Any) -> str:
+    """Format a JSON value as text, with four digits per float."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_format_value(item) for item in value)}]"
+        return f"[{', '.join(_format_json_value(element) for element in value)}]"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_format_value(item)}" for name, item in value.items())
+        return ", ".join(
+            f"{name}: {_format_json_value(element)}" for name, element in value.items()
+        )
     return str(value)

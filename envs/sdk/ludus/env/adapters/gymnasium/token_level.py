@@ -1,13 +1,13 @@
-"""Adapter for Gymnasium's token-level environments: one step takes a complete response.
+"""Adapter for Gymnasium's token-level environments: one step takes a whole completion.
 
     Discrete(vocabulary) actions, Sequence(Discrete) observations: one token per Gymnasium step
 
     {"token_ids": [41, 7, 9, 2]} --one token after another--> rewards [0, 0, 1]; the last token is
-                                                              unused, as the episode has ended
+                                                              unused: the episode has ended
 
-The observation contains all tokens until now and a reward for each used token. Tokens are used
-until the episode ends, or until the environment adds other tokens, because the later tokens of the
-response were then sampled without seeing them.
+The observation contains all tokens of the episode so far, and a reward for each used token. Tokens
+are used until the episode ends or the environment adds other tokens. The later tokens of the
+completion were sampled without these other tokens, so they are not used.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from pydantic import Field
 
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium.environment import (
-    AnyGymnasium,
-    GymnasiumEpisodes,
+    AnyGymnasiumEnv,
+    EpisodicGymnasiumEnvironment,
     make_gymnasium,
 )
-from ludus.env.adapters.gymnasium.spaces import json_safe
+from ludus.env.adapters.gymnasium.spaces import to_plain_json
 from ludus.env.types import Action, JsonObject, Observation, Transition
 from ludus.proto.errors import ConfigError, IllegalActionError
 
 
-class TokenAnswer(Action):
-    """A response of a language model."""
+class TokenAction(Action):
+    """A completion of a language model."""
 
     token_ids: Annotated[list[int], Field(min_length=1)]
 
 
 class TokenObservation(Observation):
-    """The tokens of the prompt and of the responses."""
+    """The tokens of the prompt and of the completions."""
 
     token_ids: list[int]
     """All tokens of the episode."""
     rewards: list[float]
-    """Reward for each used token of the response; empty after a reset."""
+    """Reward for each used token of the completion; empty after a reset."""
 
 
-class TokenLevelEnvironment(GymnasiumEpisodes[TokenAnswer, TokenObservation]):
-    """A Gymnasium environment whose actions are tokens, with one step per response.
+class TokenLevelEnvironment(EpisodicGymnasiumEnvironment[TokenAction, TokenObservation]):
+    """A Gymnasium environment whose actions are tokens, with one step per completion.
 
     Args:
         env_id: id for `gymnasium.make`, or `module:id`.
@@ -61,10 +61,10 @@ class TokenLevelEnvironment(GymnasiumEpisodes[TokenAnswer, TokenObservation]):
         ConfigError: the environment cannot be created, or its spaces do not contain tokens.
     """
 
-    action_type = TokenAnswer
+    action_type = TokenAction
     observation_type = TokenObservation
     name: ClassVar[str] = f"{GYMNASIUM}-tokens"
-    description: ClassVar[str] = "A token-level Gymnasium environment, an answer at a time"
+    description: ClassVar[str] = "A token-level Gymnasium environment, one completion per step"
 
     def __init__(
         self,
@@ -74,16 +74,24 @@ class TokenLevelEnvironment(GymnasiumEpisodes[TokenAnswer, TokenObservation]):
         import_from: str | None = None,
         **options: Any,
     ) -> None:
-        named = {"env_id": env_id, "entry_point": entry_point, "import_from": import_from}
-        self._options = {name: value for name, value in named.items() if value} | options
+        arguments = {
+            "env_id": env_id,
+            "entry_point": entry_point,
+            "import_from": import_from,
+        }
+        self._options = {
+            name: argument for name, argument in arguments.items() if argument
+        } | options
         if import_from is not None and import_from not in sys.path:
             sys.path.append(import_from)
         if entry_point is not None:
-            _register(env_id, entry_point)
-        self._key = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
-        idle = _idle_environments[self._key]
-        super().__init__(idle.pop() if idle else make_gymnasium(env_id, options))
-        self._num_tokens = count_tokens(self.gymnasium)
+            _register_entry_point(env_id, entry_point)
+        self._options_json = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)
+        idle_environments = _idle_environments[self._options_json]
+        super().__init__(
+            idle_environments.pop() if idle_environments else make_gymnasium(env_id, options)
+        )
+        self._vocabulary_size = read_vocabulary_size(self.gymnasium_env)
         self._token_ids: list[int] = []
         self._is_reusable = True
 
@@ -95,84 +103,88 @@ class TokenLevelEnvironment(GymnasiumEpisodes[TokenAnswer, TokenObservation]):
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[TokenObservation]:
         """Return the environment's first tokens; `options` are passed to Gymnasium."""
         self._is_reusable = False
-        element, info = self.start_episode(seed, options)
+        gym_observation, info = self.start_episode(seed, options)
         self._is_reusable = True
-        self._token_ids = _to_token_ids(element)
+        self._token_ids = _to_token_ids(gym_observation)
         observation = TokenObservation(token_ids=self._token_ids, rewards=[])
-        return Transition(observation, info=json_safe(info))
+        return Transition(observation, info=to_plain_json(info))
 
-    def step(self, action: TokenAnswer) -> Transition[TokenObservation]:
-        """Take a response, and return the result with the sum of its rewards.
+    def step(self, action: TokenAction) -> Transition[TokenObservation]:
+        """Take a completion, and return the result with the sum of its rewards.
 
         Raises:
             IllegalActionError: a token is not in the vocabulary.
         """
-        self._check(action.token_ids)
+        self._require_legal(action.token_ids)
         rewards: list[float] = []
-        terminated = truncated = False
+        is_terminated = is_truncated = False
         info: JsonObject = {}
         self._is_reusable = False
         for token_id in action.token_ids:
-            expected = [*self._token_ids, token_id]
-            element, reward, terminated, truncated, info = self.gymnasium.step(token_id)
+            appended_token_ids = [*self._token_ids, token_id]
+            gym_observation, reward, is_terminated, is_truncated, info = self.gymnasium_env.step(
+                token_id
+            )
             rewards.append(float(reward))
-            self._token_ids = _to_token_ids(element)
-            if terminated or truncated or self._token_ids != expected:
+            self._token_ids = _to_token_ids(gym_observation)
+            if is_terminated or is_truncated or self._token_ids != appended_token_ids:
                 break
         self._is_reusable = True
         observation = TokenObservation(token_ids=self._token_ids, rewards=rewards)
         return self.make_transition(
-            observation, rewards, bool(terminated), bool(truncated), info, {}
+            observation, rewards, bool(is_terminated), bool(is_truncated), info, {}
         )
 
     def close(self) -> None:
-        """Keep the environment for the next session, as it may have loaded a model."""
+        """Keep the environment for the next session, because it may have loaded a model."""
         if self._is_reusable:
-            _idle_environments[self._key].append(self.gymnasium)
+            _idle_environments[self._options_json].append(self.gymnasium_env)
         else:
-            self.gymnasium.close()
+            self.gymnasium_env.close()
 
-    def _check(self, token_ids: list[int]) -> None:
+    def _require_legal(self, token_ids: list[int]) -> None:
         self.require_episode()
-        unknown_ids = [token_id for token_id in token_ids if not 0 <= token_id < self._num_tokens]
+        unknown_ids = [
+            token_id for token_id in token_ids if not 0 <= token_id < self._vocabulary_size
+        ]
         if unknown_ids:
             raise IllegalActionError(
-                f"tokens must be 0 to {self._num_tokens - 1}, got {unknown_ids[0]}; a model with"
-                " more embeddings than its tokenizer has tokens can sample tokens that do not exist"
+                f"tokens must be 0 to {self._vocabulary_size - 1}, got {unknown_ids[0]}; a"
+                " model with more embeddings than its tokenizer has tokens can sample unknown ids"
             )
 
 
-def count_tokens(environment: AnyGymnasium) -> int:
-    """Return the number of tokens in an environment whose actions are tokens.
+def read_vocabulary_size(environment: AnyGymnasiumEnv) -> int:
+    """Return the vocabulary size of an environment whose actions are tokens.
 
     Raises:
         ConfigError: its actions are not tokens, or its observations are not sequences of tokens.
     """
-    actions, observations = environment.action_space, environment.observation_space
-    is_sequence = isinstance(observations, spaces.Sequence) and isinstance(
-        observations.feature_space, spaces.Discrete
+    action_space, observation_space = environment.action_space, environment.observation_space
+    is_sequence = isinstance(observation_space, spaces.Sequence) and isinstance(
+        observation_space.feature_space, spaces.Discrete
     )
-    if not isinstance(actions, spaces.Discrete) or actions.start != 0 or not is_sequence:
+    if not isinstance(action_space, spaces.Discrete) or action_space.start != 0 or not is_sequence:
         raise ConfigError(
             "expected a token-level environment, with action_space = Discrete(len(tokenizer)) and "
             "observation_space = Sequence(Discrete(len(tokenizer))), got"
-            f" {actions} and {observations}"
+            f" {action_space} and {observation_space}"
         )
-    return int(actions.n)
+    return int(action_space.n)
 
 
-_idle_environments: defaultdict[bytes, list[AnyGymnasium]] = defaultdict(list)
-"""Environments whose session is over, by the arguments of their constructor."""
+_idle_environments: defaultdict[bytes, list[AnyGymnasiumEnv]] = defaultdict(list)
+"""Environments without a session, by the JSON of their constructor arguments."""
 
 
-def _register(env_id: str, entry_point: str) -> None:
+def _register_entry_point(env_id: str, entry_point: str) -> None:
     """Register the id in this process if it is not registered."""
     spec = gymnasium.registry.get(env_id)
     if spec is None or spec.entry_point != entry_point:
         gymnasium.register(id=env_id, entry_point=entry_point)
 
 
-def _to_token_ids(element: Any) -> list[int]:
+def _to_token_ids(gym_observation: Any) -> list[int]:
     """Convert a sequence of numbers or arrays, or a tensor, to [T] token ids."""
-    token_ids: list[int] = np.asarray(element, dtype=np.int64).reshape(-1).tolist()
+    token_ids: list[int] = np.asarray(gym_observation, dtype=np.int64).reshape(-1).tolist()
     return token_ids

@@ -3,13 +3,13 @@
     openenv:module:Class  --+
     openenv:module:app    --+--OpenEnvSource--> a class for the target --()--> environment
     a factory function    --+                                                    |
-                                              one thread per environment for all calls of the
-                                              foreign environment, with an event loop
+                                              one thread per environment, with an event loop, for
+                                              all calls to the foreign environment
 
-The adapter supports OpenEnv 0.1 to 0.10 without importing OpenEnv: the environment's annotations or
-its application define the type of actions. Each environment runs in one thread, like on OpenEnv's
-servers, because libraries such as browsers and SQLite require that. All environments that declare
-REQUIRES_SINGLE_THREAD_EXECUTOR share one thread.
+The adapter supports OpenEnv 0.1 to 0.10 and does not import OpenEnv. It reads the type of actions
+from the environment's annotations or its application. Each environment runs in one thread, as on
+OpenEnv's servers, because libraries such as browsers and SQLite require that. All environments that
+declare REQUIRES_SINGLE_THREAD_EXECUTOR share one thread.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ludus.proto.errors import (
     ToolError,
 )
 
-_LEAVE_TIMEOUT_S = 0.5
+_CLOSE_TIMEOUT_S = 0.5
 _TRUNCATED_KEYS = ("truncated", "TimeLimit.truncated")
 
 
 class EnvironmentThread:
-    """A thread that runs calls one after another while their callers wait."""
+    """A thread that runs one call at a time while the callers wait."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,7 +60,7 @@ class EnvironmentThread:
         """Run a call, await its value if it is awaitable, and return the value."""
         if self._pid != os.getpid():  # a fork does not copy threads
             self._start()
-        return self._executor.submit(self._run, call).result()
+        return self._executor.submit(self._run_in_thread, call).result()
 
     def stop(self) -> None:
         """Stop the thread after the running call, without waiting for it."""
@@ -73,15 +73,15 @@ class EnvironmentThread:
         # All calls share one loop, because connections belong to a loop.
         self._runner = asyncio.Runner()
 
-    def _run(self, call: Callable[[], Any]) -> Any:
-        value = call()
-        if not inspect.isawaitable(value):
-            return value
+    def _run_in_thread(self, call: Callable[[], Any]) -> Any:
+        call_result = call()
+        if not inspect.isawaitable(call_result):
+            return call_result
 
-        async def wait() -> Any:
-            return await value
+        async def await_result() -> Any:
+            return await call_result
 
-        return self._runner.run(wait())
+        return self._runner.run(await_result())
 
 
 class OpenEnvRenderer:
@@ -89,64 +89,64 @@ class OpenEnvRenderer:
 
     def __init__(self, name: str, action_type: type[Action]) -> None:
         self._action_type = action_type
-        self._text = FieldsText(name, action_type.model_json_schema())
+        self._fields_renderer = FieldsText(name, action_type.model_json_schema())
 
     def render(self, observation: Observation, *, first: bool) -> list[Message]:
-        """Return one message with a field per line, and after a reset with instructions."""
-        content = self._text.content(observation.model_dump(mode="json"), first=first)
+        """Return one message with one field per line, and with instructions after a reset."""
+        content = self._fields_renderer.content(observation.model_dump(mode="json"), first=first)
         return [{"role": "user", "content": content}]
 
     def parse(self, text: str, observation: Observation) -> Action:
-        """Parse a text to an action."""
-        data = self._text.action(text, observation.model_extra or {})
+        """Parse a language model's text as an action."""
+        action_json = self._fields_renderer.action(text, observation.model_extra or {})
         try:
-            return self._action_type.model_validate(data)
+            return self._action_type.model_validate(action_json)
         except ValidationError as error:
-            fault = error.errors(include_url=False, include_context=False)[0]["msg"]
+            fault_message = error.errors(include_url=False, include_context=False)[0]["msg"]
             raise ActionParseError(
-                f"expected an action as described, got {text[-200:]!r}: {fault}"
+                f"expected an action as described, got {text[-200:]!r}: {fault_message}"
             ) from None
 
     def legal_answers(self, observation: Observation) -> list[str]:
         """Return the observation's `legal_actions` as text, or the values of an enum."""
-        return self._text.legal_answers(observation.model_extra or {})
+        return self._fields_renderer.legal_answers(observation.model_extra or {})
 
 
 class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignState]):
     """A foreign environment, with a subclass for each target."""
 
     source: ClassVar[OpenEnvSource]
-    slot: ClassVar[threading.Semaphore | None] = None
-    """Right to the only instance in this process; None if there may be several instances."""
+    instance_slot: ClassVar[threading.Semaphore | None] = None
+    """Permit for the only instance in this process; None if several instances are allowed."""
     shared_thread: ClassVar[EnvironmentThread | None] = None
-    """Thread of all environments that must share one."""
+    """Thread of all instances, if they must share one thread."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._is_over = False
-        self._take_slot()
+        self._acquire_slot()
         self._thread = self.shared_thread or EnvironmentThread(self.name)
         try:
-            self._foreign: Any = self._thread.run(lambda: self.source.make(**options))
+            self._foreign_environment: Any = self._thread.run(lambda: self.source.create(**options))
         except BaseException:
-            self._stop()
+            self._release_resources()
             raise
         if self.source.action_schema.get("properties"):
             self.text_renderer = OpenEnvRenderer(self.name, self.action_type)
 
     @property
     def options(self) -> JsonObject:
-        """The arguments of the foreign class."""
+        """The constructor arguments of the foreign class."""
         return dict(self._options)
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[ForeignObservation]:
         """Return the first observation; the seed is passed to environments that accept one."""
         self._is_over = False
         arguments = {"seed": seed, **options} if seed is not None else options
-        if not self.source.takes_any_argument:
+        if not self.source.accepts_any_argument:
             names = arguments.keys() & self.source.reset_arguments
             arguments = {name: arguments[name] for name in names}
-        transition = self._transition(self._call("reset", arguments))
+        transition = self._make_transition(self._call_foreign("reset", arguments))
         if transition.reward is not None:
             transition.info["reset_reward"] = transition.reward
             transition.reward = transition.success = None
@@ -156,15 +156,14 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         """Take an action and return its result."""
         if self._is_over:
             raise EpisodeStateError(
-                "the episode is over; call reset to start the next episode",
-                ErrorCode.EPISODE_OVER,
+                "the episode is over; call reset to start the next episode", ErrorCode.EPISODE_OVER
             )
-        return self._transition(self._call("step", {}, action.foreign))
+        return self._make_transition(self._call_foreign("step", {}, action.foreign_action))
 
     @property
     def state(self) -> ForeignState:
         """The foreign state with all fields of its class."""
-        fields = self._thread.run(lambda: read_fields(self._foreign.state))
+        fields = self._thread.run(lambda: read_fields(self._foreign_environment.state))
         return cast(ForeignState, self.state_type.model_validate(fields))
 
     @property
@@ -172,7 +171,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         """The tools of an MCPEnvironment."""
         if self.source.list_tools is None:
             return []
-        observation = read_fields(self._call("step", {}, self.source.list_tools()))
+        observation = read_fields(self._call_foreign("step", {}, self.source.list_tools()))
         return [
             Tool(
                 name=tool["name"],
@@ -187,34 +186,40 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         if self.source.call_tool is None:
             return super().call_tool(name, arguments)
         action = self.source.call_tool(tool_name=name, arguments=arguments)
-        returned = read_fields(self._call("step", {}, action))
-        error = returned.get("error")
+        tool_observation = read_fields(self._call_foreign("step", {}, action))
+        error = tool_observation.get("error")
         if error:
             raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
-        result = returned.get("result")
+        result = tool_observation.get("result")
         if not isinstance(result, dict) or "content" not in result:
             return result if isinstance(result, dict) else {"result": result}
         if result.get("is_error"):
             raise ToolError(f"tool '{name}' failed: {result['content']}")
-        structured = result.get("structured_content")
-        return structured if isinstance(structured, dict) else {"result": result.get("data")}
+        structured_content = result.get("structured_content")
+        return (
+            structured_content
+            if isinstance(structured_content, dict)
+            else {"result": result.get("data")}
+        )
 
     def close(self) -> None:
         """Close the foreign environment and stop its thread."""
-        close = getattr(self._foreign, "close", None)
+        close = getattr(self._foreign_environment, "close", None)
         try:
             if close is not None:
                 self._thread.run(close)
         finally:
-            self._stop()
+            self._release_resources()
 
-    def _call(self, name: str, arguments: JsonObject, *positional: Any) -> Any:
+    def _call_foreign(
+        self, method_name: str, arguments: JsonObject, *positional_arguments: Any
+    ) -> Any:
         """Call a foreign method, or its async form if the class has one."""
-        method = getattr(self._foreign, self.source.method(name))
-        return self._thread.run(lambda: method(*positional, **arguments))
+        method = getattr(self._foreign_environment, self.source.choose_method(method_name))
+        return self._thread.run(lambda: method(*positional_arguments, **arguments))
 
-    def _transition(self, foreign: Any) -> Transition[ForeignObservation]:
-        fields = read_fields(foreign)
+    def _make_transition(self, foreign_observation: Any) -> Transition[ForeignObservation]:
+        fields = read_fields(foreign_observation)
         reward = fields.pop("reward", None)
         is_done = bool(fields.pop("done", False))
         metadata: JsonObject = fields.get("metadata") or {}
@@ -231,64 +236,68 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             success=read_success(metadata, is_done=is_done),
         )
 
-    def _take_slot(self) -> None:
+    def _acquire_slot(self) -> None:
         # The previous instance may be closing at this moment.
-        self._has_slot = self.slot is not None and self.slot.acquire(timeout=_LEAVE_TIMEOUT_S)
-        if self.slot is not None and not self._has_slot:
+        self._holds_slot = self.instance_slot is not None and self.instance_slot.acquire(
+            timeout=_CLOSE_TIMEOUT_S
+        )
+        if self.instance_slot is not None and not self._holds_slot:
             raise CapacityError(
                 f"{self.name} does not declare SUPPORTS_CONCURRENT_SESSIONS, so a process can"
                 " have only one session of it; serve it with --isolation process, which"
                 " runs each session in a separate process"
             )
 
-    def _stop(self) -> None:
-        if self.slot is not None and self._has_slot:
-            self._has_slot = False
-            self.slot.release()
+    def _release_resources(self) -> None:
+        if self.instance_slot is not None and self._holds_slot:
+            self._holds_slot = False
+            self.instance_slot.release()
         if self._thread is not self.shared_thread:
             self._thread.stop()
 
 
-def openenv_builder(target: str, imported: Any) -> Builder:
+def make_openenv_builder(target: str, target_object: Any) -> Builder:
     """Return a function that creates environments of a foreign class, factory or application.
 
     Raises:
         ConfigError: the object is none of these, or its action type cannot be determined.
     """
-    return _make_class(target, find_source(target, imported))
+    return _make_class(target, find_source(target, target_object))
 
 
 def _make_class(target: str, source: OpenEnvSource) -> type[OpenEnvEnvironment]:
-    description = (inspect.getdoc(source.kind) or source.kind.__name__).strip().split("\n")[0]
-    version = getattr(source.kind, "version", "")
-    is_concurrent = getattr(source.kind, "SUPPORTS_CONCURRENT_SESSIONS", False)
-    needs_single_thread = getattr(source.kind, "REQUIRES_SINGLE_THREAD_EXECUTOR", False)
+    description = (
+        (inspect.getdoc(source.env_class) or source.env_class.__name__).strip().split("\n")[0]
+    )
+    version = getattr(source.env_class, "version", "")
+    is_concurrent = getattr(source.env_class, "SUPPORTS_CONCURRENT_SESSIONS", False)
+    needs_shared_thread = getattr(source.env_class, "REQUIRES_SINGLE_THREAD_EXECUTOR", False)
     attributes: JsonObject = {
         "__doc__": description,
         "name": target,
         "description": description,
         "version": version if isinstance(version, str) and version else "1.0.0",
         "source": source,
-        "action_type": _subclass(
-            ForeignAction, source.action_schema, read_foreign=source.read_action
+        "action_type": _make_subclass(
+            ForeignAction, source.action_schema, parse_foreign=source.parse_action
         ),
-        "observation_type": _subclass(ForeignObservation, source.observation_schema),
-        "state_type": _subclass(ForeignState, source.state_schema),
+        "observation_type": _make_subclass(ForeignObservation, source.observation_schema),
+        "state_type": _make_subclass(ForeignState, source.state_schema),
         "one_per_process": not is_concurrent,
-        "slot": None if is_concurrent else threading.Semaphore(1),
-        "shared_thread": EnvironmentThread(target) if needs_single_thread else None,
+        "instance_slot": None if is_concurrent else threading.Semaphore(1),
+        "shared_thread": EnvironmentThread(target) if needs_shared_thread else None,
         "reset": _make_reset(source),
     }
     return type("OpenEnvEnvironment", (OpenEnvEnvironment,), attributes)
 
 
-def _subclass(base: type[Any], schema: JsonObject, **attributes: Any) -> type[Any]:
-    attributes |= {"foreign_schema": schema, "__module__": base.__module__}
-    return type(base.__name__, (base,), attributes)
+def _make_subclass(base_class: type[Any], schema: JsonObject, **attributes: Any) -> type[Any]:
+    attributes |= {"foreign_schema": schema, "__module__": base_class.__module__}
+    return type(base_class.__name__, (base_class,), attributes)
 
 
 def _make_reset(source: OpenEnvSource) -> Any:
-    """Create a `reset` whose signature shows servers the arguments of the foreign `reset`."""
+    """Create a `reset` whose signature contains the arguments of the foreign `reset`."""
 
     @functools.wraps(OpenEnvEnvironment.reset)
     def reset(
@@ -296,11 +305,14 @@ def _make_reset(source: OpenEnvSource) -> Any:
     ) -> Transition[ForeignObservation]:
         return OpenEnvEnvironment.reset(self, seed=seed, **options)
 
-    keyword, self_kind = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    keyword_kind, self_kind = (
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     parameters = [inspect.Parameter("self", self_kind)]
-    names = dict.fromkeys(["seed", *source.reset_arguments])
-    parameters += [inspect.Parameter(name, keyword, default=None) for name in names]
-    if source.takes_any_argument:
+    argument_names = dict.fromkeys(["seed", *source.reset_arguments])
+    parameters += [inspect.Parameter(name, keyword_kind, default=None) for name in argument_names]
+    if source.accepts_any_argument:
         parameters.append(inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD))
     reset.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return reset

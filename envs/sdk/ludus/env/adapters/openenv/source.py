@@ -1,10 +1,10 @@
 """Sources of foreign environments, with their types: pydantic models or dataclasses.
 
     class        --> annotations of `step`, or type arguments of `Environment[...]`
-    factory      --> the same of the class of the created environment
-    application  --> the server object that `create_app` stored in its routes
+    factory      --> the same, for the class of the environment that it creates
+    application  --> the server object that `create_app` put into the routes
 
-    JSON --ForeignAction--> validated by the foreign type, kept as `.foreign`
+    JSON --ForeignAction--> an action of the foreign type, in `.foreign_action`
     foreign observation --read_fields--> JSON fields --> ForeignObservation
 
 Servers publish the schemas of the foreign types.
@@ -36,17 +36,17 @@ from pydantic_core import PydanticSerializationError
 from ludus.env.types import Action, JsonObject, Observation, State
 from ludus.proto.errors import ConfigError
 
-_ROOTS = ("openenv", "openenv_core")
-_BASE_TYPES = ("Action", "Observation", "State")
-_MCP_CLASS = "MCPEnvironment"
+_OPENENV_PACKAGES = ("openenv", "openenv_core")
+_BASE_TYPE_NAMES = ("Action", "Observation", "State")
+_MCP_CLASS_NAME = "MCPEnvironment"
 _MAX_CLOSURE_DEPTH = 4
-_MAX_REPR = 200
-Parser = Callable[[JsonObject], Any]
+_MAX_REPR_CHARS = 200
+ActionParser = Callable[[JsonObject], Any]
 """Converts JSON to an instance, or raises ValueError, including pydantic's ValidationError."""
-_ANY_OBJECT: JsonObject = {"type": "object", "properties": {"metadata": {"type": "object"}}}
+_OBJECT_SCHEMA: JsonObject = {"type": "object", "properties": {"metadata": {"type": "object"}}}
 
 
-class _Foreign(BaseModel):
+class _ForeignModel(BaseModel):
     foreign_schema: ClassVar[JsonObject]
 
     @classmethod
@@ -55,122 +55,133 @@ class _Foreign(BaseModel):
         return cls.foreign_schema
 
 
-class ForeignAction(_Foreign, Action):
+class ForeignAction(_ForeignModel, Action):
     """An action whose fields are validated by the foreign type."""
 
     model_config = ConfigDict(extra="allow")
 
-    read_foreign: ClassVar[Parser]
+    parse_foreign: ClassVar[ActionParser]
 
-    _foreign: Any = PrivateAttr(default=None)
+    _foreign_action: Any = PrivateAttr(default=None)
 
     @property
-    def foreign(self) -> Any:
+    def foreign_action(self) -> Any:
         """The action for the foreign environment."""
-        return self._foreign
+        return self._foreign_action
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        action = validate(data)
-        if isinstance(data, dict):
-            action._foreign = cls.read_foreign(data)
+    def _parse(cls, fields: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        action = validate(fields)
+        if isinstance(fields, dict):
+            action._foreign_action = cls.parse_foreign(fields)
         return action
 
 
-class ForeignObservation(_Foreign, Observation):
+class ForeignObservation(_ForeignModel, Observation):
     """An observation with the foreign type's fields, except reward and done."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class ForeignState(_Foreign, State):
+class ForeignState(_ForeignModel, State):
     """A state with the foreign type's fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
-def _read_type(kind: Any) -> tuple[Parser, JsonObject]:
-    """Return the parser and schema of a foreign type, or of any object if there is no type."""
-    if is_model(kind):
-        return kind.model_validate, _read_schema(kind.model_json_schema)
-    if dataclasses.is_dataclass(kind):
+def _read_type(foreign_type: Any) -> tuple[ActionParser, JsonObject]:
+    """Return the parser and schema of a foreign type. Without a type, they accept any object."""
+    if is_pydantic_model(foreign_type):
+        return foreign_type.model_validate, _read_schema(foreign_type.model_json_schema)
+    if dataclasses.is_dataclass(foreign_type):
         try:
-            adapter: TypeAdapter[Any] = TypeAdapter(kind)
+            type_adapter: TypeAdapter[Any] = TypeAdapter(foreign_type)
         except PydanticSchemaGenerationError:  # pydantic does not support the type of a field
-            return lambda content: _construct(kind, content), _ANY_OBJECT
-        return adapter.validate_python, _read_schema(adapter.json_schema)
-    return lambda content: content, _ANY_OBJECT
+            return lambda fields: _construct(foreign_type, fields), _OBJECT_SCHEMA
+        return type_adapter.validate_python, _read_schema(type_adapter.json_schema)
+    return lambda fields: fields, _OBJECT_SCHEMA
 
 
-def is_model(kind: Any) -> bool:
-    """Return True for classes of pydantic models."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def is_pydantic_model(foreign_type: Any) -> bool:
+    """Return True if a type is a class of pydantic models."""
+    return isinstance(foreign_type, type) and issubclass(foreign_type, BaseModel)
 
 
 def _remove_reward(schema: JsonObject) -> JsonObject:
     """Remove reward and done from a schema, because they are sent next to the observation."""
     properties = {"metadata": {"type": "object"}, **schema.get("properties", {})}
-    removed = ("reward", "done")
+    moved_fields = ("reward", "done")
     return {
         **schema,
-        "properties": {name: part for name, part in properties.items() if name not in removed},
-        "required": [name for name in schema.get("required", []) if name not in removed],
+        "properties": {
+            name: field_schema
+            for name, field_schema in properties.items()
+            if name not in moved_fields
+        },
+        "required": [name for name in schema.get("required", []) if name not in moved_fields],
     }
 
 
-def read_fields(value: Any) -> JsonObject:
+def read_fields(foreign_object: Any) -> JsonObject:
     """Return the fields of a foreign observation or state as JSON."""
-    if isinstance(value, BaseModel):
+    if isinstance(foreign_object, BaseModel):
         try:
-            return value.model_dump(mode="json")
+            return foreign_object.model_dump(mode="json")
         except PydanticSerializationError:  # arrays in a field of type Any
-            return read_fields(value.model_dump())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(name): _json(item) for name, item in value.items()}
-    return {name: _json(item) for name, item in vars(value).items() if not name.startswith("_")}
+            return read_fields(foreign_object.model_dump())
+    if dataclasses.is_dataclass(foreign_object) and not isinstance(foreign_object, type):
+        return {
+            field.name: _to_json(getattr(foreign_object, field.name))
+            for field in dataclasses.fields(foreign_object)
+        }
+    if isinstance(foreign_object, dict):
+        return {str(name): _to_json(child) for name, child in foreign_object.items()}
+    return {
+        name: _to_json(child)
+        for name, child in vars(foreign_object).items()
+        if not name.startswith("_")
+    }
 
 
-def _json(value: Any) -> Any:
-    """Convert a value to plain JSON; a value without a JSON form becomes a short text."""
+def _to_json(value: Any) -> Any:
+    """Convert a value to plain JSON. A value without a JSON form becomes a shortened `repr`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
-        return _json(value.value)
+        return _to_json(value.value)
     if isinstance(value, np.generic) or hasattr(value, "tolist"):  # arrays, tensors
         return value.tolist()
     if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
+        return {str(key): _to_json(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_json(item) for item in value]
+        return [_to_json(child) for child in value]
     if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
         return read_fields(value)
-    return repr(value)[:_MAX_REPR]
+    return repr(value)[:_MAX_REPR_CHARS]
 
 
-def _construct(kind: Any, data: JsonObject) -> Any:
+def _construct(foreign_type: Any, fields: JsonObject) -> Any:
     try:
-        return kind(**data)
+        return foreign_type(**fields)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _read_schema(make_schema: Callable[[], JsonObject]) -> JsonObject:
+def _read_schema(build_schema: Callable[[], JsonObject]) -> JsonObject:
     try:
-        return make_schema()
+        return build_schema()
     except ValueError:  # JSON schema cannot describe a field
-        return _ANY_OBJECT
+        return _OBJECT_SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvSource:
-    """A source of foreign environments of one class."""
+    """A class of foreign environments, with its types and a function that creates instances."""
 
-    make: Callable[..., Any]
-    kind: type[Any]
-    read_action: Parser
+    create: Callable[..., Any]
+    env_class: type[Any]
+    parse_action: ActionParser
     action_schema: JsonObject
     observation_schema: JsonObject
     state_schema: JsonObject
@@ -183,49 +194,49 @@ class OpenEnvSource:
     def reset_arguments(self) -> tuple[str, ...]:
         """The names of the arguments of `reset`."""
         parameters = self._reset_parameters.items()
-        return tuple(name for name, parameter in parameters if parameter.kind in _NAMED)[1:]
+        return tuple(name for name, parameter in parameters if parameter.kind in _NAMED_KINDS)[1:]
 
     @property
-    def takes_any_argument(self) -> bool:
+    def accepts_any_argument(self) -> bool:
         """True if `reset` accepts arguments with any name."""
         parameters = self._reset_parameters.values()
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
-    def method(self, name: str) -> str:
+    def choose_method(self, name: str) -> str:
         """Return the name of `reset` or `step`, or of its async form if the class defines it."""
-        is_async = _is_overridden(self.kind, f"{name}_async")
+        is_async = _is_overridden(self.env_class, f"{name}_async")
         return f"{name}_async" if is_async else name
 
     @property
     def _reset_parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(getattr(self.kind, self.method("reset"))).parameters
+        return inspect.signature(getattr(self.env_class, self.choose_method("reset"))).parameters
 
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def find_source(target: str, imported: Any) -> OpenEnvSource:
+def find_source(target: str, target_object: Any) -> OpenEnvSource:
     """Return the source for the object that an `openenv:` target names.
 
     Raises:
         ConfigError: the object is not an environment class, a factory or an application.
     """
-    if hasattr(imported, "routes"):
-        return _read_app(target, imported)
-    if not callable(imported):
+    if hasattr(target_object, "routes"):
+        return _read_app(target, target_object)
+    if not callable(target_object):
         raise ConfigError(
             f"'{target}' must be an OpenEnv environment class, a function that creates an"
-            f" environment, or the application of create_app; got {type(imported).__name__}"
+            f" environment, or the application of create_app; got {type(target_object).__name__}"
         )
-    kind = _find_class(imported)
-    action, observation, state = _find_types(kind)
-    if action is None:
+    env_class = _find_class(target_object)
+    action_type, observation_type, state_type = _find_types(env_class)
+    if action_type is None:
         raise ConfigError(
-            f"{kind.__name__}.step needs an annotation of its action type, as in"
+            f"{env_class.__name__}.step needs an annotation of its action type, as in"
             f" step(self, action: MyAction); add it, or name the application instead:"
-            f" openenv:{kind.__module__.rpartition('.')[0] or kind.__module__}.app:app"
+            f" openenv:{env_class.__module__.rpartition('.')[0] or env_class.__module__}.app:app"
         )
-    return _make_source(imported, kind, action, observation, state)
+    return _make_source(target_object, env_class, action_type, observation_type, state_type)
 
 
 def _read_app(target: str, app: Any) -> OpenEnvSource:
@@ -236,55 +247,67 @@ def _read_app(target: str, app: Any) -> OpenEnvSource:
             f"'{target}' must be an application of OpenEnv's create_app, but its routes use no"
             " environment; name the class: openenv:module:Class"
         )
-    make = getattr(server, "_env_factory", None)
-    if make is None:  # OpenEnv 0.1 stores an instance
-        make = type(server.env)
-        _require_no_arguments(target, make)
-    kind = _find_class(make)
-    state = getattr(server, "state_cls", None)
-    if state is None or state.__name__ in _BASE_TYPES:
-        state = _find_types(kind)[2]
-    return _make_source(make, kind, server.action_cls, server.observation_cls, state)
+    create = getattr(server, "_env_factory", None)
+    if create is None:  # OpenEnv 0.1 stores an instance
+        create = type(server.env)
+        _require_no_arguments(target, create)
+    env_class = _find_class(create)
+    state_type = getattr(server, "state_cls", None)
+    if state_type is None or state_type.__name__ in _BASE_TYPE_NAMES:
+        state_type = _find_types(env_class)[2]
+    return _make_source(create, env_class, server.action_cls, server.observation_cls, state_type)
 
 
 def _make_source(
-    make: Callable[..., Any], kind: type[Any], action: Any, observation: Any, state: Any
+    create: Callable[..., Any],
+    env_class: type[Any],
+    action_type: Any,
+    observation_type: Any,
+    state_type: Any,
 ) -> OpenEnvSource:
-    mcp = next((base for base in kind.__mro__ if base.__name__ == _MCP_CLASS), None)
-    names = vars(sys.modules[mcp.__module__]) if mcp is not None else {}
-    read_action, action_schema = _read_type(action)
-    may_vary = mcp is not None or getattr(observation, "__name__", "") in _BASE_TYPES
+    mcp_class = next((base for base in env_class.__mro__ if base.__name__ == _MCP_CLASS_NAME), None)
+    mcp_names = vars(sys.modules[mcp_class.__module__]) if mcp_class is not None else {}
+    parse_action, action_schema = _read_type(action_type)
+    has_any_fields = (
+        mcp_class is not None or getattr(observation_type, "__name__", "") in _BASE_TYPE_NAMES
+    )
     return OpenEnvSource(
-        make=make,
-        kind=kind,
-        read_action=_tool_reader(action, names) or read_action,
+        create=create,
+        env_class=env_class,
+        parse_action=_make_tool_parser(action_type, mcp_names) or parse_action,
         action_schema=action_schema,
         observation_schema=(
-            _ANY_OBJECT if may_vary else _remove_reward(_read_type(observation)[1])
+            _OBJECT_SCHEMA if has_any_fields else _remove_reward(_read_type(observation_type)[1])
         ),
-        state_schema=_read_type(state)[1],
-        list_tools=names.get("ListToolsAction"),
-        call_tool=names.get("CallToolAction"),
+        state_schema=_read_type(state_type)[1],
+        list_tools=mcp_names.get("ListToolsAction"),
+        call_tool=mcp_names.get("CallToolAction"),
     )
 
 
-def _tool_reader(action: Any, names: dict[str, Any]) -> Parser | None:
+def _make_tool_parser(action_type: Any, mcp_names: dict[str, Any]) -> ActionParser | None:
     """Return a parser that also accepts tool actions, or None if the type does not allow them."""
-    kinds = {"list_tools": names.get("ListToolsAction"), "call_tool": names.get("CallToolAction")}
-    if action not in (names.get("Action"), *kinds.values()) or not is_model(action):
+    action_types = {
+        "list_tools": mcp_names.get("ListToolsAction"),
+        "call_tool": mcp_names.get("CallToolAction"),
+    }
+    if action_type not in (
+        mcp_names.get("Action"),
+        *action_types.values(),
+    ) or not is_pydantic_model(action_type):
         return None
 
-    def read(data: Any) -> Any:
-        kind = kinds.get(data.get("type")) or action
-        return kind.model_validate(data)
+    def parse_tool_action(tool_action: Any) -> Any:
+        action_class = action_types.get(tool_action.get("type")) or action_type
+        return action_class.model_validate(tool_action)
 
-    return read
+    return parse_tool_action
 
 
-def _find_class(make: Callable[..., Any]) -> type[Any]:
-    if inspect.isclass(make):
-        return make
-    sample = make()
+def _find_class(create: Callable[..., Any]) -> type[Any]:
+    if inspect.isclass(create):
+        return create
+    sample = create()
     try:
         return type(sample)
     finally:
@@ -293,27 +316,30 @@ def _find_class(make: Callable[..., Any]) -> type[Any]:
             close()
 
 
-def _find_types(kind: type[Any]) -> tuple[Any, Any, Any]:
-    """Return the types of action, observation and state; None for a type without declaration."""
-    hints = _read_hints(kind.step) if hasattr(kind, "step") else {}
-    state = inspect.getattr_static(kind, "state", None)
-    state_hints = _read_hints(state.fget) if isinstance(state, property) else {}
-    arguments = _type_arguments(kind)
-    is_mcp = any(base.__name__ == _MCP_CLASS for base in kind.__mro__)
-    annotations = (hints.get("action"), hints.get("return"), state_hints.get("return"))
-    action, observation, state_type = (
-        _choose_type(hint, arguments, index, is_mcp) for index, hint in enumerate(annotations)
+def _find_types(env_class: type[Any]) -> tuple[Any, Any, Any]:
+    """Return the types of action, observation and state. An undeclared type is None."""
+    step_hints = _read_hints(env_class.step) if hasattr(env_class, "step") else {}
+    state_property = inspect.getattr_static(env_class, "state", None)
+    state_hints = _read_hints(state_property.fget) if isinstance(state_property, property) else {}
+    type_arguments = _find_type_arguments(env_class)
+    has_tools = any(base.__name__ == _MCP_CLASS_NAME for base in env_class.__mro__)
+    annotations = (step_hints.get("action"), step_hints.get("return"), state_hints.get("return"))
+    action_type, observation_type, state_type = (
+        _choose_type(annotation, type_arguments, index, has_tools)
+        for index, annotation in enumerate(annotations)
     )
-    return action, observation, state_type
+    return action_type, observation_type, state_type
 
 
-def _choose_type(hint: Any, arguments: tuple[Any, ...], index: int, may_be_base: bool) -> Any:
+def _choose_type(
+    annotation: Any, type_arguments: tuple[Any, ...], index: int, may_be_base: bool
+) -> Any:
     """Return the annotation, or the type argument if the annotation is only a base class."""
-    argument = arguments[index] if index < len(arguments) else None
-    for candidate in (hint, argument):
-        if isinstance(candidate, type) and candidate.__name__ not in _BASE_TYPES:
+    type_argument = type_arguments[index] if index < len(type_arguments) else None
+    for candidate in (annotation, type_argument):
+        if isinstance(candidate, type) and candidate.__name__ not in _BASE_TYPE_NAMES:
             return candidate
-    return hint if may_be_base and isinstance(hint, type) else None
+    return annotation if may_be_base and isinstance(annotation, type) else None
 
 
 def _read_hints(function: Any) -> dict[str, Any]:
@@ -323,21 +349,23 @@ def _read_hints(function: Any) -> dict[str, Any]:
         return {}
 
 
-def _type_arguments(kind: type[Any]) -> tuple[Any, ...]:
-    for base in kind.__mro__:
-        for generic in getattr(base, "__orig_bases__", ()):
-            arguments = typing.get_args(generic)
+def _find_type_arguments(env_class: type[Any]) -> tuple[Any, ...]:
+    for base in env_class.__mro__:
+        for generic_base in getattr(base, "__orig_bases__", ()):
+            arguments = typing.get_args(generic_base)
             if arguments and not isinstance(arguments[0], typing.TypeVar):
                 return arguments
     return ()
 
 
-def _is_overridden(kind: type[Any], name: str) -> bool:
+def _is_overridden(env_class: type[Any], name: str) -> bool:
     """Return True if a subclass of OpenEnv's base class defines the method."""
     return any(
         name in vars(base)
-        for base in kind.__mro__
-        if not (base.__name__ == "Environment" and base.__module__.split(".")[0] in _ROOTS)
+        for base in env_class.__mro__
+        if not (
+            base.__name__ == "Environment" and base.__module__.split(".")[0] in _OPENENV_PACKAGES
+        )
     )
 
 
@@ -345,21 +373,22 @@ def _search_closure(function: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the server objects in the closure of a handler."""
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
         try:
-            value = cell.cell_contents
+            cell_value = cell.cell_contents
         except ValueError:  # the cell is still empty
             continue
-        has_environment = hasattr(value, "_env_factory") or hasattr(value, "env")
-        if hasattr(value, "action_cls") and has_environment:
-            yield value
-        elif inspect.isfunction(value) and depth < _MAX_CLOSURE_DEPTH:
-            yield from _search_closure(value, depth + 1)
+        has_environment = hasattr(cell_value, "_env_factory") or hasattr(cell_value, "env")
+        if hasattr(cell_value, "action_cls") and has_environment:
+            yield cell_value
+        elif inspect.isfunction(cell_value) and depth < _MAX_CLOSURE_DEPTH:
+            yield from _search_closure(cell_value, depth + 1)
 
 
-def _require_no_arguments(target: str, kind: type[Any]) -> None:
+def _require_no_arguments(target: str, env_class: type[Any]) -> None:
     try:
-        inspect.signature(kind).bind()
+        inspect.signature(env_class).bind()
     except TypeError as error:
         raise ConfigError(
-            f"'{target}' contains one {kind.__name__}, and another cannot be created without"
-            f" arguments ({error}); name a function that creates one: openenv:module:function"
+            f"'{target}' contains one {env_class.__name__}, and another cannot be created"
+            f" without arguments ({error}); name a function that creates one, as in"
+            " openenv:module:function"
         ) from None

@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
-from ludus.env.adapters.gymnasium.token_level import count_tokens
+from ludus.env.adapters.gymnasium.token_level import read_vocabulary_size
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 _MODEL_PARAMETERS = ("model_name", "ref_model_name")
@@ -47,7 +47,7 @@ class TokenTask:
         arguments = {**spec.kwargs, **_model_arguments(spec, model_path)}
         environment = gymnasium.make(spec, disable_env_checker=True, **arguments)
         try:
-            num_tokens = count_tokens(environment)
+            num_tokens = read_vocabulary_size(environment)
             prompts = [environment.reset(seed=seed)]
             prompts += [environment.reset() for _ in range(_NUM_SAMPLED_PROMPTS - 1)]
             unwrapped: Any = environment.unwrapped
