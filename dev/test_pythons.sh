@@ -21,6 +21,9 @@ for version in 3.12 3.13; do
   venv=.cache/python-$version
   VENV=$venv PYTHON=$python bash dev/setup.sh
   echo "fast tests with Python $version"
-  "$venv/bin/python" -m pytest -n 2 -p no:cacheprovider --dist loadscope --no-loadscope-reorder \
-    --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
+  pytest=("$venv/bin/python" -m pytest -o "cache_dir=$venv/pytest" --hypothesis-profile=quick
+    -m "not slow and not conformance and not chaos and not cluster")
+  # Failed tests run once more, alone: the other process may have delayed them.
+  "${pytest[@]}" -n 2 --dist loadscope --no-loadscope-reorder ||
+    "${pytest[@]}" --last-failed --last-failed-no-failures=none
 done
