@@ -51,7 +51,7 @@ class Sampler:
         sampling = Sampling(1.0, max_tokens)
         requests: list[tuple[str, list[int]]] = []
         for prompt in prompts:
-            token_ids = self._chat.first_prompt([{"role": "user", "content": prompt}])
+            token_ids = self._chat.encode_first_prompt([{"role": "user", "content": prompt}])
             requests += [(prompt, token_ids)] * num_each
         for number, (_, token_ids) in enumerate(requests):
             self._engine.submit(EngineRequest(number, token_ids, sampling, mix(7, number)))

@@ -309,7 +309,7 @@ def _value(seed: int) -> Row:
     with torch_threads(1):
         for _ in range(num_updates):
             agent.train()
-    value, total_s = policy.values(torch.zeros(1, 1)).item(), time.perf_counter() - start_s
+    value, total_s = policy.predict_values(torch.zeros(1, 1)).item(), time.perf_counter() - start_s
     return Row(
         part="value",
         trainer="ludus",

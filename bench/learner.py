@@ -44,7 +44,12 @@ from ludus.proto.config import load_run_config as load
 from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.learner.warm_start import Conversation, Exchange, conversation_texts, to_sample
+from ludus.trainer.learner.warm_start import (
+    Conversation,
+    Exchange,
+    list_conversation_texts,
+    tokenize_conversation,
+)
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
@@ -237,10 +242,10 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
     assert isinstance(run.model, TinyModel)
     tokenizer = make_tokenizer(
-        conversation_texts([game for game, _ in games]), run.model.vocab_size
+        list_conversation_texts([game for game, _ in games]), run.model.vocab_size
     )
     chat = ChatTokenizer(tokenizer)
-    played = [with_advantage(to_sample(chat, game), reward) for game, reward in games]
+    played = [with_advantage(tokenize_conversation(chat, game), reward) for game, reward in games]
     batches = {"blackjack": played, "random": random_samples(len(tokenizer))}
     rows = []
     for model in sys.argv[1:] or MODELS:

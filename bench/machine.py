@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from ludus.trainer.run.summary import installed_versions
+from ludus.trainer.run.summary import list_installed_versions
 
 
 def setting() -> dict[str, object]:
@@ -20,7 +20,7 @@ def setting() -> dict[str, object]:
             "system": platform.platform(),
             "python": platform.python_version(),
         },
-        "versions": installed_versions(),
+        "versions": list_installed_versions(),
     }
 
 
@@ -38,12 +38,12 @@ def earlier_runs(results: Path) -> list[dict[str, Any]]:
     if not results.exists():
         return []
     earlier = json.loads(results.read_text(encoding="utf-8"))
-    return list(earlier["runs"]) if earlier["versions"] == installed_versions() else []
+    return list(earlier["runs"]) if earlier["versions"] == list_installed_versions() else []
 
 
 def write_runs(results: Path, command: str, runs: list[dict[str, Any]], **fields: object) -> None:
     """Write a file of results that `earlier_runs` reads."""
-    content = {"command": command, "versions": installed_versions(), **fields, "runs": runs}
+    content = {"command": command, "versions": list_installed_versions(), **fields, "runs": runs}
     results.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import GroupSpec, SampledCompletion, Sampling
-from ludus.trainer.data.mixture import group_seeds
+from ludus.trainer.data.mixture import derive_group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.group import GroupPlayer
@@ -66,7 +66,7 @@ async def play_groups(
     sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
     while time.perf_counter() < until_s:
         index = next(indices)
-        seeds = group_seeds(run.seed, index, rollout.group_size, shared=True)
+        seeds = derive_group_seeds(run.seed, index, rollout.group_size, shared=True)
         [environment] = run.environments
         spec = GroupSpec(index, environment, seeds)
         [group] = await player.play_groups([spec], sampling, [0])

@@ -31,7 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.types import ScoringRequest
-from ludus.trainer.weights.payload import cast_floats, make_manifest, raw_bytes
+from ludus.trainer.weights.payload import cast_floats, make_manifest, view_bytes
 from ludus.trainer.weights.store import VersionStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
@@ -111,7 +111,7 @@ def delta_result(dtype: str, learning_rate: float, num_samples: int) -> dict[str
 def overwrite_bytes(old: torch.Tensor, new: torch.Tensor) -> int:
     """Return the size of the alternative delta format: positions and values of changed elements."""
     integers = {2: np.uint16, 4: np.uint32}[new.itemsize]
-    old_values, new_values = (raw_bytes(tensor).view(integers) for tensor in (old, new))
+    old_values, new_values = (view_bytes(tensor).view(integers) for tensor in (old, new))
     [changed] = np.nonzero(old_values != new_values)
     gaps = np.diff(changed.astype(np.uint32), prepend=np.uint32(0))
     compress = zstandard.ZstdCompressor(level=1).compress

@@ -29,7 +29,7 @@ from ludus.proto.config import RolloutConfig, TinyModel
 from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence
-from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
+from ludus.trainer.learner.warm_start import Exchange, tokenize_conversation, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
 from ludus.trainer.rollout.agents.conversation_tree import ConversationTree
@@ -87,7 +87,7 @@ def warm_model(seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
             call = json.dumps({"name": "look", "arguments": {"box": draw.choice(WORDS[:3])}})
             completion = f"<tool_call>{call}</tool_call>"
         message = {"role": "user", "content": draw.choice(WORDS)}
-        samples.append(to_sample(chat, [Exchange([message], completion)]))  # type: ignore[list-item]
+        samples.append(tokenize_conversation(chat, [Exchange([message], completion)]))  # type: ignore[list-item]
     model = make_model(config, tokenizer, seed)
     warm_start(model, samples, config, seed)
     return model, chat

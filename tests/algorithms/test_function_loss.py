@@ -11,7 +11,7 @@ from torch import Tensor
 from ludus.proto.config import ClipLoss, FunctionLoss, GrpoConfig, TokenTis
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.functions import function_path
-from ludus.trainer.driver.checks import check_names
+from ludus.trainer.driver.checks import check_importable_names
 from ludus.trainer.driver.trainer import Trainer
 from tests.algorithms.test_policy_loss import gradient, run
 
@@ -81,7 +81,7 @@ def test_invalid_function_is_refused(
 def test_function_that_cannot_be_imported_is_refused() -> None:
     loss = {"kind": "function", "function": "nowhere:loss"}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.function = 'nowhere:loss'"):
-        check_names(Trainer({"algorithm": {"loss": loss}}).run)
+        check_importable_names(Trainer({"algorithm": {"loss": loss}}).run)
 
 
 def test_configuration_may_contain_the_function_itself() -> None:

@@ -45,7 +45,7 @@ async def call_in_worker(
     workers: RolloutWorkers, number: int, change: Callable[[Any], None]
 ) -> None:
     """Call a function in the process of a worker."""
-    [worker] = [worker for worker in workers.roster.ready if worker.number == number]
+    [worker] = [worker for worker in workers.roster.ready_workers if worker.number == number]
     await worker.actor.__ray_call__.remote(change)
 
 

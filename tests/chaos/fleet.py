@@ -19,7 +19,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
 from ludus.trainer.core.types import GroupSpec, ScoringRequest
-from ludus.trainer.data.mixture import group_seeds
+from ludus.trainer.data.mixture import derive_group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.setup.environments import (
@@ -83,7 +83,7 @@ class Fleet:
         """Return groups to play."""
         [name] = self.run.environments
         size = self.run.rollout.group_size
-        return [GroupSpec(i, name, group_seeds(0, i, size, shared=True)) for i in indices]
+        return [GroupSpec(i, name, derive_group_seeds(0, i, size, shared=True)) for i in indices]
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ async def workers(module_workers: RolloutWorkers) -> RolloutWorkers:
     """Return one ready worker, which the tests share because each start imports torch."""
     module_workers.resize(1)
     await eventually(
-        lambda: len(module_workers.roster.ready) == len(running(ROLLOUT_WORKER)) == 1,
+        lambda: len(module_workers.roster.ready_workers) == len(running(ROLLOUT_WORKER)) == 1,
         within_s=WITHIN_S,
     )
     return module_workers
@@ -90,9 +90,9 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
     refusals = await playing
     assert sorted(refusal.index for refusal in refusals) == list(range(64))
     assert all(refusal.is_lost for refusal in refusals), "all must be played again"
-    await eventually(lambda: len(workers.roster.ready) == 1, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
     assert workers.roster.num_restarts == num_restarts + 1
-    [weights] = workers.held_weights.values()
+    [weights] = workers.weights_by_worker.values()
     assert (weights.canary.version, weights.canary.content_hash) == (
         3,
         published.manifest.content_hash,
@@ -105,7 +105,7 @@ async def test_dead_worker_is_replaced_with_the_newest_weights(
 async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: RolloutWorkers) -> None:
     num_restarts, counts_before = workers.roster.num_restarts, await read_counts(workers)
     workers.resize(2)
-    await eventually(lambda: len(workers.roster.ready) == 2, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
     slots = [await workers.acquire_slot() for _ in range(2)]
     groups = [fleet.groups(*range(16)), fleet.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
@@ -116,7 +116,7 @@ async def test_removed_worker_finishes_its_groups(fleet: Fleet, workers: Rollout
     workers.resize(1)
     await asyncio.gather(*playing)
     await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
-    assert (len(workers.roster.ready), workers.roster.num_restarts) == (1, num_restarts)
+    assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, num_restarts)
     counts = await read_counts(workers)
     assert counts.num_lost == counts_before.num_lost
     assert counts.num_groups - counts_before.num_groups == 32
@@ -141,7 +141,7 @@ async def test_slots_are_limited_by_the_ready_workers(
 async def test_evaluation_continues_when_a_worker_dies(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
-    await eventually(lambda: len(workers.roster.ready) == 2, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready_workers) == 2, within_s=WITHIN_S)
     [pid, _] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
     evaluating = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
@@ -162,7 +162,7 @@ async def test_worker_with_a_failed_engine_is_replaced(
     refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert sorted(refusal.index for refusal in refusals) == list(range(500, 516))
     await eventually(lambda: workers.roster.num_restarts == num_restarts + 1, within_s=WITHIN_S)
-    await eventually(lambda: len(workers.roster.ready) == 1, within_s=WITHIN_S)
+    await eventually(lambda: len(workers.roster.ready_workers) == 1, within_s=WITHIN_S)
     slot = await workers.acquire_slot()
     refusals = await slot.play(fleet.groups(*range(500, 516)))
     assert len(refusals) < 16, "the new worker plays"
@@ -174,7 +174,7 @@ async def test_weights_that_no_worker_samples_from_end_the_run(
     """The last test with the shared workers, because they are out of traffic afterwards."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
         await workers.load_weights(fleet.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
-    assert (len(workers.roster.ready), workers.num_breaches) == (0, 2), (
+    assert (len(workers.roster.ready_workers), workers.num_breaches) == (0, 2), (
         "the worker fetched the weights twice"
     )
 

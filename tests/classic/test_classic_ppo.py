@@ -125,7 +125,9 @@ def test_heads_sample_actions_with_the_reported_log_probs(space: spaces.Space[An
     width = head.num_outputs * (2 if isinstance(space, spaces.Box) else 1)
     output = torch.randn(1, width).expand(4000, width)
     actions = head.choose(output, head.sample_noise(1, 4000)[0])
-    assert all(space.contains(action) for action in head.to_environment(actions.numpy())[:50])
+    assert all(
+        space.contains(action) for action in head.to_environment_actions(actions.numpy())[:50]
+    )
     logprobs, entropies = head.score(output, actions)
     # The entropy is the mean negative log-prob.
     assert torch.isclose(-logprobs.mean(), entropies[0], atol=0.06)
@@ -148,7 +150,7 @@ def test_value_of_a_truncated_episode_is_bootstrapped() -> None:
     for _ in range(30):
         trained = agent.train()
     assert len(trained.batch.truncations) == 4
-    value = agent.policy.values(torch.zeros(1, 1)).item()
+    value = agent.policy.predict_values(torch.zeros(1, 1)).item()
     assert value == pytest.approx(100, abs=2)
 
 
@@ -191,7 +193,7 @@ def test_example_can_start(example: str) -> None:
 def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
     folder = train(make_run(tmp_path), resume=Resume.NEVER, overwrite=False)
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
-    assert summary.finished and summary.num_steps == 6
+    assert summary.is_finished and summary.num_steps == 6
     assert summary.baselines["random"].num_games == 5
     rows = read_metrics(folder)
     assert [row.step for row in rows if row.kind == "train"] == [1, 2, 3, 4, 5, 6]

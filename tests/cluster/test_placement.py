@@ -36,10 +36,10 @@ def demand(
     num_workers: int,
     worker: Resources,
     *,
-    on_one_node: bool = False,
+    must_share_node: bool = False,
 ) -> RunDemand:
     return RunDemand(
-        ActorRequest("learner rank", num_ranks, rank, on_one_node),
+        ActorRequest("learner rank", num_ranks, rank, must_share_node),
         ActorRequest("rollout worker", num_workers, worker),
     )
 
@@ -81,10 +81,12 @@ def test_resources_of_node_groups_are_requested_if_there_are_node_groups() -> No
 
 def test_demand_has_min_workers_and_optionally_the_learner() -> None:
     run = config(rollout={"num_workers": 3, "min_workers": 2})
-    for with_learner in (True, False):
-        run_demand = place_in_cluster(run, [], DRIVER_NODE, with_learner=with_learner).demand
+    for includes_learner in (True, False):
+        run_demand = place_in_cluster(
+            run, [], DRIVER_NODE, includes_learner=includes_learner
+        ).demand
         assert (run_demand.ranks.num_actors, run_demand.workers.num_actors) == (
-            int(with_learner),
+            int(includes_learner),
             2,
         )
 
@@ -99,8 +101,12 @@ def test_demand_has_min_workers_and_optionally_the_learner() -> None:
         (demand(1, {"CPU": 2}, 1, {"CPU": 4}), [{"CPU": 4}, {"CPU": 2}], True),
         (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 3}, {"CPU": 1}], False),
         (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 2}, {"CPU": 2}], True),
-        (demand(2, {"CPU": 2}, 0, {}, on_one_node=True), [{"CPU": 2}, {"CPU": 2}], False),
-        (demand(2, {"CPU": 2}, 1, {"CPU": 1}, on_one_node=True), [{"CPU": 4}, {"CPU": 1}], True),
+        (demand(2, {"CPU": 2}, 0, {}, must_share_node=True), [{"CPU": 2}, {"CPU": 2}], False),
+        (
+            demand(2, {"CPU": 2}, 1, {"CPU": 1}, must_share_node=True),
+            [{"CPU": 4}, {"CPU": 1}],
+            True,
+        ),
         (demand(1, {"GPU": 0.1}, 9, {"GPU": 0.1}), [{"GPU": 1.0}], True),
         (demand(1, {"CPU": 1, "learner": 1}, 0, {}), [{"CPU": 9}], False),
         (demand(1, {}, 1, {}), [{"CPU": 1}], True),
@@ -121,21 +127,26 @@ CPUS = st.integers(min_value=1, max_value=3)
     rank=CPUS,
     worker=CPUS,
     nodes=st.lists(st.integers(0, 5), max_size=3),
-    on_one_node=st.booleans(),
+    must_share_node=st.booleans(),
 )
 def test_demand_fits_exactly_if_some_assignment_does(
-    num_ranks: int, num_workers: int, rank: int, worker: int, nodes: list[int], on_one_node: bool
+    num_ranks: int,
+    num_workers: int,
+    rank: int,
+    worker: int,
+    nodes: list[int],
+    must_share_node: bool,
 ) -> None:
     def is_valid(assignment: tuple[int, ...]) -> bool:
         free = list(nodes)
         for actor, node in enumerate(assignment):
             free[node] -= rank if actor < num_ranks else worker
-        is_together = not on_one_node or len(set(assignment[:num_ranks])) <= 1
+        is_together = not must_share_node or len(set(assignment[:num_ranks])) <= 1
         return is_together and all(amount >= 0 for amount in free)
 
     assignments = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
     run_demand = demand(
-        num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, on_one_node=on_one_node
+        num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, must_share_node=must_share_node
     )
     resources: list[Resources] = [{"CPU": float(n)} for n in nodes]
     assert run_demand.fits(resources) is any(map(is_valid, assignments))
@@ -200,7 +211,7 @@ async def test_resize_is_limited_by_the_room(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_demand_and_nodes_are_described() -> None:
-    run_demand = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, on_one_node=True)
+    run_demand = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, must_share_node=True)
     assert str(run_demand) == (
         "2 learner ranks with 1 CPU, 1 learner each on one node and 1 rollout worker with 2 CPU"
     )

@@ -29,7 +29,12 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import AgentConfig, RolloutConfig, TinyModel
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
-from ludus.trainer.learner.warm_start import Conversation, conversation_texts, to_sample, warm_start
+from ludus.trainer.learner.warm_start import (
+    Conversation,
+    list_conversation_texts,
+    tokenize_conversation,
+    warm_start,
+)
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
@@ -211,10 +216,10 @@ async def _games(
 def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
     """Return a tiny model that has learned the form of this agent's responses."""
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(conversation_texts(games), _MODEL.vocab_size)
+    tokenizer = make_tokenizer(list_conversation_texts(games), _MODEL.vocab_size)
     chat = ChatTokenizer(tokenizer)
     model = make_model(_MODEL, tokenizer, seed)
-    warm_start(model, [to_sample(chat, game) for game in games], _MODEL, seed)
+    warm_start(model, [tokenize_conversation(chat, game) for game in games], _MODEL, seed)
     return model, chat
 
 

@@ -220,10 +220,10 @@ class SimulatedWorkers:
         finally:
             self.num_concurrent_deliveries -= 1
         self.published_weights = published
-        return list(self.held_weights.values())
+        return list(self.weights_by_worker.values())
 
     @property
-    def held_weights(self) -> dict[int, WorkerWeights]:
+    def weights_by_worker(self) -> dict[int, WorkerWeights]:
         """Weights of the worker."""
         if self.published_weights is None:
             return {}

@@ -127,7 +127,7 @@ def make_mixed_run(*names: str, **rollout: Any) -> LanguageModelRun:
 
 def test_lost_group_keeps_its_task_three_times():
     mixture = make_mixture(MixtureState(), rows=10)
-    specs = [mixture.next_group() for _ in range(4)]
+    specs = [mixture.take_next_group() for _ in range(4)]
     assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
     first = next(spec for spec in specs if spec.environment == "rows")
     assert mixture.replace_group(first).seeds == (2, 2)
@@ -144,11 +144,11 @@ def test_lost_group_keeps_its_task_three_times():
 def test_task_order_survives_other_environments() -> None:
     state = MixtureState()
     mixture = make_mixture(state, rows=10)
-    specs = [mixture.next_group() for _ in range(6)]
+    specs = [mixture.take_next_group() for _ in range(6)]
     seeds = [spec.seeds[0] for spec in specs if spec.environment == "rows"]
     run = make_mixed_run("rows", "dice", "coins")
     joined = Mixture(run, MixtureState(**state_values(state)), {"rows": 10})
-    extra = [joined.next_group() for _ in range(6)]
+    extra = [joined.take_next_group() for _ in range(6)]
     seeds += [spec.seeds[0] for spec in extra if spec.environment == "rows"]
     assert seeds == [0, 1, 2, 3, 4]
     assert {spec.index for spec in specs}.isdisjoint(spec.index for spec in extra)
@@ -161,14 +161,14 @@ def state_values(state: MixtureState) -> dict[str, Any]:
 def test_group_of_distinct_seeds_uses_one_task_per_episode() -> None:
     run = make_mixed_run("rows", group_size=3, group_seed="independent")
     mixture = Mixture(run, MixtureState(), {"rows": 10})
-    assert [mixture.next_group().seeds for _ in range(2)] == [(0, 1, 2), (3, 4, 5)]
+    assert [mixture.take_next_group().seeds for _ in range(2)] == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_seeds_wrap_below_those_of_the_warm_start() -> None:
     last = 2**30 // 10 * 10 - 1
     state = MixtureState(num_dealt={"rows": last})
     mixture = Mixture(make_mixed_run("rows"), state, {"rows": 10})
-    assert [mixture.next_group().seeds for _ in range(2)] == [(last, last), (0, 0)]
+    assert [mixture.take_next_group().seeds for _ in range(2)] == [(last, last), (0, 0)]
 
 
 # -- steps -----------------------------------------------------------------------------

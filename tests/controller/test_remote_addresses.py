@@ -27,7 +27,7 @@ def unused_address() -> Iterator[str]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "RESPONSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.2)
 
 
 def alone(address: str) -> LanguageModelRun:

@@ -12,7 +12,7 @@ import torch
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.trainer.actors import rollout_worker
-from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, WorkerParts
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, WorkerComponents
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
@@ -54,7 +54,7 @@ def make_worker(engine: FakeEngine) -> tuple[RolloutWorkerActor, AsyncEngine]:
     """Return a started worker and its engine."""
     run, async_engine = LanguageModelRun(), AsyncEngine(engine)
     player = GroupPlayer(EndlessRunner(), Reward(), timeout_s=60.0, max_evaluation_episodes=1)
-    parts = WorkerParts(run, run.weights, async_engine, {"coins": player})
+    parts = WorkerComponents(run, run.weights, async_engine, {"coins": player})
     return RolloutWorkerActor(torch.get_num_threads(), parts), async_engine
 
 

@@ -47,7 +47,7 @@ async def test_worker_that_hangs_in_its_start_is_replaced(
     fleet = FakeFleet(behave)
     settings = TWO | {"placement": {"start_timeout_s": 0.1}}
     async with fleet.running(monkeypatch, settings) as workers:
-        await eventually(lambda: len(fleet.actors) == 3 and len(workers.roster.ready) == 2)
+        await eventually(lambda: len(fleet.actors) == 3 and len(workers.roster.ready_workers) == 2)
         assert not fleet.actors[1].is_alive
     assert "rollout worker 1 to load the model and to build its engine" in caplog.text
     assert "placement.start_timeout_s = 0.1" in caplog.text

@@ -103,7 +103,7 @@ def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
 
 async def ready(workers: RolloutWorkers, number: int) -> None:
     """Wait until this number of workers is ready."""
-    await eventually(lambda: len(workers.roster.ready) == number)
+    await eventually(lambda: len(workers.roster.ready_workers) == number)
 
 
 async def play_on(workers: RolloutWorkers) -> None:
@@ -134,7 +134,7 @@ async def test_worker_with_a_failed_engine_is_replaced(
         await eventually(lambda: len(fleet.actors) == 3)
         await ready(workers, 2)
         assert workers.roster.num_restarts == 1
-        assert {weights.canary.version for weights in workers.held_weights.values()} == {1}
+        assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
 
 
 async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
@@ -152,7 +152,7 @@ async def test_evaluation_episodes_of_a_failed_engine_move_to_other_workers(
 async def test_worker_with_one_breach_fetches_all_weights_again(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(roster, "GRACE_S", 0.0)
+    monkeypatch.setattr(roster, "LOAD_GRACE_S", 0.0)
     fleet, may_load = FakeFleet(), asyncio.Event()
 
     async def in_load(published: PublishedWeights) -> None:
@@ -175,13 +175,13 @@ async def test_worker_with_one_breach_fetches_all_weights_again(
         assert [worker_weights.canary.version for worker_weights in weights] == [1], (
             "the others do not wait for it"
         )
-        assert list(workers.held_weights) == [sound.number]
+        assert list(workers.weights_by_worker) == [sound.number]
         slots = [await workers.acquire_slot() for _ in range(16)]
         assert {slot.worker.number for slot in slots} == {sound.number}, "it gets no traffic"
         may_load.set()
         await ready(workers, 2)
         assert doubtful.from_scratch == [True, False, True]
-        assert {weights.canary.version for weights in workers.held_weights.values()} == {1}
+        assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {1}
         assert workers.roster.num_restarts == 0
         assert len(fleet.actors) == 2
         assert workers.num_breaches == doubtful.num_abandoned == (method == "breach")
@@ -273,10 +273,10 @@ async def test_failed_fetch_fails_its_delivery_only(
             actor.in_load = in_load
         with pytest.raises(WeightSyncError, match="has lost them"):
             await workers.load_weights(publish_weights(1), 60)
-        assert (len(workers.roster.ready), len(workers.held_weights)) == (0, 0)
+        assert (len(workers.roster.ready_workers), len(workers.weights_by_worker)) == (0, 0)
         await workers.load_weights(publish_weights(2), 60)
         await ready(workers, 2)
-        assert {weights.canary.version for weights in workers.held_weights.values()} == {2}
+        assert {weights.canary.version for weights in workers.weights_by_worker.values()} == {2}
 
 
 async def test_failed_start_of_an_extra_worker_does_not_stop_the_run(
@@ -323,7 +323,7 @@ async def test_blocked_driver_does_not_declare_workers_dead(
         await turns_of_the_loop()
         may_answer.set()
         await eventually(lambda: num_pings > 1)
-        assert (len(workers.roster.ready), workers.roster.num_restarts) == (1, 0)
+        assert (len(workers.roster.ready_workers), workers.roster.num_restarts) == (1, 0)
         assert len(fleet.actors) == 1
 
 
@@ -332,9 +332,9 @@ async def test_unresponsive_worker_is_replaced(
 ) -> None:
     monkeypatch.setattr(roster, "PING_INTERVAL_S", 0.0)
     monkeypatch.setattr(roster, "PING_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(roster, "TICK_S", 0.001)
+    monkeypatch.setattr(roster, "PING_POLL_S", 0.001)
     fleet = FakeFleet()
     async with fleet.running(monkeypatch, ALONE) as workers:
         fleet.actors[0].in_ping = asyncio.Event().wait
-        await eventually(lambda: len(fleet.actors) == 2 and len(workers.roster.ready) == 1)
+        await eventually(lambda: len(fleet.actors) == 2 and len(workers.roster.ready_workers) == 1)
         assert workers.roster.num_restarts == 1

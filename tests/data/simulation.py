@@ -69,7 +69,7 @@ class Simulation:
             groups_per_step=plan.groups_per_step,
             max_staleness=plan.max_staleness,
             window_fraction=plan.window_fraction,
-            keep_zero_variance_groups=False,
+            keeps_zero_variance_groups=False,
         )
         self.admission = GroupAdmission(plan.groups_per_step, plan.max_staleness)
         while len(self.trained) < self.plan.num_steps:
@@ -84,7 +84,7 @@ class Simulation:
         heapq.heappush(self.events, (self.now_s + delay_s, len(self.events), kind, number))
 
     def admit(self) -> None:
-        while self.num_playing < self.plan.num_slots and self.admission.capacity(
+        while self.num_playing < self.plan.num_slots and self.admission.compute_capacity(
             self.worker_version
         ):
             index = self.num_started

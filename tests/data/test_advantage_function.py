@@ -13,7 +13,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.types import Rollout
 from ludus.trainer.data.batch import make_batch
-from ludus.trainer.driver.checks import check_names
+from ludus.trainer.driver.checks import check_importable_names
 from ludus.trainer.driver.trainer import Trainer
 from tests.data.rollouts import make_group
 
@@ -79,7 +79,7 @@ def test_function_excludes_baseline_and_scale() -> None:
 def test_function_that_cannot_be_imported_is_refused() -> None:
     run = Trainer({"algorithm": {"advantages": "nowhere:ranks"}}).run
     with pytest.raises(ConfigError, match=r"algorithm\.advantages = 'nowhere:ranks'"):
-        check_names(run)
+        check_importable_names(run)
 
 
 def test_configuration_may_contain_the_function_itself() -> None:

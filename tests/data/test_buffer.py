@@ -15,14 +15,14 @@ def make_buffer(
     groups_per_step: int = 1,
     max_staleness: int = 1,
     window_fraction: float = 1.0,
-    keep_zero_variance_groups: bool = False,
+    keeps_zero_variance_groups: bool = False,
 ) -> GroupBuffer:
     """Return an empty buffer."""
     return GroupBuffer(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
         window_fraction=window_fraction,
-        keep_zero_variance_groups=keep_zero_variance_groups,
+        keeps_zero_variance_groups=keeps_zero_variance_groups,
     )
 
 
@@ -68,7 +68,7 @@ def test_rewards_with_different_rounding_are_not_equal() -> None:
 
 
 def test_zero_variance_groups_may_be_kept_but_not_void_groups() -> None:
-    buffer = make_buffer(keep_zero_variance_groups=True)
+    buffer = make_buffer(keeps_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
     assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [
         Refusal(1, is_lost=True)
@@ -115,7 +115,7 @@ def test_restore_replaces_the_contents() -> None:
     assert buffer.restore(restored, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
     assert buffer.put([make_group(1, 1, index=1)]) == [], "the group is not replaced"
-    assert buffer.state().refused == []
+    assert buffer.state().refusals == []
     counts = buffer.counts["coins"]
     assert counts.num_rolled_back_groups == 2, "a waiting group and a late group"
     assert counts.num_groups == 6
@@ -134,6 +134,6 @@ def test_state_contains_everything_once() -> None:
     buffer.begin([0, 1, 2], version=0)
     buffer.put([make_group(1, -1, index=0), make_group(1, 1, index=1)])
     state = buffer.state()
-    assert ([group.index for group in state.groups], state.played) == ([0], [2])
-    assert state.refused == [Refusal(1, is_lost=False)]
-    assert buffer.state().refused == []
+    assert ([group.index for group in state.groups], state.playing_indices) == ([0], [2])
+    assert state.refusals == [Refusal(1, is_lost=False)]
+    assert buffer.state().refusals == []

@@ -11,9 +11,9 @@ from ludus.trainer.data.failures import (
     add_failures,
     count_failures,
     describe,
-    failure_kind,
-    first_error,
-    most_common_reason,
+    find_first_error,
+    find_most_common_reason,
+    mask_numbers,
 )
 
 
@@ -49,22 +49,22 @@ def test_error_without_a_message_has_a_reason() -> None:
 def test_first_error_of_a_group_is_the_reason() -> None:
     lost = SessionLostError("the server died")
     group = ExceptionGroup("two", [ExceptionGroup("one", [lost]), ValueError("later")])
-    assert first_error(group) is lost
+    assert find_first_error(group) is lost
     assert describe(group) == "SessionLostError: the server died"
 
 
 def test_reasons_that_differ_in_numbers_are_one_kind() -> None:
-    kind = failure_kind("ExecutionError: session 3f9a2b-17 failed at step 12")
-    assert kind == failure_kind("ExecutionError: session 77aa01-18 failed at step 3")
-    assert kind != failure_kind("ExecutionError: session 3f9a2b-17 was refused at step 12")
+    kind = mask_numbers("ExecutionError: session 3f9a2b-17 failed at step 12")
+    assert kind == mask_numbers("ExecutionError: session 77aa01-18 failed at step 3")
+    assert kind != mask_numbers("ExecutionError: session 3f9a2b-17 was refused at step 12")
 
 
 def test_most_common_reason_is_the_first_example_of_its_kind() -> None:
     counts = count_failures(["away", "bad at 1", "bad at 2"])
     sums = add_failures(counts, count_failures(["away", "bad at 3", "bad at 4"]))
     assert {count.num_episodes for count in sums.values()} == {2, 4}
-    assert most_common_reason(sums) == "bad at 1"
-    assert most_common_reason({}) == ""
+    assert find_most_common_reason(sums) == "bad at 1"
+    assert find_most_common_reason({}) == ""
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])

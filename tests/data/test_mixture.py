@@ -29,7 +29,7 @@ def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mi
 
 def play(mixture: Mixture, num_groups: int) -> Counter[str]:
     """Return the number of groups of each environment among the next groups."""
-    return Counter(mixture.next_group().environment for _ in range(num_groups))
+    return Counter(mixture.take_next_group().environment for _ in range(num_groups))
 
 
 def won(num_wins: int, num_games: int, num_groups: int = 8) -> RolloutCounts:
@@ -63,12 +63,14 @@ def test_proportions_are_exact_over_whole_rounds() -> None:
 def test_equal_configurations_have_equal_groups() -> None:
     run = make_run({"a": 3, "b": 1})
     first, second = make_mixture(run), make_mixture(run)
-    assert [first.next_group() for _ in range(50)] == [second.next_group() for _ in range(50)]
+    assert [first.take_next_group() for _ in range(50)] == [
+        second.take_next_group() for _ in range(50)
+    ]
 
 
 def test_indices_of_a_single_environment_start_at_zero() -> None:
     mixture = make_mixture(make_run({"a": 1}))
-    assert [mixture.next_group().index for _ in range(4)] == [0, 1, 2, 3]
+    assert [mixture.take_next_group().index for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_replacements_do_not_affect_other_environments() -> None:
@@ -76,9 +78,9 @@ def test_replacements_do_not_affect_other_environments() -> None:
     plain, replacing = make_mixture(run), make_mixture(run)
     indices_of_b: dict[str, list[int]] = {"plain": [], "replacing": []}
     for _ in range(20):
-        spec = plain.next_group()
+        spec = plain.take_next_group()
         indices_of_b["plain"] += [spec.index] * (spec.environment == "b")
-        spec = replacing.next_group()
+        spec = replacing.take_next_group()
         if spec.environment == "a":
             assert replacing.replace_group(spec).environment == "a"
         indices_of_b["replacing"] += [spec.index] * (spec.environment == "b")
@@ -87,17 +89,17 @@ def test_replacements_do_not_affect_other_environments() -> None:
 
 def test_indices_are_unique() -> None:
     mixture = make_mixture(make_run({"a": 2, "b": 1}))
-    specs = [mixture.next_group() for _ in range(30)]
+    specs = [mixture.take_next_group() for _ in range(30)]
     specs += [mixture.replace_group(spec) for spec in specs]
     earlier = MixtureState(names=["a", "b"], num_begun={"a": 3, "b": 1}, credits={"a": 0, "b": 0})
     mixture.roll_back(earlier)
-    specs += [mixture.next_group() for _ in range(30)]
+    specs += [mixture.take_next_group() for _ in range(30)]
     assert len({spec.index for spec in specs}) == len(specs)
 
 
 def test_slot_with_many_replacements_goes_to_any_environment() -> None:
     mixture = make_mixture(make_run({"mastered": 1, "open": 1}))
-    spec = mixture.next_group()
+    spec = mixture.take_next_group()
     environments = []
     while len(environments) < 20:
         environments.append(spec.environment)
@@ -110,12 +112,12 @@ def test_mixture_resumes_from_a_checkpoint() -> None:
     run = make_run({"a": 3, "b": 2, "c": 1}, curriculum={"window_groups": 4})
     mixture = make_mixture(run)
     for number in range(7):
-        mixture.next_group()
+        mixture.take_next_group()
         mixture.observe({"a": won(number, 8, num_groups=1)})
     text = RunState(mixture=mixture.state).model_dump_json()
     resumed = make_mixture(run, RunState.model_validate_json(text).mixture)
     for number in range(30):
-        assert resumed.next_group() == mixture.next_group()
+        assert resumed.take_next_group() == mixture.take_next_group()
         for each in (resumed, mixture):
             each.observe({"a": won(8, 8, num_groups=1), "b": won(number % 8, 8)})
     assert resumed.weights == mixture.weights
@@ -123,9 +125,9 @@ def test_mixture_resumes_from_a_checkpoint() -> None:
 
 def test_run_resumed_with_another_environment_uses_new_indices() -> None:
     mixture = make_mixture(make_run({"a": 1, "b": 1}))
-    used_indices = {mixture.next_group().index for _ in range(9)}
+    used_indices = {mixture.take_next_group().index for _ in range(9)}
     extended = make_mixture(make_run({"a": 1, "b": 1, "c": 1}), mixture.state)
-    specs = [extended.next_group() for _ in range(30)]
+    specs = [extended.take_next_group() for _ in range(30)]
     assert used_indices.isdisjoint(spec.index for spec in specs)
     assert Counter(spec.environment for spec in specs) == {"a": 10, "b": 10, "c": 10}
 
@@ -207,9 +209,9 @@ def test_evaluation_without_reported_success_is_logged(caplog) -> None:
     judged = summarize([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
     results = {"easy": judged, "middle": unreported, "hard": unreported}
     weights = dict.fromkeys(results, 1.0)
-    make_mixture(make_run(weights)).warn_without_success(results)
+    make_mixture(make_run(weights)).warn_if_success_is_missing(results)
     assert not caplog.messages
-    make_mixture(make_run(weights, curriculum=CURRICULUM)).warn_without_success(results)
+    make_mixture(make_run(weights, curriculum=CURRICULUM)).warn_if_success_is_missing(results)
     assert caplog.messages == [
         "environment 'middle' did not report success in any of 4 evaluated episodes; "
         "curriculum.unlock_at counts successes to open the next environment"

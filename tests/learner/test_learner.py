@@ -36,7 +36,7 @@ TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
     """Take one training step; return all weights as one vector."""
     learner.train_step(batch, BONUS)
-    return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
+    return torch.cat([tensor.flatten() for tensor in learner.gather_weights().values()])
 
 
 def with_advantages(batch: Batch, value: float) -> Batch:
@@ -117,10 +117,12 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
 def test_zero_advantages_do_not_change_the_weights(model_path: str) -> None:
     batch = with_advantages(make_batch(), 0.0)
     learner = make_learner(model_path)
-    start = learner.full_state()
+    start = learner.gather_weights()
     metrics = learner.train_step(batch, PLAIN)
     assert metrics.grad_norm == 0
-    assert all(torch.equal(start[name], tensor) for name, tensor in learner.full_state().items())
+    assert all(
+        torch.equal(start[name], tensor) for name, tensor in learner.gather_weights().items()
+    )
 
 
 @pytest.mark.slow
@@ -189,7 +191,7 @@ def test_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
     learner.train_step(make_batch(), BONUS)
     learner.export_model(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    for name, tensor in learner.full_state().items():
+    for name, tensor in learner.gather_weights().items():
         assert torch.equal(exported[name], tensor)
 
 
@@ -259,9 +261,9 @@ def test_memory_savings_keep_parameter_names_and_update_direction(
     model_path: str, option: dict[str, object]
 ) -> None:
     plain, saving = make_learner(model_path), make_learner(model_path, **option)
-    start = torch.cat([tensor.flatten() for tensor in plain.full_state().values()])
+    start = torch.cat([tensor.flatten() for tensor in plain.gather_weights().values()])
     moves = [weights_after_step(learner, make_batch()) - start for learner in (plain, saving)]
-    assert plain.full_state().keys() == saving.full_state().keys()
+    assert plain.gather_weights().keys() == saving.gather_weights().keys()
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
 
 
@@ -275,7 +277,7 @@ def test_compiled_layers_take_the_same_step(tmp_path: Path) -> None:
     plain, compiled = make_learner(path), make_learner(path, compile=True)
     norms = [learner.train_step(make_batch(), BONUS).grad_norm for learner in (plain, compiled)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert plain.full_state().keys() == compiled.full_state().keys()
+    assert plain.gather_weights().keys() == compiled.gather_weights().keys()
 
 
 def test_completion_scores_are_log_softmax_of_the_model(model_path: str) -> None:

@@ -23,9 +23,9 @@ STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 def test_only_adapters_are_trained_and_published(model_path: str, dtype: str) -> None:
     """In bfloat16, the model is sharded even on one rank."""
     learner = make_learner(model_path, TETHERED, lora=LORA, dtype=dtype)
-    start = learner.full_state()
+    start = learner.gather_weights()
     learner.train_step(make_batch(), STEP)
-    end = learner.full_state()
+    end = learner.gather_weights()
     assert start.keys() == end.keys()
     assert all("lora_" in name for name in end)
     changed = {name for name in end if not torch.equal(start[name], end[name])}
@@ -65,8 +65,8 @@ def test_resume_with_adapters_is_exact_and_saves_no_base_weights(
     resumed = make_learner(model_path, TETHERED, lora=LORA)
     resumed.load(tmp_path / "state")
     resumed.train_step(make_batch(seed=2), STEP)
-    for name, tensor in uninterrupted.full_state().items():
-        assert torch.equal(resumed.full_state()[name], tensor)
+    for name, tensor in uninterrupted.gather_weights().items():
+        assert torch.equal(resumed.gather_weights()[name], tensor)
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).iterdir())
         for name in ("full_model", "state")

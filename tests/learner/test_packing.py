@@ -19,7 +19,7 @@ from ludus.trainer.learner.micro_batches import (
     split_samples,
 )
 from ludus.trainer.learner.model import PolicyModel, can_pack_trees
-from ludus.trainer.learner.packing import RowCosts, lay_out
+from ludus.trainer.learner.packing import RowCosts, lay_out_sequences
 from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
 
@@ -99,7 +99,7 @@ def test_packed_sequences_have_the_outputs_of_single_sequences(
 
 @given(batch=batches())
 def test_without_attention_costs_each_prefix_is_computed_once(batch: Batch) -> None:
-    layout = lay_out(
+    layout = lay_out_sequences(
         batch.sequences,
         np.arange(len(batch.sequences)),
         costs=SHARE_ALL,

@@ -62,7 +62,7 @@ def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = Non
     ]
     if not resume_from:
         learner.save(folder / f"{kind}-checkpoint-{num_ranks}")
-    state = learner.full_state()
+    state = learner.gather_weights()
     if dist.get_rank() == 0:
         result = TrainingResult(
             [[m.loss, m.grad_norm, m.entropy, m.value_loss or 0.0] for m in metrics],

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from ludus.trainer.core.ragged import Ragged
 from ludus.trainer.core.types import Batch, Coefficients
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.learner.model import gather_state
+from ludus.trainer.learner.model import gather_parameters
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.learner.step_metrics import StepMetrics
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
@@ -31,7 +31,7 @@ def make_infinite(batch: Batch) -> Batch:
 
 def weight_vector(learner: Learner) -> torch.Tensor:
     """Return all weights as one vector; a collective."""
-    state = gather_state(learner.model.named_parameters())
+    state = gather_parameters(learner.model.named_parameters())
     return torch.cat([tensor.flatten() for tensor in state.values()]).detach()
 
 

@@ -9,7 +9,7 @@ from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.types import JsonObject
 from ludus.proto.config import EvalConfig, LocalEnvironment
 from ludus.proto.errors import EpisodesFailedError
-from ludus.trainer.driver.evaluation import Evaluator, eval_seeds, play_baselines
+from ludus.trainer.driver.evaluation import Evaluator, list_eval_seeds, play_baselines
 from tests.report.test_evaluation import CoinClient, guess
 
 FIRST_SEED = 2**31
@@ -52,7 +52,7 @@ class Workers:
 
 
 def evaluator(workers: Workers) -> Evaluator:
-    seeds = eval_seeds(CONFIG, 8)
+    seeds = list_eval_seeds(CONFIG, 8)
     baselines = {"blackjack": {"random": outcomes(seeds, 0.0), "best": outcomes(seeds, 2.0)}}
     return Evaluator(CONFIG, ENVIRONMENTS, workers, baselines)
 
@@ -130,7 +130,7 @@ async def test_a_game_that_fails_each_time_is_counted_and_left_out(
 
 
 async def test_games_of_a_fixed_policy_that_failed_are_left_out_of_the_comparison() -> None:
-    seeds = eval_seeds(CONFIG, 8)
+    seeds = list_eval_seeds(CONFIG, 8)
     failed = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in seeds[:4]]
     best = [*failed, *outcomes(seeds[4:], 2.0)]
     baselines = {"blackjack": {"random": outcomes(seeds, 0.0), "best": best}}

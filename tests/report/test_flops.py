@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.trainer.learner.step_metrics import TrainingWork, gpu_peak_flops, peak_flops
+from ludus.trainer.learner.step_metrics import TrainingWork, find_gpu_peak_flops, measure_peak_flops
 
 pytestmark = pytest.mark.slow
 
@@ -88,16 +88,18 @@ def test_long_sequences_need_more_flops_per_token() -> None:
 )
 def test_gpu_speed_is_looked_up_by_name(name: str, tera: float | None) -> None:
     expected = None if tera is None else tera * 1e12
-    assert gpu_peak_flops(name, torch.bfloat16) == expected
+    assert find_gpu_peak_flops(name, torch.bfloat16) == expected
 
 
 def test_a_cpu_is_measured() -> None:
     torch.set_num_threads(1)
-    peak = peak_flops(CPU, torch.float32)
+    peak = measure_peak_flops(CPU, torch.float32)
     assert peak is not None
     assert 1e9 < peak < 1e13
 
 
 def test_peak_scales_with_the_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.trainer.learner.step_metrics.peak_flops", lambda device, dtype: 5e9)
+    monkeypatch.setattr(
+        "ludus.trainer.learner.step_metrics.measure_peak_flops", lambda device, dtype: 5e9
+    )
     assert [make_work(model(), num_devices=n).peak_flops for n in (1, 4)] == [5e9, 20e9]

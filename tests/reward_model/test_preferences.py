@@ -60,7 +60,10 @@ def write_saved(path: Path, *, in_split: bool) -> Path:
 
 
 def to_tuples(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
-    return [(comparison.prompt, *comparison.answers, comparison.best) for comparison in comparisons]
+    return [
+        (comparison.prompt, *comparison.answers, comparison.best_index)
+        for comparison in comparisons
+    ]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    grown = chat.first_prompt(user("hard 16 vs 10"))
+    grown = chat.encode_first_prompt(user("hard 16 vs 10"))
     grown += chat.encode_completion("HIT")
-    grown += chat.next_prompt(user("hard 19 vs 10"), ended=True)
+    grown += chat.encode_next_prompt(user("hard 19 vs 10"), ended=True)
     full_text = tokenizer.apply_chat_template(
         [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
         add_generation_prompt=True,
@@ -42,8 +42,11 @@ def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    ended = chat.next_prompt(user("hard 19 vs 10"), ended=True)
-    assert chat.next_prompt(user("hard 19 vs 10"), ended=False) == [chat.end_token_id, *ended]
+    ended = chat.encode_next_prompt(user("hard 19 vs 10"), ended=True)
+    assert chat.encode_next_prompt(user("hard 19 vs 10"), ended=False) == [
+        chat.end_token_id,
+        *ended,
+    ]
 
 
 def test_sampled_tokens_with_any_bytes_are_decoded(
@@ -82,7 +85,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
 
 def test_a_caller_may_change_the_list_it_was_given(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatTokenizer(tokenizer)
-    first = chat.first_prompt(user("hard 16 vs 10"))
+    first = chat.encode_first_prompt(user("hard 16 vs 10"))
     expected = list(first)
     first.append(0)
-    assert chat.first_prompt(user("hard 16 vs 10")) == expected
+    assert chat.encode_first_prompt(user("hard 16 vs 10")) == expected

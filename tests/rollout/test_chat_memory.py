@@ -57,8 +57,8 @@ def test_long_prompts_are_kept_up_to_a_bound(
     monkeypatch.setattr(ChatTokenizer, "cache_bytes", MEGABYTE)
     chat = ChatTokenizer(tokenizer)
     ask: Callable[[list[Message]], list[int]] = {
-        "first_prompt": chat.first_prompt,
-        "next_prompt": lambda messages: chat.next_prompt(messages, ended=True),
+        "first_prompt": chat.encode_first_prompt,
+        "next_prompt": lambda messages: chat.encode_next_prompt(messages, ended=True),
     }[method]
 
     def ask_much() -> None:

@@ -57,9 +57,9 @@ def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -
 def ask(grown: Grown, messages: list[Message], *, ended: bool = True) -> None:
     """Continue the conversation with these messages."""
     if grown.token_ids:
-        grown.token_ids += grown.chat.next_prompt(messages, ended=ended)
+        grown.token_ids += grown.chat.encode_next_prompt(messages, ended=ended)
     else:
-        grown.token_ids += grown.chat.first_prompt(messages)
+        grown.token_ids += grown.chat.encode_first_prompt(messages)
     grown.prompts.append(list(grown.token_ids))
 
 
@@ -112,8 +112,10 @@ def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     messages: list[Message] = []
     for text, answer in exchanges:
         messages += [user(text), {"role": "assistant", "content": answer}]
-    full_text = decode(chat, chat.whole_prompt([*messages, user(question)]))
-    assert full_text.endswith(decode(chat, chat.next_prompt([user(question)], ended=True)).lstrip())
+    full_text = decode(chat, chat.encode_whole_prompt([*messages, user(question)]))
+    assert full_text.endswith(
+        decode(chat, chat.encode_next_prompt([user(question)], ended=True)).lstrip()
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ def test_the_token_that_ends_a_turn_is_the_templates_own(family: Family, end: st
 @every_family
 def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    ended = chat.next_prompt([user("and now?")], ended=True)
-    assert chat.next_prompt([user("and now?")], ended=False) == [chat.end_token_id, *ended]
+    ended = chat.encode_next_prompt([user("and now?")], ended=True)
+    assert chat.encode_next_prompt([user("and now?")], ended=False) == [chat.end_token_id, *ended]
     assert chat.end_token_id not in ended[:3] or family is PLAIN
 
 
@@ -152,30 +154,32 @@ def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_hav
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_neighbours_of_one_role_are_merged_where_roles_must_alternate(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = decode(chat, chat.first_prompt([user("rules"), user("16 vs 10")]))
+    first = decode(chat, chat.encode_first_prompt([user("rules"), user("16 vs 10")]))
     assert "rules\n\n16 vs 10" in first
-    then = decode(chat, chat.next_prompt([user("a card"), user("19 vs 10")], ended=True))
+    then = decode(chat, chat.encode_next_prompt([user("a card"), user("19 vs 10")], ended=True))
     assert "a card\n\n19 vs 10" in then
 
 
 @pytest.mark.parametrize("family", [MISTRAL, GEMMA], ids=str)
 def test_a_system_message_is_the_users_where_there_is_no_such_role(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = chat.first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
+    first = chat.encode_first_prompt([{"role": "system", "content": "be brief"}, user("16 vs 10")])
     assert "be brief\n\n16 vs 10" in decode(chat, first)
 
 
 def test_a_system_message_replaces_the_templates_default() -> None:
     chat = ChatTokenizer(make_family_tokenizer(QWEN25))
-    assert "careful player" in decode(chat, chat.first_prompt([user("hello")]))
-    prompt_ids = chat.first_prompt([{"role": "system", "content": "be brief"}, user("hello")])
+    assert "careful player" in decode(chat, chat.encode_first_prompt([user("hello")]))
+    prompt_ids = chat.encode_first_prompt(
+        [{"role": "system", "content": "be brief"}, user("hello")]
+    )
     assert "careful player" not in decode(chat, prompt_ids)
 
 
 @every_family
 def test_a_tool_result_is_shown_with_any_set_of_roles(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    then = chat.next_prompt([{"role": "tool", "content": '{"sum": 5}'}], ended=True)
+    then = chat.encode_next_prompt([{"role": "tool", "content": '{"sum": 5}'}], ended=True)
     assert '{"sum": 5}' in decode(chat, then)
 
 
@@ -188,11 +192,11 @@ ADD: ToolSpec = {
 @every_family
 def test_tools_are_listed_once_by_the_template_or_in_words(family: Family) -> None:
     chat = ChatTokenizer(make_family_tokenizer(family))
-    first = decode(chat, chat.first_prompt([user("what is 2 + 3?")], [ADD]))
+    first = decode(chat, chat.encode_first_prompt([user("what is 2 + 3?")], [ADD]))
     assert first.count("add_numbers") == 1
     assert ("<tools>" in first) is family.has_tools
     assert ("<tool_call>" in first) is not family.has_tools
-    assert "add_numbers" not in decode(chat, chat.next_prompt([user("5?")], ended=True))
+    assert "add_numbers" not in decode(chat, chat.encode_next_prompt([user("5?")], ended=True))
 
 
 def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
@@ -201,7 +205,7 @@ def test_the_prompt_has_empty_reasoning_if_thinking_is_disabled() -> None:
     grown = grow(silent, [("16 vs 10", "HIT")], "19 vs 10")
     assert decode(silent, grown.token_ids).count("<think>\n\n</think>") == 2
     aloud = ChatTokenizer(tokenizer, enable_thinking=True)
-    assert "<think>" not in decode(aloud, aloud.first_prompt([user("16 vs 10")]))
+    assert "<think>" not in decode(aloud, aloud.encode_first_prompt([user("16 vs 10")]))
 
 
 def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> None:
@@ -212,7 +216,7 @@ def test_earlier_thoughts_stay_as_sampled_or_are_taken_out_by_the_template() -> 
     assert "bust?" in decode(keeps, grown.token_ids)
     strips = ChatTokenizer(tokenizer, enable_thinking=True, keep_thinking=False)
     message: Message = {"role": "assistant", "content": answer}
-    full_text = strips.whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
+    full_text = strips.encode_whole_prompt([user("16 vs 10"), message, user("19 vs 10")])
     assert "bust?" not in decode(strips, full_text)
     assert "HIT<|im_end|>" in decode(strips, full_text)
 
@@ -228,7 +232,7 @@ def test_the_error_of_a_template_without_tool_role_is_reported() -> None:
     )
     chat = ChatTokenizer(make_family_tokenizer(refusing))
     with pytest.raises(ConfigError, match="one question only"):
-        chat.next_prompt([user("another")], ended=True)
+        chat.encode_next_prompt([user("another")], ended=True)
 
 
 @pytest.mark.parametrize(

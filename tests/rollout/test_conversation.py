@@ -144,7 +144,7 @@ async def test_a_generator_cannot_change_the_recorded_prompt() -> None:
     conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)
     await talk(conversation, "16 vs 10")
     [sequence] = conversation.sequences()
-    assert sequence.token_ids.tolist() == [*chat.first_prompt(user("16 vs 10")), 5]
+    assert sequence.token_ids.tolist() == [*chat.encode_first_prompt(user("16 vs 10")), 5]
 
 
 async def test_nothing_is_paid_before_an_answer() -> None:

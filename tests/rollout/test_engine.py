@@ -11,7 +11,7 @@ import torch
 
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling, ScoringRequest
-from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
+from ludus.trainer.learner.micro_batches import make_unscored_sample, pack_one_micro_batch
 from ludus.trainer.learner.model import PolicyModel
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
@@ -155,7 +155,7 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
             output = outputs[request.request_id]
             token_ids = request.prompt_ids + output.token_ids
             sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
-            micro_batch = pack_one_micro_batch([unscored_sample(token_ids, sampled)])
+            micro_batch = pack_one_micro_batch([make_unscored_sample(token_ids, sampled)])
             with torch.no_grad():
                 logprobs = micro_batch.gather_samples(
                     policy(micro_batch.rows, temperature).logprobs

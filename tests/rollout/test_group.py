@@ -10,7 +10,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.trainer.core.types import GroupSpec, RolloutStatus, SampledCompletion, Sampling
-from ludus.trainer.data.mixture import group_seeds
+from ludus.trainer.data.mixture import derive_group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv
@@ -242,10 +242,10 @@ async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_re
 
 
 def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:
-    shared = [group_seeds(3, index, 16, shared=True) for index in range(2000)]
-    independent = [group_seeds(3, index, 16, shared=False) for index in range(100)]
+    shared = [derive_group_seeds(3, index, 16, shared=True) for index in range(2000)]
+    independent = [derive_group_seeds(3, index, 16, shared=False) for index in range(100)]
     assert all(len(set(seeds)) == 1 for seeds in shared)
     assert len({seeds[0] for seeds in shared}) == 2000
     assert len({seed for seeds in independent for seed in seeds}) == 1600
     assert max(seed for seeds in shared + independent for seed in seeds) < 2**30
-    assert group_seeds(3, 5, 4, shared=True) != group_seeds(4, 5, 4, shared=True)
+    assert derive_group_seeds(3, 5, 4, shared=True) != derive_group_seeds(4, 5, 4, shared=True)

@@ -20,7 +20,7 @@ from ludus.trainer.core.streams import (
     training_seed,
     warm_start_seed,
 )
-from ludus.trainer.data.mixture import group_seeds
+from ludus.trainer.data.mixture import derive_group_seeds
 
 RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
 
@@ -93,7 +93,7 @@ def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own(
     assert len(warm) == len(counters), "and so may those of two environments"
     assert 0 <= min(trained) <= max(trained) < 2**30 <= min(warm) <= max(warm) < 2**31
     assert EvalConfig().seed >= 2**31
-    assert set(group_seeds(3, 2, 16, shared=False)) <= trained
+    assert set(derive_group_seeds(3, 2, 16, shared=False)) <= trained
 
 
 def test_what_torch_draws_for_one_purpose_it_does_not_draw_for_another() -> None:

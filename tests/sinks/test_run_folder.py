@@ -54,7 +54,7 @@ def open_metrics(
 
 def worker_weights(version: int, pause_s: float) -> WorkerWeights:
     canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7)
-    return WorkerWeights(canary, fetch_s=0.5, pause_s=pause_s, bytes_fetched=100)
+    return WorkerWeights(canary, fetch_s=0.5, pause_s=pause_s, num_bytes_fetched=100)
 
 
 def log_steps(metrics: MetricsWriter, first: int, last: int) -> None:

@@ -14,10 +14,10 @@ from ludus.proto.config import LoraConfig, load_run_config
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.learner.lora import (
     ADAPTER_FOLDER,
-    adapter_state,
     add_adapters,
-    base_state,
     check_targets,
+    gather_adapters,
+    gather_base_weights,
     save_adapters,
     set_adapters_enabled,
 )
@@ -78,7 +78,7 @@ def test_merged_weights_equal_the_model_with_adapters(base: Path) -> None:
     model = train_adapters(base)
     engine = Qwen2ForCausalLM.from_pretrained(base).eval()
     start = logprobs(engine)
-    merged = AdapterMerger.load(str(base), CONFIG).merge(adapter_state(model))
+    merged = AdapterMerger.load(str(base), CONFIG).merge(gather_adapters(model))
     assert merged.keys() == dict(engine.named_parameters()).keys()
     engine.load_state_dict(merged, strict=False)
     assert (logprobs(model) - start).abs().max() > 0.1
@@ -87,21 +87,21 @@ def test_merged_weights_equal_the_model_with_adapters(base: Path) -> None:
 
 def test_merging_twice_starts_from_the_base(base: Path) -> None:
     merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = adapter_state(train_adapters(base))
+    adapters = gather_adapters(train_adapters(base))
     first, second = merger.merge(adapters), merger.merge(adapters)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_only_adapters_are_trained_and_published(base: Path) -> None:
     model = train_adapters(base)
-    adapters = adapter_state(model)
+    adapters = gather_adapters(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert sum(t.numel() for t in adapters.values()) == sum(p.numel() for p in trainable)
     # Two layers: q 32x32, v 32x16, down 48x32, each with rank 4.
     assert sum(t.numel() for t in adapters.values()) == 2 * 4 * (64 + 48 + 80)
     assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in adapters)
     untrained = dict(Qwen2ForCausalLM.from_pretrained(base).named_parameters())
-    frozen = base_state(model)
+    frozen = gather_base_weights(model)
     assert frozen.keys() == untrained.keys()
     assert all(torch.equal(frozen[name], untrained[name]) for name in frozen)
 
@@ -125,7 +125,7 @@ def test_model_without_adapters_is_the_starting_model(base: Path) -> None:
 def test_peft_loads_exported_files(base: Path, tmp_path: Path) -> None:
     model = train_adapters(base)
     folder = tmp_path / "export" / ADAPTER_FOLDER
-    save_adapters(folder, adapter_state(model), CONFIG, str(base))
+    save_adapters(folder, gather_adapters(model), CONFIG, str(base))
     loaded = peft.PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(base), folder).eval()
     torch.testing.assert_close(logprobs(loaded), logprobs(model), atol=1e-6, rtol=0)
     settings = json.loads((folder / "adapter_config.json").read_text())
@@ -157,7 +157,7 @@ def test_unknown_target_of_a_tiny_model_is_refused_by_the_configuration() -> Non
 
 def test_adapters_of_a_different_model_are_refused(base: Path) -> None:
     merger = AdapterMerger.load(str(base), CONFIG)
-    adapters = adapter_state(train_adapters(base))
+    adapters = gather_adapters(train_adapters(base))
     name = next(iter(adapters))
     with pytest.raises(WeightSyncError, match=r"q_proj.*model\.path"):
         merger.merge({n: t for n, t in adapters.items() if n != name})

@@ -17,9 +17,9 @@ from ludus.trainer.weights.payload import (
     Payload,
     apply_delta,
     decode_difference,
+    decode_payload,
     encode_difference,
-    from_buffers,
-    to_buffers,
+    encode_payload,
 )
 from tests.weights.states import assert_same, make_state
 
@@ -48,9 +48,9 @@ def test_tensors_of_any_type_and_shape_are_converted_without_loss(
     layout: list[tuple[torch.dtype, tuple[int, ...]]],
 ) -> None:
     parts = {f"t{i}": random_tensor(*spec, seed=i) for i, spec in enumerate(layout)}
-    buffers = to_buffers(Payload(7, "hash", "parent", parts))
+    buffers = encode_payload(Payload(7, "hash", "parent", parts))
     for received in (buffers, [np.concatenate(buffers)]):
-        payload = from_buffers(received)
+        payload = decode_payload(received)
         assert (payload.version, payload.content_hash, payload.parent_hash) == (7, "hash", "parent")
         for name, tensor in parts.items():
             assert payload.parts[name].dtype == tensor.dtype
@@ -154,4 +154,4 @@ METADATA = {"version": "1", "content_hash": "x"}
 )
 def test_invalid_payload_is_refused(broken: list[np.ndarray]) -> None:
     with pytest.raises(WeightSyncError, match="are not a complete safetensors file"):
-        from_buffers(broken)
+        decode_payload(broken)

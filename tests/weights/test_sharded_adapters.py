@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from ludus.proto.config import LearnerConfig
 from ludus.trainer.learner.lora import (
-    adapter_state,
     add_adapters,
-    base_state,
+    gather_adapters,
+    gather_base_weights,
     set_adapters_enabled,
 )
 from ludus.trainer.learner.model import prepare_model
@@ -62,7 +62,7 @@ def train_adapters(rank: int, folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        logprobs, adapters, base = policy(IDS), adapter_state(model), base_state(model)
+        logprobs, adapters, base = policy(IDS), gather_adapters(model), gather_base_weights(model)
         set_adapters_enabled(policy, False)
         start = policy(IDS)
     if rank == 0:

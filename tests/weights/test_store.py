@@ -234,7 +234,7 @@ def test_result_at_the_deadline_is_returned(
             return value
 
     monkeypatch.setattr(store_module, "Future", LateFuture)
-    assert store_module.call_within(lambda: "result", 60.0) == "result"
+    assert store_module.call_with_limit(lambda: "result", 60.0) == "result"
 
 
 def test_permanent_error_is_raised_immediately() -> None:

@@ -26,7 +26,7 @@ _MODULES = {
     "network": "classic.run",
     "reward_model": "reward_model.training",
 }
-"""Module of the commands of each kind of run. Networks and reward models need no Ray."""
+"""Module that implements the commands, by kind of run. Only language models need Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A RayJob that fails would be restarted, so an intended stop is a success.
         return 0 if stopped.is_intended else _INTERRUPTED_EXIT_CODE
     except UserError as error:
-        return _fail(error, UserError.exit_code)
+        return _report_error(error, UserError.exit_code)
     except (LudusError, OSError) as error:
         # An OSError, such as a full disk, needs no traceback.
-        return _fail(error, 1)
+        return _report_error(error, 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _INTERRUPTED_EXIT_CODE
 
@@ -65,18 +65,18 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     run = load_run_config(args.config, args.set)
     if args.run_dir is not None:
-        location = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
-        run = run.model_copy(update=location)
-    choices = {"num_games": args.games, "temperature": args.temperature}
-    changes = {name: value for name, value in choices.items() if value is not None}
-    run = run.model_copy(update={"eval": run.eval.model_copy(update=changes)})
+        run_location = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
+        run = run.model_copy(update=run_location)
+    overrides = {"num_games": args.games, "temperature": args.temperature}
+    eval_changes = {name: value for name, value in overrides.items() if value is not None}
+    run = run.model_copy(update={"eval": run.eval.model_copy(update=eval_changes)})
     checkpoint = find_checkpoint(args.checkpoint, run.folder / CHECKPOINTS_FOLDER)
     evaluation: Evaluation = _import_commands(run).evaluate(run, checkpoint)
-    text = evaluation.model_dump_json(indent=2)
+    evaluation_json = evaluation.model_dump_json(indent=2)
     if args.output is None:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(evaluation_json + "\n")
     else:
-        write_atomically(args.output, text)
+        write_atomically(args.output, evaluation_json)
 
 
 def _import_commands(run: AnyRunConfig) -> ModuleType:
@@ -134,11 +134,11 @@ def _describe_error(error: BaseException) -> str:
     return str(error)
 
 
-def _fail(error: Exception, exit_code: int) -> int:
-    # The text of an error that crossed a Ray actor contains its traceback; its cause does not.
+def _report_error(error: Exception, exit_code: int) -> int:
+    # Ray adds the traceback to the message of an error from an actor, but not to its cause.
     cause = getattr(error, "cause", None) or error
-    text = "; ".join([_describe_error(cause), *getattr(error, "__notes__", [])])
-    sys.stderr.write(f"error: {text}\n")
+    message = "; ".join([_describe_error(cause), *getattr(error, "__notes__", [])])
+    sys.stderr.write(f"error: {message}\n")
     return exit_code
 
 

@@ -5,8 +5,8 @@
                                                         |             |
                                     summaries, to the driver          +--> learner ranks
 
-The driver never receives tokens: it only passes on references. `take` waits for `put`; only
-admission, in the driver, waits for `take`.
+The driver never receives tokens. It only passes references to batches and groups. `take` waits for
+`put`. Only the admission of new groups, in the driver, waits for `take`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class BufferActor:
             groups_per_step=run.training.groups_per_step,
             max_staleness=run.training.max_staleness,
             window_fraction=run.training.window_fraction,
-            keep_zero_variance_groups=run.algorithm.zero_variance_groups == "keep",
+            keeps_zero_variance_groups=run.algorithm.zero_variance_groups == "keep",
         )
-        self._changed = asyncio.Condition()
+        self._change_condition = asyncio.Condition()
         self._num_restored = 0
         freeze_heap()
 
@@ -60,25 +60,25 @@ class BufferActor:
     async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put."""
         refusals = self._buffer.put(groups)
-        async with self._changed:
-            self._changed.notify_all()
+        async with self._change_condition:
+            self._change_condition.notify_all()
         return refusals
 
     async def take(self, version: int, timeout_s: float) -> tuple[TakenBatch, Batch | None]:
-        """Take batch `version`; return its summary and the batch, or no groups after a timeout."""
+        """Return batch `version` and its summary; after a timeout, a summary without groups."""
         groups: list[RolloutGroup] = []
         num_restored = self._num_restored
 
-        def is_over() -> bool:
+        def is_finished() -> bool:
             if self._num_restored != num_restored:
-                # The caller wanted to train on contents that were replaced, and has stopped.
+                # `restore` replaced the groups, and the loop that called `take` has stopped.
                 return True
             groups.extend(self._buffer.take(version))
             return bool(groups)
 
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(is_over)
+            async with asyncio.timeout(timeout_s), self._change_condition:
+                await self._change_condition.wait_for(is_finished)
         if not groups:
             return TakenBatch((), self._buffer.counts, len(self._buffer)), None
         summaries = tuple(summarize(group, version) for group in groups)
@@ -107,13 +107,13 @@ class RemoteBuffer:
     """A BufferActor in a separate process.
 
     If the process dies, or does not respond for training.idle_timeout_s, `take`, `state` and
-    `restore` raise BufferLostError. The training loop calls these between two steps, so the error
-    interrupts no step, and the learner's state can be saved. Calls of the sampling loop do not
-    raise it.
+    `restore` raise BufferLostError. The training loop calls these methods between two steps, so no
+    step is interrupted, and the learner's state can be saved. The methods that the sampling loop
+    calls do not raise this error.
     """
 
     def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
-        actor_class = ray.remote(**placement.driver_node_options())(BufferActor)
+        actor_class = ray.remote(**placement.make_driver_node_options())(BufferActor)
         self._actor: ActorHandle = actor_class.remote(run, registered_functions())
         self._timeout_s = run.training.idle_timeout_s
 
@@ -127,22 +127,22 @@ class RemoteBuffer:
             await self._call("begin", list(indices), version)
 
     async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[Refusal]:
-        """See GroupBuffer.put; a reference makes Ray send the groups from the worker directly.
+        """See GroupBuffer.put; if `groups` is a reference, Ray sends them directly from the worker.
 
         If the buffer is lost, the call never returns, because the fate of the groups is unknown;
         its task must be cancelled.
         """
         try:
-            return await self._result(self._actor.put.remote(groups))
+            return await self._await_result(self._actor.put.remote(groups))
         except BufferLostError:
             return await asyncio.get_running_loop().create_future()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """See BufferActor.take; the batch is a reference."""
         call = self._actor.take.options(num_returns=2)
-        reference, batch = call.remote(version, timeout_s)
-        taken_batch: TakenBatch = await self._result_in_time(reference, "take")
-        return replace(taken_batch, batch=batch) if taken_batch.groups else taken_batch
+        summary_reference, batch_reference = call.remote(version, timeout_s)
+        taken_batch: TakenBatch = await self._await_result_with_limit(summary_reference, "take")
+        return replace(taken_batch, batch=batch_reference) if taken_batch.groups else taken_batch
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
@@ -155,17 +155,19 @@ class RemoteBuffer:
         return await self._call("restore", list(groups), dict(counts), version)
 
     async def _call(self, method: str, *arguments: object) -> Any:
-        return await self._result_in_time(getattr(self._actor, method).remote(*arguments), method)
+        return await self._await_result_with_limit(
+            getattr(self._actor, method).remote(*arguments), method
+        )
 
-    async def _result_in_time(self, reference: ray.ObjectRef, method: str) -> Any:
-        """Return the result of a call that waits only for the buffer.
+    async def _await_result_with_limit(self, reference: ray.ObjectRef, method: str) -> Any:
+        """Return the result of a call; fail after training.idle_timeout_s.
 
         Raises:
             BufferLostError: the buffer has died, or does not respond.
         """
         try:
             return await wait_with_limit(
-                self._result(reference),
+                self._await_result(reference),
                 f"the replay buffer's '{method}'",
                 timeout_s=self._timeout_s,
                 setting="training.idle_timeout_s",
@@ -173,7 +175,7 @@ class RemoteBuffer:
         except TimeLimitError as error:
             raise BufferLostError(str(error)) from None
 
-    async def _result(self, reference: ray.ObjectRef) -> Any:
+    async def _await_result(self, reference: ray.ObjectRef) -> Any:
         """Return the result of a call.
 
         Raises:

@@ -1,12 +1,12 @@
 """The Ray cluster of a run: connection, survey of its nodes, and waiting for room.
 
-    survey --> nodes, and whether more may join --> Placement, placement group
+    survey --> nodes, and whether others may join --> Placement, placement group
                                              |
                                              +----> error message, or wait
 
-Room that is missing may appear later: an autoscaler starts nodes for actors that wait, and a lost
-node is replaced. A demand is refused if its room is missing for placement.join_timeout_s, and
-either there is no autoscaler or the autoscaler reports that it cannot provide the room.
+Missing room may appear later: an autoscaler starts nodes for waiting actors, and lost nodes are
+replaced. A run fails if room is missing for placement.join_timeout_s, and there is no autoscaler or
+the autoscaler reports that the demand is infeasible.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 2.0
 _STATUS_TIMEOUT_S = 10.0
 _MESSAGE_INTERVAL_S = 60.0
-_QUIET_S = 5.0
-"""Time before the first message; room that exists is granted within it."""
+_FIRST_MESSAGE_DELAY_S = 5.0
+"""Time before the first message. Ray usually grants existing room sooner."""
 
-_SLOW_START_MESSAGE = "timed out during startup"
-"""Message of Ray's error after 30 s, a limit that cannot be changed."""
+_START_TIMEOUT_MESSAGE = "timed out during startup"
+"""Text of Ray's error if it does not start within 30 s, a fixed limit."""
 
 ResultT = TypeVar("ResultT")
 
 
 def is_local() -> bool:
     """Return whether a run starts Ray on this machine only, because RAY_ADDRESS is not set."""
-    return _address() == "local"
+    return _get_ray_address() == "local"
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def start_ray() -> None:
     try:
         _init_ray()
     except Exception as error:  # Ray does not raise a narrower class
-        if not is_local() or _SLOW_START_MESSAGE not in str(error):
+        if not is_local() or _START_TIMEOUT_MESSAGE not in str(error):
             raise
         _log.warning("Ray did not start in time, perhaps because the machine is busy; retrying")
         _init_ray()
@@ -89,7 +89,7 @@ def start_ray() -> None:
 
 def _init_ray() -> None:
     ray.init(
-        address=_address(),
+        address=_get_ray_address(),
         include_dashboard=False if is_local() else None,
         log_to_driver=not is_local(),
         logging_level=logging.WARNING,
@@ -106,45 +106,49 @@ class ClusterSurvey:
     autoscaling: AutoscalingState
 
     def may_provide(self, demand: RunDemand) -> bool:
-        """Return whether there is an autoscaler that does not report the demand as infeasible."""
+        """Return whether an autoscaler exists and does not report the demand as infeasible."""
         if not self.autoscaling.autoscaler_state_version:
             return False
-        infeasible = [
+        infeasible_resources = [
             dict(request.resources_bundle)
             for request in self.autoscaling.infeasible_resource_requests
         ]
         for gang in self.autoscaling.infeasible_gang_resource_requests:
-            infeasible += [dict(request.resources_bundle) for request in gang.requests]
+            infeasible_resources += [dict(request.resources_bundle) for request in gang.requests]
             for selector in gang.bundle_selectors:
-                infeasible += [dict(r.resources_bundle) for r in selector.resource_requests]
+                infeasible_resources += [
+                    dict(r.resources_bundle) for r in selector.resource_requests
+                ]
         requests = (demand.ranks, demand.workers)
-        return not any(r.num_actors and dict(r.resources) in infeasible for r in requests)
+        return not any(r.num_actors and dict(r.resources) in infeasible_resources for r in requests)
 
 
 def survey_cluster() -> ClusterSurvey:
     """Return the current nodes and autoscaler state."""
     nodes = tuple(node["Resources"] for node in ray.nodes() if node["Alive"])
-    reply = GetClusterStatusReply()
-    reply.ParseFromString(internal_kv_get_gcs_client().get_cluster_status())
-    return ClusterSurvey(nodes, reply.autoscaling_state)
+    status = GetClusterStatusReply()
+    status.ParseFromString(internal_kv_get_gcs_client().get_cluster_status())
+    return ClusterSurvey(nodes, status.autoscaling_state)
 
 
-def draining_nodes() -> frozenset[str]:
+def list_draining_nodes() -> frozenset[str]:
     """Return the ids of nodes that will be removed: evicted, reclaimed, or no longer needed."""
     return frozenset(internal_kv_get_gcs_client().get_draining_nodes(timeout=_STATUS_TIMEOUT_S))
 
 
 @asynccontextmanager
 async def place_in_ray(
-    run: LanguageModelRun, *, with_learner: bool = True
+    run: LanguageModelRun, *, includes_learner: bool = True
 ) -> AsyncIterator[Placement]:
     """Connect to Ray for the block, and yield the placement of the run's actors.
 
     Raises:
-        ConfigError: there is no room for the run, and there will be none.
+        ConfigError: there is no room for the run, and none can be provided.
     """
-    with _connect_to_ray() as is_private:
-        placement = await _find_placement(run, is_private=is_private, with_learner=with_learner)
+    with _connect_to_ray() as is_own_ray:
+        placement = await _find_placement(
+            run, is_own_ray=is_own_ray, includes_learner=includes_learner
+        )
         try:
             yield placement
         finally:
@@ -153,18 +157,18 @@ async def place_in_ray(
 
 
 async def _find_placement(
-    run: LanguageModelRun, *, is_private: bool, with_learner: bool
+    run: LanguageModelRun, *, is_own_ray: bool, includes_learner: bool
 ) -> Placement:
     """Return the placement of the actors, with room reserved for the learner's ranks.
 
     Raises:
-        ConfigError: there is no room for the run, and there will be none.
+        ConfigError: there is no room for the run, and none can be provided.
     """
-    if is_private:
-        placement = place_on_one_machine(run, with_learner=with_learner)
+    if is_own_ray:
+        placement = place_on_one_machine(run, includes_learner=includes_learner)
         nodes = [node["Resources"] for node in ray.nodes()]
         if not placement.demand.fits(nodes):
-            raise ConfigError(_no_room_message("this machine", placement.demand, nodes))
+            raise ConfigError(_format_no_room_message("this machine", placement.demand, nodes))
         max_workers = placement.demand.max_workers(nodes)
         if run.rollout.num_workers > max_workers:
             resources = format_resources(placement.demand.workers.resources)
@@ -175,14 +179,16 @@ async def _find_placement(
         # No node can join, so a worker without room would wait forever.
         return replace(placement, max_workers=max_workers)
     cluster = await asyncio.to_thread(survey_cluster)
-    driver_node = ray.get_runtime_context().get_node_id()
-    placement = place_in_cluster(run, cluster.nodes, driver_node, with_learner=with_learner)
+    driver_node_id = ray.get_runtime_context().get_node_id()
+    placement = place_in_cluster(
+        run, cluster.nodes, driver_node_id, includes_learner=includes_learner
+    )
     ranks = placement.demand.ranks
-    if not with_learner:
+    if not includes_learner:
         return placement
     group = placement_group(
         [dict(ranks.resources)] * ranks.num_actors,
-        strategy="STRICT_PACK" if ranks.on_one_node else "PACK",
+        strategy="STRICT_PACK" if ranks.must_share_node else "PACK",
     )
     await wait_for_room(placement, _wait_for_group(group), may_be_in_use=True)
     return replace(placement, group=group)
@@ -193,44 +199,51 @@ async def wait_for_room(
     awaitable: Awaitable[ResultT],
     *,
     may_be_in_use: bool = False,
-    refuse: bool = True,
+    raises_without_room: bool = True,
 ) -> ResultT:
-    """Return the result of `awaitable`, a start of actors; meanwhile report missing room.
+    """Await the start of actors and return its result; meanwhile report missing room.
 
-    `may_be_in_use` says that other programs may be using the room.
+    With `may_be_in_use`, waiting is also reported if the room exists, because other programs may
+    use it.
 
     Raises:
-        ConfigError: the room is missing and will not appear, and `refuse` is set.
+        ConfigError: `raises_without_room` is set, and no room can be provided.
     """
     if placement.is_one_machine:
         return await awaitable
     async with Tasks() as tasks:
-        tasks.start(_watch_room(placement, may_be_in_use=may_be_in_use, refuse=refuse))
+        tasks.start(
+            _watch_room(
+                placement, may_be_in_use=may_be_in_use, raises_without_room=raises_without_room
+            )
+        )
         return await awaitable
 
 
 async def _wait_for_group(group: PlacementGroup) -> None:
-    # Short waits: a waiting thread cannot be cancelled, and would delay the end of the process.
+    # The wait is short, because its thread cannot be cancelled and would delay the exit.
     while not await asyncio.to_thread(group.wait, 1.0):
         pass
 
 
-async def _watch_room(placement: Placement, *, may_be_in_use: bool, refuse: bool) -> None:
-    """Report from time to time what the run waits for."""
+async def _watch_room(
+    placement: Placement, *, may_be_in_use: bool, raises_without_room: bool
+) -> None:
+    """Report at intervals which room the run waits for; see `wait_for_room`."""
     demand = placement.demand
-    last_hope_s = time.monotonic()
-    next_message_s = last_hope_s + _QUIET_S
+    last_possible_s = time.monotonic()
+    next_message_s = last_possible_s + _FIRST_MESSAGE_DELAY_S
     while True:
         cluster = await asyncio.to_thread(survey_cluster)
         now_s = time.monotonic()
-        exists, is_expected = demand.fits(cluster.nodes), cluster.may_provide(demand)
-        if exists or is_expected:
-            last_hope_s = now_s
-        elif refuse and now_s - last_hope_s >= placement.join_timeout_s:
-            raise ConfigError(_no_room_message("the Ray cluster", demand, cluster.nodes))
-        if now_s >= next_message_s and (may_be_in_use or not exists):
-            source = "the autoscaler" if is_expected else "nodes to join"
-            source = "other programs to release resources" if exists else source
+        has_room, may_get_room = demand.fits(cluster.nodes), cluster.may_provide(demand)
+        if has_room or may_get_room:
+            last_possible_s = now_s
+        elif raises_without_room and now_s - last_possible_s >= placement.join_timeout_s:
+            raise ConfigError(_format_no_room_message("the Ray cluster", demand, cluster.nodes))
+        if now_s >= next_message_s and (may_be_in_use or not has_room):
+            source = "the autoscaler" if may_get_room else "nodes to join"
+            source = "other programs to release resources" if has_room else source
             nodes = demand.describe_nodes(cluster.nodes)
             warn_user(f"waiting for {source}: the run needs {demand}; the cluster has {nodes}")
             next_message_s = now_s + _MESSAGE_INTERVAL_S
@@ -263,7 +276,7 @@ def describe_failure(error: BaseException) -> str:
     return " ".join(str(error).split()).partition(" Some common causes include")[0]
 
 
-def _no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources]) -> str:
+def _format_no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources]) -> str:
     return (
         f"{location} has no room for this run: it needs {demand}, and there is "
         f"{demand.describe_nodes(nodes)}; add resources, or lower learner.num_ranks, "
@@ -271,5 +284,5 @@ def _no_room_message(location: str, demand: RunDemand, nodes: Iterable[Resources
     )
 
 
-def _address() -> str:
+def _get_ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "local")

@@ -42,7 +42,7 @@ _START_CALLS = {
 
 
 class LearnerActor:
-    """One rank. Every call except `reply` and `rendezvous` must reach all ranks."""
+    """One rank of the learner. Calls except `reply` and `rendezvous` must be made on all ranks."""
 
     def __init__(self, rank: int, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
         register_functions(functions)
@@ -52,7 +52,7 @@ class LearnerActor:
         self._timeout_s = run.learner.collective_timeout_s
 
     def reply(self, token: FolderToken | None) -> None:
-        """Reply to the token in the run's folder, where this rank will write."""
+        """Reply to the token, to show that this rank shares the run's folder."""
         if token is not None:
             token.reply(self._rank)
 
@@ -91,12 +91,14 @@ class LearnerActor:
     def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
         """Publish the weights from rank 0; return None on the other ranks."""
         with self._translate_errors():
-            state = self._learner.full_state()
+            weights = self._learner.gather_weights()
             canary_logprobs = self._learner.score_completions(canary)
         if self._store is None:
             return None
-        state = cast_floats(state, self._published_dtype)
-        return self._store.publish(make_manifest(version, state, canary, canary_logprobs), state)
+        weights = cast_floats(weights, self._published_dtype)
+        return self._store.publish(
+            make_manifest(version, weights, canary, canary_logprobs), weights
+        )
 
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each completion's tokens under the policy."""
@@ -123,7 +125,7 @@ class LearnerActor:
         try:
             yield
         except RuntimeError as error:
-            # torch has classes for some of these errors; those of gloo have only a text.
+            # torch has classes for some of these errors. Gloo raises a plain RuntimeError.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise LearnerLostError(
@@ -135,8 +137,8 @@ class LearnerActor:
 class LearnerGroup:
     """All ranks of the learner; each call goes to all ranks and returns rank 0's result.
 
-    A rank that dies leaves the others waiting in a collective. So if a rank is lost, because it
-    died or a collective or a call timed out, all ranks are killed. The current call and all later
+    If a rank dies, the other ranks wait for it in a collective. So all ranks are killed if one
+    dies, or if a collective or a call times out. The current call and all later
     calls raise LearnerLostError, until `restart`.
     """
 
@@ -159,14 +161,14 @@ class LearnerGroup:
         self._model_path, self._weights = model_path, weights
         num_ranks = self._run.learner.num_ranks
         self.ranks = [
-            ray.remote(**self._placement.rank_options(rank))(LearnerActor).remote(
+            ray.remote(**self._placement.make_rank_options(rank))(LearnerActor).remote(
                 rank, self._run, registered_functions()
             )
             for rank in range(num_ranks)
         ]
-        # Missing room is not refused, because lost nodes are replaced sooner or later.
+        # Missing room is no error here, because lost nodes are usually replaced.
         replies = self._call_all("reply", self._token)
-        await wait_for_room(self._placement, replies, refuse=False)
+        await wait_for_room(self._placement, replies, raises_without_room=False)
         if self._token is not None:
             await asyncio.to_thread(self._token.check_replies, num_ranks)
         [address] = await self._call("rendezvous", self.ranks[:1])
@@ -180,7 +182,7 @@ class LearnerGroup:
             await self.load(learner_folder)
 
     async def train_step(self, batch: BatchHandle, coefficients: Coefficients) -> StepMetrics:
-        """Train on a batch, whose memory the ranks of a machine share, and return the metrics."""
+        """Train on a batch and return the metrics; ranks on a machine share the batch's memory."""
         return await self._call_all("train_step", batch, coefficients)
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
@@ -218,7 +220,7 @@ class LearnerGroup:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
         results = gather_or_cancel(*(_call_rank(rank, method, *args) for rank in ranks))
         try:
-            return await self._wait(method, results)
+            return await self._wait_for_results(method, results)
         except ray.exceptions.RayActorError as error:
             self._kill_ranks()
             raise LearnerLostError(
@@ -233,16 +235,16 @@ class LearnerGroup:
             self._kill_ranks()
             raise LearnerLostError(str(error)) from None
 
-    async def _wait(self, method: str, results: Awaitable[list[Any]]) -> list[Any]:
+    async def _wait_for_results(self, method: str, results: Awaitable[list[Any]]) -> list[Any]:
         """Wait for results, with the time limit of the method."""
-        is_start, run = method in _START_CALLS, self._run
+        is_starting, run = method in _START_CALLS, self._run
         return await wait_with_limit(
             results,
             _START_CALLS.get(method, f"the learner's '{method}'"),
             timeout_s=(
-                run.placement.start_timeout_s if is_start else run.training.learner_timeout_s
+                run.placement.start_timeout_s if is_starting else run.training.learner_timeout_s
             ),
-            setting="placement.start_timeout_s" if is_start else "training.learner_timeout_s",
+            setting="placement.start_timeout_s" if is_starting else "training.learner_timeout_s",
         )
 
     def _kill_ranks(self) -> None:

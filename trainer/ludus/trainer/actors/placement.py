@@ -5,10 +5,10 @@
     learner ranks    their GPUs        a placement group of CPUs and GPUs, few nodes or one
     rollout workers  their GPUs        CPUs and GPUs, spread over the nodes
 
-CPUs are the threads that an actor computes with. They are not requested on one machine, because
-the processes of a small run share its cores. If a cluster offers the custom resource `learner` or
+An actor requests one CPU per compute thread. On one machine no CPUs are requested, because the
+processes of a small run share its cores. If a cluster offers the custom resource `learner` or
 `rollout`, each rank requests one unit of the former and each worker one unit of the latter. This
-reserves node groups for their purpose, and lets a node group without nodes scale up.
+reserves node groups for learner or rollout, and lets an empty node group scale up.
 """
 
 from __future__ import annotations
@@ -29,37 +29,40 @@ Resources = Mapping[str, float]
 """Amounts of resources, by Ray's names: CPU, GPU, and custom resources."""
 
 LEARNER_RESOURCE, ROLLOUT_RESOURCE = "learner", "rollout"
-ANY_NUMBER = 2**31
-"""A number of actors above any request."""
-_ROUNDING = 1e-6
+UNLIMITED_ACTORS = 2**31
+"""Number of actors that stands for no limit."""
+_GPU_TOLERANCE = 1e-6
 """Tolerance for sums of fractional GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorRequest:
-    """The actors of one kind, all of which a run needs."""
+    """A number of actors of one kind that a run needs."""
 
     kind: str
     num_actors: int
     resources: Resources
     """Resources of each actor."""
-    on_one_node: bool = False
+    must_share_node: bool = False
 
     def __str__(self) -> str:
         plural = "s" if self.num_actors != 1 else ""
-        share = " each" if self.num_actors != 1 else ""
+        suffix = " each" if self.num_actors != 1 else ""
         return (
-            f"{self.num_actors} {self.kind}{plural} with {format_resources(self.resources)}{share}"
+            f"{self.num_actors} {self.kind}{plural} with {format_resources(self.resources)}{suffix}"
         )
 
-    def num_fitting(self, free: Resources) -> int:
-        """Return how many of the actors fit on a node with these free resources."""
-        shares = [free.get(name, 0.0) / amount for name, amount in self.resources.items()]
-        return min([self.num_actors, *(int(share + _ROUNDING) for share in shares)])
+    def count_fitting_actors(self, free_resources: Resources) -> int:
+        """Return the number of these actors that fit on a node with these free resources."""
+        shares = [free_resources.get(name, 0.0) / amount for name, amount in self.resources.items()]
+        return min([self.num_actors, *(int(share + _GPU_TOLERANCE) for share in shares)])
 
-    def subtract_from(self, free: Resources, num_actors: int) -> dict[str, float]:
-        """Return the resources that are left after placing some of the actors."""
-        return {n: free[n] - num_actors * self.resources.get(n, 0.0) for n in free}
+    def subtract_from(self, free_resources: Resources, num_actors: int) -> dict[str, float]:
+        """Return the free resources of a node after `num_actors` actors are placed on it."""
+        return {
+            name: free_resources[name] - num_actors * self.resources.get(name, 0.0)
+            for name in free_resources
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,49 +75,54 @@ class RunDemand:
 
     def __str__(self) -> str:
         requests = [str(request) for request in (self.ranks, self.workers) if request.num_actors]
-        if self.ranks.on_one_node and self.ranks.num_actors > 1:
+        if self.ranks.must_share_node and self.ranks.num_actors > 1:
             requests[0] += " on one node"
         return " and ".join(requests)
 
     def fits(self, nodes: Iterable[Resources]) -> bool:
         """Return whether all actors can be placed on nodes with these resources."""
-        return self._num_workers_fitting(nodes) >= self.workers.num_actors
+        return self._count_fitting_workers(nodes) >= self.workers.num_actors
 
     def max_workers(self, nodes: Iterable[Resources]) -> int:
-        """Return how many workers fit in addition to all ranks, whatever the demand."""
-        workers = replace(self.workers, num_actors=ANY_NUMBER)
-        return min(ANY_NUMBER, replace(self, workers=workers)._num_workers_fitting(nodes))
+        """Return the number of workers that fit in addition to all ranks, beyond the demand."""
+        workers = replace(self.workers, num_actors=UNLIMITED_ACTORS)
+        return min(UNLIMITED_ACTORS, replace(self, workers=workers)._count_fitting_workers(nodes))
 
-    def _num_workers_fitting(self, nodes: Iterable[Resources]) -> int:
-        """Return how many workers fit in addition to all ranks; -1 if the ranks do not fit."""
-        # max_workers[k]: the largest number of workers when k ranks are placed, node after node.
+    def _count_fitting_workers(self, nodes: Iterable[Resources]) -> int:
+        """Return the number of workers that fit with all ranks; -1 if the ranks do not fit."""
+        # max_workers[k]: maximum number of workers if k ranks are placed on the nodes so far.
         max_workers = {0: 0}
         for node in nodes:
-            next_max: dict[int, int] = {}
-            for num_ranks_here in self._rank_counts(node):
-                free = self.ranks.subtract_from(node, num_ranks_here)
-                num_workers_here = self.workers.num_fitting(free)
+            next_max_workers: dict[int, int] = {}
+            for num_ranks_here in self._list_rank_counts(node):
+                free_resources = self.ranks.subtract_from(node, num_ranks_here)
+                num_workers_here = self.workers.count_fitting_actors(free_resources)
                 for num_ranks, num_workers in max_workers.items():
-                    rank_sum = num_ranks + num_ranks_here
-                    if rank_sum <= self.ranks.num_actors:
-                        worker_sum = num_workers + num_workers_here
-                        next_max[rank_sum] = max(next_max.get(rank_sum, 0), worker_sum)
-            max_workers = next_max
+                    total_ranks = num_ranks + num_ranks_here
+                    if total_ranks <= self.ranks.num_actors:
+                        total_workers = num_workers + num_workers_here
+                        next_max_workers[total_ranks] = max(
+                            next_max_workers.get(total_ranks, 0), total_workers
+                        )
+            max_workers = next_max_workers
         return max_workers.get(self.ranks.num_actors, -1)
 
     def describe_nodes(self, nodes: Iterable[Resources]) -> str:
-        """Return a text with the nodes' amounts of the requested resources."""
+        """Describe the nodes by their amounts of the requested resources."""
         names = sorted({*self.ranks.resources, *self.workers.resources})
-        counts: dict[str, int] = {}
+        node_counts: dict[str, int] = {}
         for node in nodes:
-            text = format_resources({name: node.get(name, 0.0) for name in names})
-            counts[text] = counts.get(text, 0) + 1
-        parts = [f"{n} node{'s' if n != 1 else ''} with {text}" for text, n in counts.items()]
-        return ", ".join(parts) or "no node"
+            description = format_resources({name: node.get(name, 0.0) for name in names})
+            node_counts[description] = node_counts.get(description, 0) + 1
+        node_descriptions = [
+            f"{num_nodes} node{'s' if num_nodes != 1 else ''} with {description}"
+            for description, num_nodes in node_counts.items()
+        ]
+        return ", ".join(node_descriptions) or "no node"
 
-    def _rank_counts(self, node: Resources) -> Sequence[int]:
-        max_ranks = self.ranks.num_fitting(node)
-        if not self.ranks.on_one_node:
+    def _list_rank_counts(self, node: Resources) -> Sequence[int]:
+        max_ranks = self.ranks.count_fitting_actors(node)
+        if not self.ranks.must_share_node:
             return range(max_ranks + 1)
         return sorted({0, self.ranks.num_actors if max_ranks == self.ranks.num_actors else 0})
 
@@ -124,69 +132,69 @@ class Placement:
     """Ray options that place the actors of a run."""
 
     demand: RunDemand
-    driver_node: str | None = None
+    driver_node_id: str | None = None
     """Id of the driver's node; None on one machine."""
     group: PlacementGroup | None = None
     """Reservation with a bundle for each learner rank; None on one machine."""
     join_timeout_s: float = 0.0
     """See placement.join_timeout_s of the configuration."""
-    max_workers: int = ANY_NUMBER
-    """Maximum number of rollout workers that there can ever be room for."""
+    max_workers: int = UNLIMITED_ACTORS
+    """Maximum number of rollout workers that fit on all nodes together."""
 
     @property
     def is_one_machine(self) -> bool:
-        """True if there are no nodes to choose from, and none to wait for."""
-        return self.driver_node is None
+        """True if the run uses only this machine, without waiting for other nodes."""
+        return self.driver_node_id is None
 
-    def driver_node_options(self) -> dict[str, Any]:
+    def make_driver_node_options(self) -> dict[str, Any]:
         """Return the options of an actor on the driver's node."""
-        if self.driver_node is None:
+        if self.driver_node_id is None:
             return {"num_cpus": 0}
-        strategy = NodeAffinitySchedulingStrategy(self.driver_node, soft=False)
+        strategy = NodeAffinitySchedulingStrategy(self.driver_node_id, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy}
 
-    def rank_options(self, rank: int) -> dict[str, Any]:
+    def make_rank_options(self, rank: int) -> dict[str, Any]:
         """Return the options of a learner rank."""
-        options = _options(self.demand.ranks.resources)
+        options = _make_options(self.demand.ranks.resources)
         if self.group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, rank)
         return options
 
-    def worker_options(self) -> dict[str, Any]:
+    def make_worker_options(self) -> dict[str, Any]:
         """Return the options of a rollout worker."""
-        options = _options(self.demand.workers.resources)
+        options = _make_options(self.demand.workers.resources)
         return options if self.is_one_machine else options | {"scheduling_strategy": "SPREAD"}
 
 
-def place_on_one_machine(run: LanguageModelRun, *, with_learner: bool = True) -> Placement:
+def place_on_one_machine(run: LanguageModelRun, *, includes_learner: bool = True) -> Placement:
     """Return a placement of all actors on this machine."""
-    ranks = _resources(num_gpus=run.learner.num_gpus_per_rank)
-    workers = _resources(num_gpus=run.rollout.num_gpus_per_worker)
-    return Placement(_demand(run, ranks, workers, with_learner=with_learner))
+    ranks = _make_resources(num_gpus=run.learner.num_gpus_per_rank)
+    workers = _make_resources(num_gpus=run.rollout.num_gpus_per_worker)
+    return Placement(_make_demand(run, ranks, workers, includes_learner=includes_learner))
 
 
 def place_in_cluster(
     run: LanguageModelRun,
     nodes: Iterable[Resources],
-    driver_node: str,
+    driver_node_id: str,
     *,
-    with_learner: bool = True,
+    includes_learner: bool = True,
 ) -> Placement:
-    """Return a placement on the nodes of a cluster, without its placement group yet."""
+    """Return a placement on the nodes of a cluster; the caller adds the placement group."""
     learner, rollout = run.learner, run.rollout
-    has_groups = any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes)
-    ranks = _resources(
+    has_node_groups = any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes)
+    ranks = _make_resources(
         num_cpus=learner.num_threads,
         num_gpus=learner.num_gpus_per_rank,
-        custom=[LEARNER_RESOURCE] if has_groups else [],
+        custom_names=[LEARNER_RESOURCE] if has_node_groups else [],
     )
-    workers = _resources(
+    workers = _make_resources(
         num_cpus=rollout.num_threads,
         num_gpus=rollout.num_gpus_per_worker,
-        custom=[ROLLOUT_RESOURCE] if has_groups else [],
+        custom_names=[ROLLOUT_RESOURCE] if has_node_groups else [],
     )
-    demand = _demand(run, ranks, workers, with_learner=with_learner)
-    return Placement(demand, driver_node, join_timeout_s=run.placement.join_timeout_s)
+    demand = _make_demand(run, ranks, workers, includes_learner=includes_learner)
+    return Placement(demand, driver_node_id, join_timeout_s=run.placement.join_timeout_s)
 
 
 def format_resources(resources: Resources) -> str:
@@ -194,29 +202,31 @@ def format_resources(resources: Resources) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
-def _demand(
-    run: LanguageModelRun, ranks: Resources, workers: Resources, *, with_learner: bool
+def _make_demand(
+    run: LanguageModelRun, ranks: Resources, workers: Resources, *, includes_learner: bool
 ) -> RunDemand:
-    num_ranks = run.learner.num_ranks if with_learner else 0
-    on_one_node = run.placement.learner_ranks == "strict_pack"
+    num_ranks = run.learner.num_ranks if includes_learner else 0
+    must_share_node = run.placement.learner_ranks == "strict_pack"
     return RunDemand(
-        ActorRequest("learner rank", num_ranks, ranks, on_one_node),
+        ActorRequest("learner rank", num_ranks, ranks, must_share_node),
         ActorRequest("rollout worker", run.rollout.min_workers, workers),
     )
 
 
-def _resources(
-    *, num_cpus: float = 0.0, num_gpus: float = 0.0, custom: Iterable[str] = ()
+def _make_resources(
+    *, num_cpus: float = 0.0, num_gpus: float = 0.0, custom_names: Iterable[str] = ()
 ) -> dict[str, float]:
-    resources = {"CPU": float(num_cpus), "GPU": num_gpus, **dict.fromkeys(custom, 1.0)}
+    resources = {"CPU": float(num_cpus), "GPU": num_gpus, **dict.fromkeys(custom_names, 1.0)}
     return {name: amount for name, amount in resources.items() if amount}
 
 
-def _options(resources: Resources) -> dict[str, Any]:
-    """Return resources as options of an actor; Ray adds a default for any that is missing."""
-    custom = {name: n for name, n in resources.items() if name not in ("CPU", "GPU")}
+def _make_options(resources: Resources) -> dict[str, Any]:
+    """Return resources as options of an actor. Zeros replace Ray's defaults."""
+    custom_resources = {
+        name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")
+    }
     return {
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
-        "resources": custom,
+        "resources": custom_resources,
     }

@@ -31,7 +31,7 @@ from ludus.trainer.weights.canary import WorkerWeights
 
 
 class Slot(Protocol):
-    """Reserved capacity of a worker for some groups; `play` and `release` give it back."""
+    """Reserved capacity of a worker for some groups; `play` or `release` frees it."""
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class Slot(Protocol):
         """
 
     def release(self) -> None:
-        """Release the slot, in which nothing was played."""
+        """Free the capacity without playing anything."""
 
 
 class Learners(Protocol):
@@ -73,15 +73,15 @@ class Workers(Protocol):
     """The rollout workers, whose number may change."""
 
     @property
-    def held_weights(self) -> Mapping[int, WorkerWeights]:
+    def weights_by_worker(self) -> Mapping[int, WorkerWeights]:
         """Weights of each ready worker, by its number."""
 
     @property
     def num_breaches(self) -> int:
-        """Number of canary prompts that workers scored with other weights."""
+        """Number of canary checks that failed: workers scored with different weights."""
 
     def describe(self) -> str:
-        """Describe how many workers are ready, and what each of them does."""
+        """Describe the number of ready workers, and the activity of each worker."""
 
     def resize(self, num_workers: int) -> None:
         """Set the number of workers."""
@@ -100,7 +100,7 @@ class Workers(Protocol):
         """Return one completion of the prompt per seed."""
 
     async def load_weights(
-        self, published: PublishedWeights, timeout_s: float
+        self, published_weights: PublishedWeights, timeout_s: float
     ) -> Sequence[WorkerWeights]:
         """Load published weights on the ready workers and return their weights."""
 

@@ -51,30 +51,30 @@ with pause_collection():
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerSpec:
-    """Everything that a rollout worker is created from."""
+    """Arguments that create a rollout worker."""
 
     run: LanguageModelRun
     model_path: str
     addresses: Mapping[str, str]
-    """Address of each environment, by its name in the run."""
+    """Address of each environment, by the environment's name in the run."""
     weights: WeightStoreConfig
     token: FolderToken | None = None
     """Token of the run folder, which contains the model; None on a single machine."""
     number: int = 0
     """Index of the worker."""
     functions: Mapping[str, Function] = field(default_factory=registered_functions)
-    """Functions that the configuration names and that cannot be imported."""
+    """Functions that the configuration refers to and that cannot be imported."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerParts:
+class WorkerComponents:
     """The components of a started rollout worker."""
 
     run: LanguageModelRun
     weights: WeightStoreConfig
     engine: AsyncEngine
     players: Mapping[str, GroupPlayer]
-    """Player of each environment, by its name in the run."""
+    """Group player of each environment, by the environment's name in the run."""
     reward_models: RewardModels = field(default_factory=RewardModels)
     merger: AdapterMerger | None = None
     """Merger of LoRA adapters into the model's weights; None without LoRA."""
@@ -83,18 +83,18 @@ class WorkerParts:
 class RolloutWorkerActor:
     """A worker that plays groups; calls interleave on one event loop."""
 
-    parts: WorkerParts
+    components: WorkerComponents
     """Components of the worker, once it has started."""
 
-    def __init__(self, num_threads: int, parts: WorkerParts | None = None) -> None:
-        """Create a worker that `start` must complete, unless it gets its parts here."""
+    def __init__(self, num_threads: int, components: WorkerComponents | None = None) -> None:
+        """Create a worker. Without `components`, `start` must create them."""
         torch.set_num_threads(num_threads)
-        if parts is not None:
-            self._set_parts(parts)
-        self._closed = asyncio.Event()
-        self._abandoned = asyncio.Event()
+        if components is not None:
+            self._set_components(components)
+        self._close_event = asyncio.Event()
+        self._abandon_event = asyncio.Event()
         self._num_loads = 0
-        self._stack = AsyncExitStack()
+        self._exit_stack = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> str:
         """Connect to the environments and load the engine; return the id of this node.
@@ -115,69 +115,78 @@ class RolloutWorkerActor:
         reward_models = RewardModels()
         players = {}
         for name, client in clients.items():
-            parts = RunnerParts(run, name, client, engine, chat, self._stack, spec.number)
-            players[name] = await GroupPlayer.start(parts, reward_models)
-        self._set_parts(WorkerParts(run, spec.weights, engine, players, reward_models, merger))
+            runner_parts = RunnerParts(
+                run, name, client, engine, chat, self._exit_stack, spec.number
+            )
+            players[name] = await GroupPlayer.start(runner_parts, reward_models)
+        self._set_components(
+            WorkerComponents(run, spec.weights, engine, players, reward_models, merger)
+        )
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
-        """Play the groups and return them in any order; all are lost if they are abandoned."""
-        run, players = self.parts.run, self.parts.players
+        """Play the groups and return them in any order; after `abandon`, all of them are lost."""
+        run, players = self.components.run, self.components.players
         sampling = sampling_settings(run.rollout)
-        calls: dict[tuple[str, int], list[GroupSpec]] = {}
+        specs_by_call: dict[tuple[str, int], list[GroupSpec]] = {}
         for spec in specs:
             plays_together = players[spec.environment].runner.plays_groups_together
-            index = -1 if plays_together else spec.index
-            calls.setdefault((spec.environment, index), []).append(spec)
-        per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
-        playing = asyncio.gather(
+            call_index = -1 if plays_together else spec.index
+            specs_by_call.setdefault((spec.environment, call_index), []).append(spec)
+        transcripts_per_step, groups_per_step = (
+            run.metrics.transcripts_per_step,
+            run.training.groups_per_step,
+        )
+        play_future = asyncio.gather(
             *(
                 players[environment].play_groups(
-                    call,
+                    call_specs,
                     sampling,
                     [
-                        num_transcripts(spec.index, per_step, groups_per_step, run.seed)
-                        for spec in call
+                        num_transcripts(spec.index, transcripts_per_step, groups_per_step, run.seed)
+                        for spec in call_specs
                     ],
                 )
-                for (environment, _), call in calls.items()
+                for (environment, _), call_specs in specs_by_call.items()
             )
         )
-        abandoned = asyncio.ensure_future(self._abandoned.wait())
-        futures: list[asyncio.Future[Any]] = [playing, abandoned]
+        abandon_future = asyncio.ensure_future(self._abandon_event.wait())
+        futures: list[asyncio.Future[Any]] = [play_future, abandon_future]
         try:
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if playing.done():
-                return [group for groups in playing.result() for group in groups]
-            playing.cancel()
+            if play_future.done():
+                return [group for groups in play_future.result() for group in groups]
+            play_future.cancel()
             # Their sessions must be closed before other groups start.
-            await asyncio.wait([playing])
+            await asyncio.wait([play_future])
             return [make_lost_group(spec) for spec in specs]
         finally:
-            abandoned.cancel()
+            abandon_future.cancel()
 
     async def abandon(self) -> None:
         """Abandon all running groups, because it is unknown which weights sampled them."""
-        self._abandoned.set()
-        self._abandoned = asyncio.Event()
+        self._abandon_event.set()
+        self._abandon_event = asyncio.Event()
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """Play one episode for each seed and return the outcomes in the order of the seeds."""
-        sampling = Sampling(temperature, self.parts.run.rollout.max_completion_tokens)
-        rollouts = await self.parts.players[environment].evaluate(seeds, sampling)
-        return list(map(_outcome, rollouts))
+        sampling = Sampling(temperature, self.components.run.rollout.max_completion_tokens)
+        rollouts = await self.components.players[environment].evaluate(seeds, sampling)
+        return list(map(_make_outcome, rollouts))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> list[SampledCompletion]:
         """Sample one completion of the prompt for each seed."""
-        completions = (self.parts.engine(list(prompt_ids), sampling, seed) for seed in seeds)
+        completions = (self.components.engine(list(prompt_ids), sampling, seed) for seed in seeds)
         return list(await asyncio.gather(*completions))
 
-    async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
+    async def load_weights(
+        self, published_weights: PublishedWeights, from_scratch: bool
+    ) -> WorkerWeights:
         """Fetch and load weights, and return the result of the canary check.
 
         With `from_scratch`, all weights that were fetched earlier are ignored.
@@ -186,27 +195,31 @@ class RolloutWorkerActor:
             WeightSyncError: the weights are incomplete, or a later version was requested.
         """
         self._num_loads += 1
-        number = self._num_loads
+        load_number = self._num_loads
         if from_scratch:
-            # The store keeps the base of the next difference; a hanging fetch uses the old store.
-            self._store = make_store(self.parts.weights)
+            # A store keeps the last weights, to which it adds differences. A fetch that hangs keeps
+            # the old store.
+            self._store = make_store(self.components.weights)
         # Episodes continue while the store is unavailable.
-        fetched = await asyncio.to_thread(self._store.fetch, published)
-        old_pause_s = self.parts.engine.pause_s
-        state = fetched.state
-        if self.parts.merger is not None:
-            state = await asyncio.to_thread(self.parts.merger.merge, state)
-        if number != self._num_loads:
+        fetched_weights = await asyncio.to_thread(self._store.fetch, published_weights)
+        old_pause_s = self.components.engine.pause_s
+        state = fetched_weights.state
+        if self.components.merger is not None:
+            state = await asyncio.to_thread(self.components.merger.merge, state)
+        if load_number != self._num_loads:
             raise WeightSyncError(
-                f"weights version {published.manifest.version} arrived after a later version was "
+                f"weights version {published_weights.manifest.version} arrived after a later "
+                "version was "
                 "requested"
             )
-        await self.parts.engine.load_weights(state, published.manifest.version)
-        logprobs = await self.parts.engine.score(published.manifest.canary)
-        dtype = self.parts.run.learner.dtype
-        canary = check_canary(published.manifest, logprobs, self.parts.weights.canary, dtype)
-        pause_s = self.parts.engine.pause_s - old_pause_s
-        return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
+        await self.components.engine.load_weights(state, published_weights.manifest.version)
+        logprobs = await self.components.engine.score(published_weights.manifest.canary)
+        dtype = self.components.run.learner.dtype
+        canary = check_canary(
+            published_weights.manifest, logprobs, self.components.weights.canary, dtype
+        )
+        pause_s = self.components.engine.pause_s - old_pause_s
+        return WorkerWeights(canary, fetched_weights.fetch_s, pause_s, fetched_weights.num_bytes)
 
     async def wait_until_closed(self) -> None:
         """Wait until `close` is called, so that the caller notices the death of this process.
@@ -215,22 +228,22 @@ class RolloutWorkerActor:
             EngineLostError: the engine has failed, so no more episodes can be played.
         """
         async with Tasks() as tasks:
-            tasks.start(self.parts.engine.until_lost())
-            await self._closed.wait()
+            tasks.start(self.components.engine.until_lost())
+            await self._close_event.wait()
 
     async def ping(self) -> None:
         """Return at once, which proves that the event loop responds."""
 
     async def close(self) -> None:
         """Close the connections and the engine."""
-        await self._stack.aclose()
-        self.parts.engine.close()
-        self.parts.reward_models.close()
-        self._closed.set()
+        await self._exit_stack.aclose()
+        self.components.engine.close()
+        self.components.reward_models.close()
+        self._close_event.set()
 
-    def _set_parts(self, parts: WorkerParts) -> None:
-        self.parts = parts
-        self._store = make_store(parts.weights)
+    def _set_components(self, components: WorkerComponents) -> None:
+        self.components = components
+        self._store = make_store(components.weights)
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
         environment = spec.run.environments[name]
@@ -243,10 +256,10 @@ class RolloutWorkerActor:
                 connect_timeout_s=environment.reconnect_timeout_s,
             ),
         )
-        return await self._stack.enter_async_context(client)
+        return await self._exit_stack.enter_async_context(client)
 
 
-def _outcome(rollout: Rollout) -> EpisodeOutcome:
+def _make_outcome(rollout: Rollout) -> EpisodeOutcome:
     return EpisodeOutcome(
         rollout.seed,
         rollout.episode_return,

@@ -3,11 +3,11 @@
     started ---> ready ---------------> ended
                    |   ^
       failed load  v   |  successful load of the newest weights
-                out of traffic
+                out of rotation
 
-A worker goes out of traffic if it did not load the weights: it fetched them too slowly or
+A worker goes out of rotation if it did not load the weights: it fetched them too slowly or
 incompletely, or its canary log-probs differ from the learner's. Callers wait for changes with
-`wait_until`, which also raises a failure that ends the run.
+`wait_until`, which also raises the failure that ends the run.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MAX_DESCRIBED = 4
 """Maximum number of workers that a description lists."""
 
 _NUM_SLOTS = 16
-"""Number of slots that share a worker's groups: when one ends, the others fill the batch."""
+"""Number of slots of a worker. When one slot ends, the groups of the other slots continue."""
 
 PING_INTERVAL_S = 15.0
 PING_TIMEOUT_S = 60.0
-TICK_S = 1.0
-GRACE_S = 5.0
-"""Extra time for a store to raise its own error, which explains more."""
+PING_POLL_S = 1.0
+LOAD_GRACE_S = 5.0
+"""Extra time in which the store may raise its own, more exact error."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class RolloutWorkerHandle:
     max_groups: int
     """Maximum number of groups that the worker plays at the same time."""
     slot_size: int
-    """Number of groups of a slot, if enough are free."""
+    """Maximum number of groups of a slot."""
     num_groups: int = 0
     """Number of groups in acquired slots."""
     node: str | None = None
@@ -69,19 +69,21 @@ class RolloutWorkerHandle:
     """Current weights of the worker; None if unknown."""
     load_errors: list[WeightSyncError] = field(default_factory=list)
     """Errors of failed loads since the last successful load."""
-    out_of_traffic: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the worker gets no groups because a load has failed."""
+    out_of_rotation: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the worker is out of rotation: it gets no groups, because a load has failed."""
 
     @classmethod
     def start(
         cls, spec: RolloutWorkerSpec, placement: Placement, number: int
     ) -> RolloutWorkerHandle:
-        """Start a process; it waits in Ray for room, and then for its first call."""
+        """Start a process, which Ray creates when there is room, and return its handle."""
         actor = make_actor(spec, placement)
         max_groups = spec.run.rollout.num_groups_in_flight
         # A rollout function that plays many groups in one call gets all groups in one slot.
-        in_batches = any(each.plays_in_batches for each in spec.run.environments.values())
-        slot_size = max_groups if in_batches else -(-max_groups // _NUM_SLOTS)
+        plays_in_batches = any(
+            environment.plays_in_batches for environment in spec.run.environments.values()
+        )
+        slot_size = max_groups if plays_in_batches else -(-max_groups // _NUM_SLOTS)
         return cls(number, actor, max_groups, slot_size)
 
     @property
@@ -100,25 +102,25 @@ class RolloutWorkerHandle:
         self.num_groups += size
         return size
 
-    def has_weights(self, published: PublishedWeights) -> bool:
-        """Return whether the worker samples from these weights."""
+    def has_weights(self, published_weights: PublishedWeights) -> bool:
+        """Return whether the worker has loaded these weights."""
         if self.weights is None:
             return False
-        manifest, canary = published.manifest, self.weights.canary
+        manifest, canary = published_weights.manifest, self.weights.canary
         return (canary.version, canary.content_hash) == (manifest.version, manifest.content_hash)
 
-    async def load(self, published: PublishedWeights, timeout_s: float) -> WorkerWeights:
-        """Load weights, from scratch if the current weights are unknown, and return them.
+    async def load(self, published_weights: PublishedWeights, timeout_s: float) -> WorkerWeights:
+        """Load weights and return them; if the current weights are unknown, load from scratch.
 
         Raises:
             WeightSyncError: the worker did not load the weights in time.
         """
-        manifest = published.manifest
+        manifest = published_weights.manifest
         description = f"weights version {manifest.version} ({manifest.num_bytes} bytes)"
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
+            async with asyncio.timeout(timeout_s + LOAD_GRACE_S):
                 from_scratch = self.weights is None
-                return await self.actor.load_weights.remote(published, from_scratch)
+                return await self.actor.load_weights.remote(published_weights, from_scratch)
         except TimeoutError:
             raise WeightSyncError(
                 f"{description} did not reach rollout worker {self.number} within "
@@ -137,36 +139,36 @@ class RolloutWorkerHandle:
     async def watch(self) -> str | None:
         """Wait until the worker must be replaced and return the reason; None if it was closed.
 
-        If the process dies, or its engine fails, the call that waits for its end fails. A process
-        that is frozen, or whose event loop hangs, does nothing at all, so it is pinged.
+        If the process dies, or its engine fails, the call of `wait_until_closed` fails. A process
+        that hangs does not fail, so it is also pinged.
         """
-        closed = asyncio.ensure_future(self.actor.wait_until_closed.remote())
+        close_call = asyncio.ensure_future(self.actor.wait_until_closed.remote())
         try:
             while True:
-                await asyncio.wait([closed], timeout=PING_INTERVAL_S)
-                if closed.done():
-                    return closed.result()
+                await asyncio.wait([close_call], timeout=PING_INTERVAL_S)
+                if close_call.done():
+                    return close_call.result()
                 if not await self._responds():
                     return f"it did not respond for {PING_TIMEOUT_S:g} s"
         finally:
-            closed.cancel()
+            close_call.cancel()
 
     async def _responds(self) -> bool:
         """Return whether the worker responds to a ping in time.
 
-        The time is counted in turns of this event loop, because a driver that was suspended
-        itself received no responses.
+        The time is counted in short waits of this event loop. A clock would also count time in
+        which the driver itself was suspended and received no responses.
         """
-        ping = asyncio.ensure_future(self.actor.ping.remote())
+        ping_call = asyncio.ensure_future(self.actor.ping.remote())
         try:
-            for _ in range(round(PING_TIMEOUT_S / TICK_S)):
-                await asyncio.wait([ping], timeout=TICK_S)
-                if ping.done():
-                    ping.result()
+            for _ in range(round(PING_TIMEOUT_S / PING_POLL_S)):
+                await asyncio.wait([ping_call], timeout=PING_POLL_S)
+                if ping_call.done():
+                    ping_call.result()
                     return True
             return False
         finally:
-            ping.cancel()
+            ping_call.cancel()
 
     def kill(self) -> None:
         """Kill the process."""
@@ -177,10 +179,12 @@ def make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
     """Create the actor of a worker, which Ray starts when there is room."""
     rollout = spec.run.rollout
     # Engines read their environment variables when Python starts, before any code of Ludus.
-    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
+    environment_variables = vllm_environment(
+        rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0
+    )
     worker_class = ray.remote(
-        **placement.worker_options(),
-        runtime_env={"env_vars": environment},
+        **placement.make_worker_options(),
+        runtime_env={"env_vars": environment_variables},
     )(RolloutWorkerActor)
     return worker_class.remote(rollout.num_threads)
 
@@ -190,11 +194,11 @@ class Roster:
     """The processes of all rollout workers of a run."""
 
     judge: CanaryJudge
-    ready: list[RolloutWorkerHandle] = field(default_factory=list)
+    ready_workers: list[RolloutWorkerHandle] = field(default_factory=list)
     """Workers that may play."""
-    started: list[RolloutWorkerHandle] = field(default_factory=list)
-    """Workers that have started and not ended, ready or out of traffic."""
-    newest: PublishedWeights | None = None
+    started_workers: list[RolloutWorkerHandle] = field(default_factory=list)
+    """Workers that have started and not ended, ready or out of rotation."""
+    newest_weights: PublishedWeights | None = None
     """Weights that all workers should load."""
     delivery_error: WeightSyncError | None = None
     """Reason why no worker loaded the newest weights."""
@@ -203,93 +207,98 @@ class Roster:
     num_restarts: int = 0
     num_breaches: int = 0
     breaches_in_a_row: Counter[int] = field(default_factory=Counter)
-    """Consecutive canary breaches of each worker by its number, including replaced processes."""
+    """Number of consecutive canary breaches by worker number, including replaced processes."""
     activities: dict[int, str] = field(default_factory=dict)
     """Activity of each worker before it is ready, by its number."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _change_event: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def publish(self, published: PublishedWeights) -> None:
+    def publish(self, published_weights: PublishedWeights) -> None:
         """Set the weights that all workers should load."""
-        self.newest, self.delivery_error = published, None
+        self.newest_weights, self.delivery_error = published_weights, None
         self.notify()
 
     def mark_ready(self, worker: RolloutWorkerHandle) -> None:
         """Let the worker play."""
-        worker.out_of_traffic.clear()
-        self.ready.append(worker)
+        worker.out_of_rotation.clear()
+        self.ready_workers.append(worker)
         _log.info(
             "rollout worker %d ready (%d of %d)",
             worker.number,
-            len(self.ready),
+            len(self.ready_workers),
             len(self.activities),
         )
         self.notify()
 
     def remove(self, worker: RolloutWorkerHandle) -> None:
-        """Stop giving slots of the worker."""
-        if worker in self.ready:
-            self.ready.remove(worker)
+        """Stop giving out slots of the worker."""
+        if worker in self.ready_workers:
+            self.ready_workers.remove(worker)
             self.notify()
 
     def end(self, worker: RolloutWorkerHandle) -> None:
         """Remove the worker, and kill its process."""
         self.remove(worker)
-        self.started = [other for other in self.started if other is not worker]
+        self.started_workers = [
+            listed_worker for listed_worker in self.started_workers if listed_worker is not worker
+        ]
         worker.kill()
 
     def describe(self) -> str:
-        """Describe how many workers are ready, and the activity of each."""
-        playing = {worker.number: worker.num_groups for worker in self.ready}
-        parts = [
+        """Describe the number of ready workers, and the activity of each worker."""
+        num_playing_groups = {worker.number: worker.num_groups for worker in self.ready_workers}
+        worker_texts = [
             f"; worker {number} {activity}"
             for number, activity in sorted(self.activities.items())
-            if number not in playing
+            if number not in num_playing_groups
         ]
-        parts += [f"; worker {number} plays {num} groups" for number, num in playing.items()]
-        rest = "; ..." if len(parts) > _MAX_DESCRIBED else ""
-        ready = f"{len(playing)} of {len(self.activities)} rollout workers ready"
-        return "".join([ready, *parts[:_MAX_DESCRIBED], rest])
+        worker_texts += [
+            f"; worker {number} plays {num_groups} groups"
+            for number, num_groups in num_playing_groups.items()
+        ]
+        ellipsis = "; ..." if len(worker_texts) > _MAX_DESCRIBED else ""
+        ready_text = f"{len(num_playing_groups)} of {len(self.activities)} rollout workers ready"
+        return "".join([ready_text, *worker_texts[:_MAX_DESCRIBED], ellipsis])
 
     async def load(
-        self, worker: RolloutWorkerHandle, published: PublishedWeights, timeout_s: float
+        self, worker: RolloutWorkerHandle, published_weights: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
-        """Load weights on a worker; return None if it failed and is now out of traffic.
+        """Load weights on a worker; return None if it failed and is now out of rotation.
 
         Raises one of LOST_ERRORS if its process has ended.
         """
-        if worker.has_weights(published):
+        if worker.has_weights(published_weights):
             return worker.weights
         try:
-            weights = await worker.load(published, timeout_s)
+            weights = await worker.load(published_weights, timeout_s)
             self.judge.check(weights.canary, worker.number)
         except WeightSyncError as error:
-            self._take_out_of_traffic(worker, error)
+            self._take_out_of_rotation(worker, error)
             return None
         worker.weights = weights
         worker.load_errors.clear()
         self.breaches_in_a_row.pop(worker.number, None)
         return weights
 
-    def _take_out_of_traffic(self, worker: RolloutWorkerHandle, error: WeightSyncError) -> None:
+    def _take_out_of_rotation(self, worker: RolloutWorkerHandle, error: WeightSyncError) -> None:
         _log.warning("rollout worker %d removed from rotation: %s", worker.number, error)
         self.remove(worker)
         worker.weights = None
         worker.load_errors.append(error)
-        worker.out_of_traffic.set()
+        worker.out_of_rotation.set()
         if isinstance(error, CanaryError):
             self.num_breaches += 1
             self.breaches_in_a_row[worker.number] += 1
-            # The weights that sample its running groups are unknown.
+            # It is unknown which weights sample the worker's running groups.
             worker.actor.abandon.remote()
 
     def notify(self) -> None:
         """Wake all callers that wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._change_event.set()
+        self._change_event = asyncio.Event()
 
     async def wait_for_change(self) -> None:
         """Wait for the next change."""
-        await self._changed.wait()
+        await self._change_event.wait()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition is true; it is checked after each change.

@@ -11,8 +11,8 @@
           |
         closed
 
-A replacement starts after a pause, which doubles while no process plays anything. Three such ends
-in a row, with fewer than rollout.min_workers ready, end the run with the reason.
+A replacement starts after a pause. The pause doubles each time a process ends before it played
+anything. After three such ends in a row, the run ends if fewer than rollout.min_workers are ready.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 _MAX_FAILED_STARTS = 3
 _MAX_DOUBLINGS = 6
-_SLOW_START_S = 60.0
-_MAX_LOADS = 2
-"""Maximum number of failed loads of a process in a row; the second load is from scratch."""
+_ROOM_LOG_DELAY_S = 60.0
+_MAX_FAILED_LOADS = 2
+"""Maximum number of consecutive failed loads of a process; the second load is from scratch."""
 
 
 class _UnfitError(Exception):
@@ -65,11 +65,11 @@ class Supervisor:
 
         Raises:
             UserError: the worker cannot work as configured.
-            WorkerStartError: the worker does not start, and there are too few others.
+            WorkerStartError: the worker does not start, and too few other workers are ready.
             WeightSyncError: no worker loads the newest weights.
         """
         try:
-            num_failed = 0
+            num_failed_processes = 0
             while True:
                 worker = RolloutWorkerHandle.start(self.spec, self.placement, self.number)
                 try:
@@ -78,18 +78,23 @@ class Supervisor:
                     self.roster.end(worker)
                 if reason is None:
                     return
-                num_failed = 0 if worker.num_played else num_failed + 1
-                too_few = len(self.roster.ready) < self.spec.run.rollout.min_workers
-                if num_failed >= _MAX_FAILED_STARTS and too_few:
+                num_failed_processes = 0 if worker.num_played else num_failed_processes + 1
+                has_too_few_workers = (
+                    len(self.roster.ready_workers) < self.spec.run.rollout.min_workers
+                )
+                if num_failed_processes >= _MAX_FAILED_STARTS and has_too_few_workers:
                     raise WorkerStartError(
-                        f"rollout worker {self.number} ended {num_failed} times in a row before "
+                        f"rollout worker {self.number} ended {num_failed_processes} times in a "
+                        "row before "
                         f"it played anything: {reason}; see trainer.log, and check that the "
                         "machine has enough memory for the model"
                     )
                 self.roster.num_restarts += 1
                 self.roster.activities[self.number] = f"is about to restart: {reason}"
                 _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
-                await asyncio.sleep(FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
+                await asyncio.sleep(
+                    FIRST_PAUSE_S * (2 ** min(num_failed_processes, _MAX_DOUBLINGS) - 1)
+                )
         finally:
             self.roster.activities.pop(self.number, None)
 
@@ -107,22 +112,22 @@ class Supervisor:
             return describe_failure(error)
 
     async def _start(self, worker: RolloutWorkerHandle) -> None:
-        """Start the process: without a limit until there is room, and then with a limit.
+        """Start the process. The time limit counts from when there is room.
 
         Raises:
             _UnfitError: the start takes too long.
         """
         activities, spec = self.roster.activities, replace(self.spec, number=self.number)
         activities[self.number] = "waits for room"
-        has_room = asyncio.ensure_future(worker.actor.ping.remote())
+        room_call = asyncio.ensure_future(worker.actor.ping.remote())
         try:
-            await asyncio.wait([has_room], timeout=_SLOW_START_S)
-            if not has_room.done():
+            await asyncio.wait([room_call], timeout=_ROOM_LOG_DELAY_S)
+            if not room_call.done():
                 _log.info("rollout worker %d waits for room", self.number)
-            await has_room
-        finally:  # If the run ends meanwhile, the actor is killed; retrieve its error.
-            has_room.cancel()
-            await asyncio.gather(has_room, return_exceptions=True)
+            await room_call
+        finally:  # If the run ends meanwhile, the actor is killed; its error must be retrieved.
+            room_call.cancel()
+            await asyncio.gather(room_call, return_exceptions=True)
         activities[self.number] = "loads the model and builds its engine"
         try:
             worker.node = await wait_with_limit(
@@ -133,39 +138,39 @@ class Supervisor:
             )
         except TimeLimitError as error:
             raise _UnfitError(str(error)) from None
-        self.roster.started.append(worker)
+        self.roster.started_workers.append(worker)
 
     async def _keep_ready(self, worker: RolloutWorkerHandle) -> str | None:
-        """Load weights whenever the worker is out of traffic, until `watch` returns."""
-        ended = asyncio.ensure_future(worker.watch())
+        """Load weights whenever the worker is out of rotation, until `watch` returns."""
+        watch_task = asyncio.ensure_future(worker.watch())
         try:
-            while not ended.done():
+            while not watch_task.done():
                 await self._load_newest(worker)
-                removed = asyncio.ensure_future(worker.out_of_traffic.wait())
-                await asyncio.wait([ended, removed], return_when=asyncio.FIRST_COMPLETED)
-                removed.cancel()
-            return ended.result()
+                rotation_task = asyncio.ensure_future(worker.out_of_rotation.wait())
+                await asyncio.wait([watch_task, rotation_task], return_when=asyncio.FIRST_COMPLETED)
+                rotation_task.cancel()
+            return watch_task.result()
         finally:
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
+            watch_task.cancel()
+            await asyncio.gather(watch_task, return_exceptions=True)
 
     async def _load_newest(self, worker: RolloutWorkerHandle) -> None:
         """Load the newest weights, and mark the worker ready."""
         timeout_s = self.spec.run.weights.timeout_s
-        while (newest := self.roster.newest) is not None:
+        while (newest_weights := self.roster.newest_weights) is not None:
             self.roster.activities[self.number] = "fetches the newest weights"
             if worker.load_errors:
                 self.roster.activities[self.number] += f" again: {worker.load_errors[-1]}"
-                await self._wait_before_retry(worker, newest)
-            weights = await self.roster.load(worker, newest, timeout_s)
-            if weights is not None and newest is self.roster.newest:
+                await self._wait_before_retry(worker, newest_weights)
+            weights = await self.roster.load(worker, newest_weights, timeout_s)
+            if weights is not None and newest_weights is self.roster.newest_weights:
                 break
         self.roster.mark_ready(worker)
 
     async def _wait_before_retry(
-        self, worker: RolloutWorkerHandle, newest: PublishedWeights
+        self, worker: RolloutWorkerHandle, newest_weights: PublishedWeights
     ) -> None:
-        """Return when a worker whose load failed may try again.
+        """Wait until a worker whose load failed may try again.
 
         Raises:
             _UnfitError: the process must be replaced.
@@ -178,26 +183,29 @@ class Supervisor:
                 f"{error}; that is {num_breaches} in a row, and weights.canary.max_breaches = "
                 f"{max_breaches}"
             )
-        if len(worker.load_errors) < _MAX_LOADS:
+        if len(worker.load_errors) < _MAX_FAILED_LOADS:
             return
-        peers = [peer for peer in self.roster.started if peer is not worker]
-        if any(len(peer.load_errors) < _MAX_LOADS for peer in peers):
+        peers = [peer for peer in self.roster.started_workers if peer is not worker]
+        if any(len(peer.load_errors) < _MAX_FAILED_LOADS for peer in peers):
             raise _UnfitError(str(error))
         if isinstance(error, CanaryError):
             raise CanaryError(f"{error}, nor does any other worker")
-        await self._wait_for_newer(newest, error)
+        await self._wait_for_newer(newest_weights, error)
         worker.load_errors.clear()
 
-    async def _wait_for_newer(self, published: PublishedWeights, error: WeightSyncError) -> None:
+    async def _wait_for_newer(
+        self, published_weights: PublishedWeights, error: WeightSyncError
+    ) -> None:
         """Wait until newer weights are published; raise `error` if they do not come in time.
 
-        Weights may be lost with the learner that published them; its successor publishes again.
+        Weights may be lost with the learner that published them. The restarted learner publishes
+        again.
         """
         self.roster.delivery_error = error
         self.roster.notify()
         try:
             async with asyncio.timeout(self.spec.run.weights.timeout_s):
-                while self.roster.newest is published:
+                while self.roster.newest_weights is published_weights:
                     await self.roster.wait_for_change()
         except TimeoutError:
             raise error from None

@@ -15,7 +15,7 @@ from ludus.trainer.weights.store import VersionStore
 
 
 def make_store(config: WeightStoreConfig) -> VersionStore:
-    """Build the configured store; `resolve_location` must have completed the configuration."""
+    """Build the store from a configuration that `resolve_location` returned."""
     match config:
         case RayWeightStore():
             return VersionStore(RayObjects(), config)
@@ -30,7 +30,7 @@ def make_store(config: WeightStoreConfig) -> VersionStore:
 
 
 def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
-    """Return the configuration with a location that no other run uses, valid on every machine.
+    """Return the configuration with an absolute location that no other run uses.
 
     Runs in different folders may have the same name, and each run deletes old versions at its
     location, so the name alone is not enough.
@@ -41,7 +41,9 @@ def resolve_location(config: WeightStoreConfig, run_path: Path, run_id: str) -> 
             path = Path(config.path) / name if config.path else run_path / "weights"
             return config.model_copy(update={"path": str(path.absolute())})
         case S3WeightStore():
-            prefix = "/".join(part for part in (config.prefix.strip("/"), name) if part)
+            prefix = "/".join(
+                path_part for path_part in (config.prefix.strip("/"), name) if path_part
+            )
             return config.model_copy(update={"prefix": prefix})
     return config
 
@@ -70,7 +72,7 @@ class RayObjects:
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> list[ray.ObjectRef]:
         """Store the buffers, and return the reference in a list.
 
-        As an argument, Ray would replace a bare reference by the object.
+        In a list, Ray passes the reference to other processes, instead of the object.
         """
         try:
             return [ray.put(list(buffers))]
@@ -91,8 +93,8 @@ class RayObjects:
         return buffers
 
     def drop(self, location: list[ray.ObjectRef]) -> None:
-        """Do nothing: the object disappears with the store's last reference."""
+        """Do nothing, because Ray deletes the object with the store's last reference."""
 
     def list_locations(self) -> Sequence[list[ray.ObjectRef]]:
-        """Return an empty list: objects disappear with the process that owns them."""
+        """Return an empty list, because Ray deletes objects with the process that owns them."""
         return ()

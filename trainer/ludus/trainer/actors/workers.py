@@ -3,16 +3,16 @@
     target number: rollout.num_workers, later `resize`
          |
          v
-    one Supervisor for each  --->  Roster: workers that may play, and their weights
+    one Supervisor per worker --> Roster: workers that may play, and their weights
                                       |
-                                   acquire_slot()   part of the groups that a worker may play
+                                   acquire_slot()   reserves capacity for some groups
                                    WorkerSlot.play  releases the slot
 
-Nothing waits for a worker that is not ready: the run starts with rollout.min_workers, and continues
-with the workers that are ready. The buffer refuses the groups of a dead worker, so that another
-worker plays them. A worker that is removed gets no more slots, finishes its groups, and is closed.
-The same happens to a worker whose node will be removed, while another worker starts elsewhere;
-groups that are not finished when the node disappears are lost.
+The run starts when rollout.min_workers are ready, and never waits for the other workers. The buffer
+refuses the groups of a dead worker, so that another worker plays them. A worker that is removed
+gets no more slots, finishes its groups, and is closed. The same happens to a worker whose node will
+be removed, while another worker starts on another node. Groups that are not finished when the node
+disappears are lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import ray
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.cluster import POLL_INTERVAL_S, draining_nodes, wait_for_room
+from ludus.trainer.actors.cluster import POLL_INTERVAL_S, list_draining_nodes, wait_for_room
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import LOST_ERRORS, RolloutWorkerHandle, Roster
@@ -58,7 +58,7 @@ class WorkerSlot:
     async def play(self, groups: Sequence[GroupSpec]) -> list[Refusal]:
         """Play groups, send them to the buffer, and return the groups that must be replaced.
 
-        Episodes that end with their worker are sent to the buffer as lost, and counted.
+        If the worker dies, its groups are sent to the buffer as lost, so that they are counted.
         """
         worker = self.worker
         self._release(self.size - len(groups))
@@ -74,7 +74,7 @@ class WorkerSlot:
             self._release(len(groups))
 
     def release(self) -> None:
-        """Release the slot, in which nothing was played."""
+        """Free the capacity without playing anything."""
         self._release(self.size)
 
     def _release(self, num_groups: int) -> None:
@@ -91,8 +91,8 @@ class RolloutWorkers:
     placement: Placement
     roster: Roster = field(init=False)
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _background: set[asyncio.Task[None]] = field(default_factory=set)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _worker_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.roster = Roster(CanaryJudge(self.spec.run.weights.canary))
@@ -111,15 +111,15 @@ class RolloutWorkers:
         rollout = spec.run.rollout
         workers.resize(rollout.num_workers)
         if not placement.is_one_machine:
-            workers._start_task(workers._follow_drains())
+            workers._start_task(workers._replace_draining_workers())
         try:
-            enough_ready = workers._wait_until(
-                lambda: len(workers.roster.ready) >= rollout.min_workers,
+            ready_wait = workers._wait_until(
+                lambda: len(workers.roster.ready_workers) >= rollout.min_workers,
                 f"rollout.min_workers = {rollout.min_workers}",
                 spec.run.placement.start_timeout_s,
                 "placement.start_timeout_s",
             )
-            await wait_for_room(placement, enough_ready)
+            await wait_for_room(placement, ready_wait)
         except BaseException:
             await workers.close()
             raise
@@ -127,15 +127,15 @@ class RolloutWorkers:
 
     @property
     def num_breaches(self) -> int:
-        """Total number of canary prompts that workers scored with other weights."""
+        """Number of canary checks that failed: workers scored with different weights."""
         return self.roster.num_breaches
 
     @property
-    def held_weights(self) -> dict[int, WorkerWeights]:
+    def weights_by_worker(self) -> dict[int, WorkerWeights]:
         """Weights of each ready worker, by its number."""
         return {
             worker.number: worker.weights
-            for worker in self.roster.ready
+            for worker in self.roster.ready_workers
             if worker.weights is not None
         }
 
@@ -156,14 +156,16 @@ class RolloutWorkers:
             self._start_task(self._remove_worker(*self._supervisors.popitem()))
 
     async def acquire_slot(self) -> WorkerSlot:
-        """Wait for a free slot on a ready worker; return one of the worker with the most free.
+        """Wait for a free slot, and return a slot of the worker with the most free groups.
 
         Raises:
-            WorkerStartError: a worker no longer starts.
+            WorkerStartError: a worker failed to start too often.
             WeightSyncError: a worker that joined did not load the newest weights in time.
         """
-        await self.roster.wait_until(lambda: any(worker.num_free for worker in self.roster.ready))
-        worker = max(self.roster.ready, key=lambda worker: worker.num_free)
+        await self.roster.wait_until(
+            lambda: any(worker.num_free for worker in self.roster.ready_workers)
+        )
+        worker = max(self.roster.ready_workers, key=lambda worker: worker.num_free)
         return WorkerSlot(worker, worker.reserve(), self.roster, self.buffer)
 
     async def evaluate(
@@ -171,17 +173,19 @@ class RolloutWorkers:
     ) -> list[EpisodeOutcome]:
         """Play one episode per seed, and return the outcomes in the order of the seeds."""
         outcomes: dict[int, EpisodeOutcome] = {}
-        missing = list(seeds)
-        while missing:
+        missing_seeds = list(seeds)
+        while missing_seeds:
             await self._wait_until_ready()
-            workers = list(self.roster.ready)
-            parts = [
-                self._evaluate_on(worker, environment, missing[index :: len(workers)], temperature)
+            workers = list(self.roster.ready_workers)
+            calls = [
+                self._evaluate_on_worker(
+                    worker, environment, missing_seeds[index :: len(workers)], temperature
+                )
                 for index, worker in enumerate(workers)
             ]
-            for part in await asyncio.gather(*parts):
-                outcomes |= {outcome.seed: outcome for outcome in part}
-            missing = [seed for seed in missing if seed not in outcomes]
+            for worker_outcomes in await asyncio.gather(*calls):
+                outcomes |= {outcome.seed: outcome for outcome in worker_outcomes}
+            missing_seeds = [seed for seed in missing_seeds if seed not in outcomes]
         return [outcomes[seed] for seed in seeds]
 
     async def complete(
@@ -199,46 +203,49 @@ class RolloutWorkers:
                 slot.release()
 
     async def load_weights(
-        self, published: PublishedWeights, timeout_s: float
+        self, published_weights: PublishedWeights, timeout_s: float
     ) -> list[WorkerWeights]:
-        """Load published weights on the ready workers; return the weights of at least one.
+        """Load published weights on the ready workers; return the loaded weights, at least one.
 
         A worker that joins later loads them before its first slot. A worker that fails to load
-        them goes out of traffic, and its supervisor retries or replaces it.
+        them goes out of rotation, and its supervisor retries or replaces it.
 
         Raises:
-            CanaryError: no worker samples from the weights, or one worker never does.
+            CanaryError: all workers failed the canary check, or one worker failed too often.
             WeightSyncError: no worker loaded the weights.
         """
-        self.roster.publish(published)
+        self.roster.publish(published_weights)
         while True:
             await self._wait_until_ready(lambda: self.roster.delivery_error is not None)
-            if not self.roster.ready and self.roster.delivery_error is not None:
+            if not self.roster.ready_workers and self.roster.delivery_error is not None:
                 raise self.roster.delivery_error
-            loads = [self._load_ready(worker, published, timeout_s) for worker in self.roster.ready]
-            results = await asyncio.gather(*loads)
-            loaded_weights = [weights for weights in results if weights is not None]
+            loads = [
+                self._load_ready(worker, published_weights, timeout_s)
+                for worker in self.roster.ready_workers
+            ]
+            weights_of_workers = await asyncio.gather(*loads)
+            loaded_weights = [weights for weights in weights_of_workers if weights is not None]
             if loaded_weights:
                 return loaded_weights
 
     async def _load_ready(
-        self, worker: RolloutWorkerHandle, published: PublishedWeights, timeout_s: float
+        self, worker: RolloutWorkerHandle, published_weights: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
         """See Roster.load; also return None if the worker is lost."""
         try:
-            return await self.roster.load(worker, published, timeout_s)
+            return await self.roster.load(worker, published_weights, timeout_s)
         except LOST_ERRORS:
             self.roster.remove(worker)
             return None
 
     def describe(self) -> str:
-        """Describe how many workers are ready, and the activity of each."""
+        """Describe the number of ready workers, and the activity of each worker."""
         return self.roster.describe()
 
-    async def _wait_until_ready(self, alternative: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a worker is ready, or `alternative` returns true."""
+    async def _wait_until_ready(self, stop_condition: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a worker is ready, or `stop_condition` returns true."""
         await self._wait_until(
-            lambda: bool(self.roster.ready) or alternative(),
+            lambda: bool(self.roster.ready_workers) or stop_condition(),
             "a rollout worker",
             self.spec.run.training.idle_timeout_s,
             "training.idle_timeout_s",
@@ -264,47 +271,53 @@ class RolloutWorkers:
 
     async def close(self) -> None:
         """Stop all workers without waiting for their groups."""
-        ready, self.roster.ready = self.roster.ready, []
-        closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
-        tasks = [*self._supervisors.values(), *self._background, *closing]
-        if closing:
-            await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_S)
+        ready_workers, self.roster.ready_workers = self.roster.ready_workers, []
+        close_calls = [
+            asyncio.ensure_future(worker.actor.close.remote()) for worker in ready_workers
+        ]
+        tasks = [*self._supervisors.values(), *self._background_tasks, *close_calls]
+        if close_calls:
+            await asyncio.wait(close_calls, timeout=_CLOSE_TIMEOUT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _add_worker(self) -> None:
-        number = next(self._numbers)
+        number = next(self._worker_numbers)
         self.roster.activities[number] = "is about to start"
         supervisor = asyncio.create_task(
             Supervisor(number, self.spec, self.placement, self.roster).run()
         )
-        supervisor.add_done_callback(self._note_failure)
+        supervisor.add_done_callback(self._record_failure)
         self._supervisors[number] = supervisor
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine as a task, until it returns or all workers stop."""
         task = asyncio.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
-    async def _follow_drains(self) -> None:
-        """Replace the workers whose nodes will be removed, before that happens."""
+    async def _replace_draining_workers(self) -> None:
+        """Replace workers whose nodes will be removed, before the nodes disappear."""
         while True:
             try:
-                draining = await asyncio.to_thread(draining_nodes)
+                draining_node_ids = await asyncio.to_thread(list_draining_nodes)
             except ray.exceptions.RayError as error:
                 _log.warning("cannot get the list of draining nodes: %s", error)
-                draining = frozenset()
-            leaving = [worker.number for worker in self.roster.ready if worker.node in draining]
-            for number in self._supervisors.keys() & leaving:
+                draining_node_ids = frozenset()
+            leaving_numbers = [
+                worker.number
+                for worker in self.roster.ready_workers
+                if worker.node in draining_node_ids
+            ]
+            for number in self._supervisors.keys() & leaving_numbers:
                 _log.warning("the node of rollout worker %d will be removed", number)
                 self._start_task(self._remove_worker(number, self._supervisors.pop(number)))
                 self._add_worker()
                 self.roster.num_restarts += 1
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _evaluate_on(
+    async def _evaluate_on_worker(
         self,
         worker: RolloutWorkerHandle,
         environment: str,
@@ -326,7 +339,7 @@ class RolloutWorkers:
 
     async def _remove_worker(self, number: int, supervisor: asyncio.Task[None]) -> None:
         """Close the worker when it has finished its groups."""
-        for worker in [worker for worker in self.roster.ready if worker.number == number]:
+        for worker in [worker for worker in self.roster.ready_workers if worker.number == number]:
             self.roster.remove(worker)
             await self._wait_until_idle(worker)
             # The supervisor kills the process once it is closed, perhaps before it responds.
@@ -335,7 +348,7 @@ class RolloutWorkers:
                     await worker.actor.close.remote()
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
-        _log.info("rollout worker %d stopped; %d ready", number, len(self.roster.ready))
+        _log.info("rollout worker %d stopped; %d ready", number, len(self.roster.ready_workers))
 
     async def _wait_until_idle(self, worker: RolloutWorkerHandle) -> None:
         timeout_s = self.spec.run.rollout.group_timeout_s
@@ -346,7 +359,7 @@ class RolloutWorkers:
         except TimeoutError:
             _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
-    def _note_failure(self, supervisor: asyncio.Task[None]) -> None:
+    def _record_failure(self, supervisor: asyncio.Task[None]) -> None:
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             self.roster.failure = self.roster.failure or error
             self.roster.notify()

@@ -7,8 +7,9 @@
     the same, as streams ----- stream_gae -------------------------------> PPO of networks
 
 A divergence that is placed in the reward is a reward of tokens, `kl_penalty`. Only the learner
-can compute it. PPO adds it to the rewards before `gae`. The other algorithms add its discounted
-returns to advantages that were made from rewards alone; returns are sums, so the order is free.
+can compute it. PPO adds it to the rewards before `gae`. The other algorithms compute advantages
+from rewards without it, and add its discounted returns later. The result is the same, because
+returns are sums.
 
 Whitening does not depend on how the rows of a step are split: `moments` of micro-batches add up
 over micro-batches and ranks, and every micro-batch is whitened with the total.
@@ -76,22 +77,22 @@ def turn_advantages(
     for turn in reversed(range(rewards.shape[-1])):
         returns[..., turn] = rewards[..., turn] + gamma * next_return
         next_return = returns[..., turn].nan_to_num(nan=0.0)
-    by_turn = returns.transpose(1, 2)
-    advantages = group_advantages(by_turn.flatten(0, 1), baseline, scale)
-    return advantages.view(by_turn.shape).transpose(1, 2)
+    returns_by_turn = returns.transpose(1, 2)
+    advantages = group_advantages(returns_by_turn.flatten(0, 1), baseline, scale)
+    return advantages.view(returns_by_turn.shape).transpose(1, 2)
 
 
 def is_zero_variance_group(rewards: Tensor) -> Tensor:
-    """Return a bool mask [num_groups] of the groups that teach nothing, from `rewards` [_, G].
+    """Return a bool mask [num_groups] of groups without a learning signal, from `rewards` [_, G].
 
     All scored rewards of such a group are equal, or fewer than two are scored (arXiv 2503.14476,
     section 3.2). The comparison is exact, because rounding can give equal rewards a nonzero
     standard deviation.
     """
     is_scored = ~rewards.isnan()
-    lowest = rewards.nan_to_num(nan=torch.inf).amin(-1)
-    highest = rewards.nan_to_num(nan=-torch.inf).amax(-1)
-    return (lowest == highest) | (is_scored.sum(-1) < 2)
+    min_rewards = rewards.nan_to_num(nan=torch.inf).amin(-1)
+    max_rewards = rewards.nan_to_num(nan=-torch.inf).amax(-1)
+    return (min_rewards == max_rewards) | (is_scored.sum(-1) < 2)
 
 
 @torch.no_grad()
@@ -109,22 +110,22 @@ def gae(
         delta_t = r_t + gamma * V_t' - V_t        A_t = delta_t + gamma * lam * A_t'
 
     t' is the next position in the mask. Positions outside the mask (observations, padding) are
-    skipped: their values are not used, and their rewards are added to the action before them.
+    skipped: their values are not used, and their rewards are added to the preceding action.
     After the last action of a row, V is 0 if `terminated` [N], otherwise `bootstrap_value` [N],
     the value of the observation at which the episode was truncated.
     """
     next_value = torch.where(terminated, 0.0, bootstrap_value)
     next_advantage = torch.zeros_like(next_value)
-    late_reward = torch.zeros_like(next_value)
+    skipped_reward = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         is_action, value = action_mask[:, t], values[:, t]
-        reward = rewards[:, t] + late_reward
+        reward = rewards[:, t] + skipped_reward
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
         advantages[:, t] = torch.where(is_action, advantage, 0.0)
         next_advantage = torch.where(is_action, advantage, next_advantage)
         next_value = torch.where(is_action, value, next_value)
-        late_reward = torch.where(is_action, 0.0, reward)
+        skipped_reward = torch.where(is_action, 0.0, reward)
     return advantages
 
 
@@ -141,8 +142,8 @@ def stream_gae(
 
         delta_t = r_t + gamma * V'_t - V_t    A_t = delta_t + gamma * lam * (1 - ended_t) * A_t+1
 
-    Nothing flows across the end of an episode. After the last step of a stream, its entry in
-    `next_values` stands for all that follows.
+    An advantage does not include later episodes of its stream. The last row of `next_values` stands
+    for everything after the last step.
 
     All tensors are [T, N]. `next_values` are those of the observations after each step: 0 after a
     terminated episode, the value of the last observation (not of the next episode's first) after
@@ -177,7 +178,7 @@ def discounted_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -> Te
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Return rewards [N, T] for staying near the reference: -kl_coef * k1, zero outside `mask`.
 
-    k1 = log pi - log ref, of the policy that sampled (arXiv 2203.02155). As a reward, k1 has
+    k1 = log pi - log ref, with pi the policy that sampled (arXiv 2203.02155). As a reward, k1 has
     the gradient of the divergence; the other estimators do not.
     """
     return torch.where(mask, kl_coef * (ref_logprobs - logprobs), 0.0)
@@ -186,37 +187,39 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: fl
 @torch.no_grad()
 def moments(values: Tensor, mask: Tensor) -> Tensor:
     """Return count, sum, and sum of squares [3] of the `values` [N, T] in `mask`, in float64."""
-    inside = torch.where(mask, values, 0.0).double()
-    return torch.stack([mask.sum().double(), inside.sum(), inside.square().sum()])
+    masked_values = torch.where(mask, values, 0.0).double()
+    return torch.stack([mask.sum().double(), masked_values.sum(), masked_values.square().sum()])
 
 
-def mean(total: Tensor) -> Tensor:
+def mean(total_moments: Tensor) -> Tensor:
     """Return the mean, from the summed `moments` [3]."""
-    return total[1] / total[0].clamp(min=1)
+    return total_moments[1] / total_moments[0].clamp(min=1)
 
 
-def variance(total: Tensor) -> Tensor:
+def variance(total_moments: Tensor) -> Tensor:
     """Return the variance with n - 1, from the summed `moments` [3]; 0 if fewer than two values.
 
     A critic explains 1 - variance(returns - values) / variance(returns).
     """
-    squares = total[2] - total[0] * mean(total).square()
-    return squares.clamp(min=0) / (total[0] - 1).clamp(min=1)
+    sum_of_squares = total_moments[2] - total_moments[0] * mean(total_moments).square()
+    return sum_of_squares.clamp(min=0) / (total_moments[0] - 1).clamp(min=1)
 
 
 @torch.no_grad()
-def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, total_moments: Tensor) -> Tensor:
     """Return (x - mean) / (std + 1e-8) [N, T] by the summed `moments` [3], zero outside `mask`.
 
     Used for the advantages of PPO (https://github.com/vwxyzjn/cleanrl, `ppo.py`) and REINFORCE++
     (arXiv 2501.03262).
     """
-    std = variance(total).sqrt() + _WHITENING_EPS
-    return torch.where(mask, (values - mean(total)) / std, 0.0)
+    std = variance(total_moments).sqrt() + _WHITENING_EPS
+    return torch.where(mask, (values - mean(total_moments)) / std, 0.0)
 
 
 def _std(rewards: Tensor, dim: int) -> Tensor:
     """Return the standard deviation of scored rewards, with n - 1; NaN if fewer than two."""
     num_scored = (~rewards.isnan()).sum(dim, keepdim=True)
-    squares = (rewards - rewards.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
-    return (squares / (num_scored - 1)).sqrt()
+    squared_deviations = (
+        (rewards - rewards.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
+    )
+    return (squared_deviations / (num_scored - 1)).sqrt()

@@ -12,13 +12,14 @@ Ratios compare three policies:
     log pi'   old_logprobs       the learner when the optimizer step began
     log pi    logprobs           the learner now
 
-The loss clips r = pi / pi' (the distance that this step has moved). The difference rho = pi' / mu
-(staleness and numerics of the sampler) is corrected by a weight. Keeping the two apart is
+The loss clips r = pi / pi' (the distance that this step has moved). A weight corrects for
+rho = pi' / mu (staleness and numerics of the sampler). Treating the two ratios separately is called
 decoupled PPO (arXiv 2110.00641, 2505.24298).
 
 The denominator of a loss belongs to the whole optimizer step: all ranks and all micro-batches.
-Each micro-batch divides its own sum by it, and the results add up. (A data-parallel wrapper that
-averages gradients over ranks must be undone: multiply the loss by the number of ranks.)
+Each micro-batch divides its sum by this denominator, so that the shares of all micro-batches add up
+to the loss. (If a data-parallel wrapper averages gradients over ranks, multiply the loss by the
+number of ranks.)
 
 To add a loss, add its section to `PolicyLoss` in `ludus.proto.config.algorithm`, and its formula
 to `token_losses` here.
@@ -83,18 +84,18 @@ class LossInputs:
     def apply_mask(self) -> LossInputs:
         """Return the inputs with zeros outside the mask, and gradients only where needed."""
 
-        def zero_outside(values: Tensor) -> Tensor:
+        def zero_outside_mask(values: Tensor) -> Tensor:
             return torch.where(self.mask, values, 0.0)
 
-        ref = self.ref_logprobs
+        ref_logprobs = self.ref_logprobs
         return replace(
             self,
-            logprobs=zero_outside(self.logprobs),
-            old_logprobs=zero_outside(self.old_logprobs).detach(),
-            rollout_logprobs=zero_outside(self.rollout_logprobs).detach(),
-            ref_logprobs=None if ref is None else zero_outside(ref).detach(),
-            entropies=zero_outside(self.entropies),
-            advantages=zero_outside(self.advantages).detach(),
+            logprobs=zero_outside_mask(self.logprobs),
+            old_logprobs=zero_outside_mask(self.old_logprobs).detach(),
+            rollout_logprobs=zero_outside_mask(self.rollout_logprobs).detach(),
+            ref_logprobs=None if ref_logprobs is None else zero_outside_mask(ref_logprobs).detach(),
+            entropies=zero_outside_mask(self.entropies),
+            advantages=zero_outside_mask(self.advantages).detach(),
         )
 
 
@@ -105,7 +106,7 @@ class LossTerms:
     loss: Tensor
     """Loss, already divided by the step's denominator; the only field with a gradient."""
     num_tokens: Tensor
-    """Number of sampled tokens, including those of masked sequences. Divide the sums by it."""
+    """Number of sampled tokens, including masked sequences; the denominator for the sums below."""
     num_clipped_tokens: Tensor
     """Number of tokens whose ratio was clipped."""
     num_masked_tokens: Tensor
@@ -114,9 +115,9 @@ class LossTerms:
     """Number of sequences of which every token was removed."""
     entropy_sum: Tensor
     ref_kl_sum: Tensor
-    """k3 of the learner from the reference model; 0 without a reference model."""
+    """Sum of k3, the estimated divergence from the reference model; 0 without that model."""
     mismatch_kl_sum: Tensor
-    """k3 of the sampler from the learner when the step began."""
+    """Sum of k3, the estimated divergence of the sampler from the learner when the step began."""
 
 
 class TokenLosses(NamedTuple):
@@ -143,35 +144,41 @@ def policy_gradient_loss(
     policy_t is the loss on pi / pi' (`config.loss`), w_t the detached weight for pi' / mu
     (`config.correction`), and kl_t the divergence from the reference model, unless the advantages
     already include it (`config.kl_placement`). A sequence outside the geometric mask adds nothing
-    to any term but still counts in `denominator`: masking must not enlarge the step.
+    to any term. It still counts in `denominator`, because masking must not enlarge the step.
     """
     kl_coef = kl_coef if config.kl_placement == "loss" else 0.0
     inputs = inputs.apply_mask()
-    new, old, rollout = inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs
+    logprobs, old_logprobs, rollout_logprobs = (
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.rollout_logprobs,
+    )
     mask = inputs.mask
-    ref = new.detach() if inputs.ref_logprobs is None else inputs.ref_logprobs
+    ref_logprobs = logprobs.detach() if inputs.ref_logprobs is None else inputs.ref_logprobs
     policy_losses, clip_mask = token_losses(inputs, config.loss)
-    weight = correction_weight(old, rollout, mask, config.correction)
+    weight = correction_weight(old_logprobs, rollout_logprobs, mask, config.correction)
     keep_mask = torch.ones_like(mask[:, :1])
     if config.geometric_mask is not None:
-        keep_mask = geometric_mask(old, rollout, mask, *config.geometric_mask)[:, None]
+        keep_mask = geometric_mask(old_logprobs, rollout_logprobs, mask, *config.geometric_mask)[
+            :, None
+        ]
 
-    per_token = weight * policy_losses
+    losses = weight * policy_losses
     if kl_coef:
-        per_token = per_token + kl_coef * kl(new, ref, config.kl_estimator)
+        losses = losses + kl_coef * kl(logprobs, ref_logprobs, config.kl_estimator)
     if entropy_coef:
-        per_token = per_token - entropy_coef * inputs.entropies
-    per_token = torch.where(keep_mask, per_token, 0.0)
+        losses = losses - entropy_coef * inputs.entropies
+    losses = torch.where(keep_mask, losses, 0.0)
     train_mask = keep_mask & (weight > 0) & mask
     return LossTerms(
-        loss=aggregate(per_token, mask, config.aggregation, denominator),
+        loss=aggregate(losses, mask, config.aggregation, denominator),
         num_tokens=mask.sum(),
         num_clipped_tokens=(clip_mask & mask).sum(),
         num_masked_tokens=(mask & ~train_mask).sum(),
         num_masked_sequences=(mask.any(-1) & ~train_mask.any(-1)).sum(),
         entropy_sum=inputs.entropies.detach().sum(),
-        ref_kl_sum=kl(new, ref).detach().sum(),
-        mismatch_kl_sum=kl(rollout, old).sum(),
+        ref_kl_sum=kl(logprobs, ref_logprobs).detach().sum(),
+        mismatch_kl_sum=kl(rollout_logprobs, old_logprobs).sum(),
     )
 
 
@@ -179,7 +186,7 @@ def token_losses(inputs: LossInputs, loss: PolicyLoss) -> TokenLosses:
     """Return the configured policy loss of each token.
 
         clip   -min(r * A, clip(r, 1 - low, 1 + high) * A)      (PPO, arXiv 1707.06347)
-        gspo   the same with the ratio of the row; aggregate it as the mean over sequences
+        gspo   the same with the ratio of the row, for aggregation = "sequence_mean"
                                                                 (arXiv 2507.18071)
         cispo  -sg[clip(r, 1 - low, 1 + high)] * A * log pi     (arXiv 2506.13585)
 
@@ -229,9 +236,9 @@ def clipped_surrogate(
 def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return a bool mask [N, T] of the tokens whose gradient the clip (not dual clip) stops."""
     ratio = log_ratio.detach().exp()
-    too_high = (advantages > 0) & (ratio > 1 + clip_high)
-    too_low = (advantages < 0) & (ratio < 1 - clip_low)
-    return too_high | too_low
+    exceeds_upper_bound = (advantages > 0) & (ratio > 1 + clip_high)
+    exceeds_lower_bound = (advantages < 0) & (ratio < 1 - clip_low)
+    return exceeds_upper_bound | exceeds_lower_bound
 
 
 def kl(
@@ -273,8 +280,8 @@ def entropy(logprobs: Tensor) -> Tensor:
 
     A token that cannot be sampled has log p = -inf and adds nothing.
     """
-    finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
-    return -(logprobs.exp() * finite).sum(-1)
+    finite_logprobs = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+    return -(logprobs.exp() * finite_logprobs).sum(-1)
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -303,7 +310,7 @@ def correction_weight(
         sequence_mask   rho_i, or 0 if it exceeds the cap
         icepop          rho_t, or 0 outside [low, high]                   (arXiv 2510.18855)
 
-    The product exceeds any cap in a long enough row; `geometric_mask` does not have that problem.
+    In long rows, the product often exceeds the cap; `geometric_mask` does not have that problem.
     """
     log_rho = old_logprobs - rollout_logprobs
     match correction:
@@ -349,10 +356,10 @@ def value_loss(
     clip. `denominator` is the number of sampled tokens of the whole optimizer step, whatever the
     aggregation of the policy loss.
     """
-    inside = torch.where(mask, values, 0.0)
-    target = torch.where(mask, returns, 0.0).detach()
-    clip_center = torch.where(mask, old_values, 0.0).detach() if clip is not None else inside
-    error = squared_error(inside, clip_center, target, clip)
+    masked_values = torch.where(mask, values, 0.0)
+    masked_returns = torch.where(mask, returns, 0.0).detach()
+    clip_center = torch.where(mask, old_values, 0.0).detach() if clip is not None else masked_values
+    error = squared_error(masked_values, clip_center, masked_returns, clip)
     return aggregate(0.5 * error, mask, "token_mean", denominator)
 
 
@@ -363,8 +370,8 @@ def squared_error(
     error = (values - returns).square()
     if clip is None:
         return error
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum(error, (clipped - returns).square())
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(error, (clipped_values - returns).square())
 
 
 def aggregate(
@@ -424,14 +431,14 @@ def _call_loss_function(inputs: LossInputs, path: str) -> Tensor:
             "each token"
         ) from error
     if not isinstance(losses, Tensor) or losses.shape != mask.shape:
-        result = (
+        description = (
             f"a tensor of shape {list(losses.shape)}"
             if isinstance(losses, Tensor)
             else f"{losses!r:.100}"
         )
         raise ConfigError(
             f"{LOSS_FUNCTION_FIELD} = '{path}' must return a tensor of shape {list(mask.shape)}, "
-            f"got {result}; return the loss of each token, without taking a mean"
+            f"got {description}; return the loss of each token, without taking a mean"
         )
     if inputs.logprobs.requires_grad and not losses.requires_grad:
         raise ConfigError(

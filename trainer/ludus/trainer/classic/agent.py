@@ -23,10 +23,10 @@ from ludus.trainer.classic.policy import NetworkPolicy
 from ludus.trainer.classic.update import PpoUpdate
 from ludus.trainer.core.streams import Stream, training_seed, use_torch_stream
 
-OnStep = Callable[[np.ndarray, np.ndarray, PlayedStep], None]
+StepCallback = Callable[[np.ndarray, np.ndarray, PlayedStep], None]
 """Function of the observations before a step, the actions in the action space, and the step."""
 ChooseActions = Callable[[np.ndarray, int], np.ndarray]
-"""Function (observations [N, ...], step) -> actions [N, ...] of the action space."""
+"""Function (observations [N, ...], step index) -> actions [N, ...] in the action space."""
 _NOISE_STEPS = 128
 """Number of steps whose noise is sampled at once."""
 _MAX_EVAL_ENVIRONMENTS = 32
@@ -48,7 +48,7 @@ class PpoAgent:
         seed: seed of the episodes, the actions and the order of the minibatches.
         max_steps: maximum number of steps of an episode. None leaves the limit to the environment.
         num_episodes: number of episodes per update, instead of config.steps_per_environment.
-        shuffles_rewards: whether to shuffle the rewards of each batch: a negative control.
+        shuffles_rewards: whether to shuffle the rewards of each batch, as a negative control.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PpoAgent:
     ) -> None:
         self.policy = policy
         self.num_updates = 0
-        self.on_step: OnStep | None = None
+        self.on_step: StepCallback | None = None
         """Called after each step of the environments."""
         self._seed = seed
         self._num_steps = config.steps_per_environment
@@ -78,14 +78,14 @@ class PpoAgent:
         )
         self._is_started = False
 
-    def train(self, rate_factor: float = 1.0) -> TrainedBatch:
+    def train(self, learning_rate_factor: float = 1.0) -> TrainedBatch:
         """Play a batch, update the policy with it, and return both."""
         if not self._is_started:
             self._episodes.start()
             self._is_started = True
         batch = self._collect()
         training_batch = self._shuffle_rewards(batch) if self._shuffles_rewards else batch
-        metrics = self._update.train(training_batch, self.num_updates, rate_factor)
+        metrics = self._update.train(training_batch, self.num_updates, learning_rate_factor)
         self.num_updates += 1
         return TrainedBatch(batch, metrics)
 
@@ -118,7 +118,7 @@ class PpoAgent:
             if len(steps) % _NOISE_STEPS == 0:
                 noise = self._sample_noise(len(steps) // _NOISE_STEPS)
             sampled_actions = policy.act(observations[-1], noise[len(steps) % _NOISE_STEPS])
-            environment_actions = policy.head.to_environment(sampled_actions.cpu().numpy())
+            environment_actions = policy.head.to_environment_actions(sampled_actions.cpu().numpy())
             step = episodes.step(environment_actions)
             if self.on_step is not None:
                 self.on_step(observations[-1], environment_actions, step)
@@ -127,8 +127,8 @@ class PpoAgent:
             steps.append(step)
         return _make_batch(policy, observations, actions, steps)
 
-    def _sample_noise(self, block: int) -> Tensor:
-        with use_torch_stream(self._seed, Stream.NETWORK_SAMPLING, self.num_updates, block):
+    def _sample_noise(self, block_index: int) -> Tensor:
+        with use_torch_stream(self._seed, Stream.NETWORK_SAMPLING, self.num_updates, block_index):
             max_steps = self._num_steps if self._num_episodes is None else _NOISE_STEPS
             num_steps = min(_NOISE_STEPS, max_steps)
             noise = self.policy.head.sample_noise(num_steps, len(self._episodes.observations))
@@ -141,8 +141,8 @@ class PpoAgent:
 
     def _shuffle_rewards(self, batch: NetworkBatch) -> NetworkBatch:
         with use_torch_stream(self._seed, Stream.REWARD_SHUFFLE, self.num_updates):
-            order = torch.randperm(batch.num_steps).to(batch.rewards.device)
-        rewards = batch.rewards.flatten()[order].view_as(batch.rewards)
+            permutation = torch.randperm(batch.num_steps).to(batch.rewards.device)
+        rewards = batch.rewards.flatten()[permutation].view_as(batch.rewards)
         return replace(batch, rewards=rewards)
 
 
@@ -158,42 +158,42 @@ def evaluate_policy(
     """Play one episode per seed with the policy, and return the outcomes in the same order."""
     head = policy.head
 
-    def choose(observations: np.ndarray, step: int) -> np.ndarray:
+    def choose_actions(observations: np.ndarray, step: int) -> np.ndarray:
         noise = None
         if not is_greedy:
             with use_torch_stream(run_seed, Stream.NETWORK_EVALUATION, step):
                 noise = head.sample_noise(1, environments.num_environments)[0].to(policy.device)
-        return head.to_environment(policy.act(observations, noise).cpu().numpy())
+        return head.to_environment_actions(policy.act(observations, noise).cpu().numpy())
 
-    return play_episodes(environments, seeds, choose, max_steps)
+    return play_episodes(environments, seeds, choose_actions, max_steps)
 
 
 def play_episodes(
     environments: VectorEnvironment,
     seeds: Sequence[int],
-    choose: ChooseActions,
+    choose_actions: ChooseActions,
     max_steps: int | None = None,
 ) -> list[EpisodeOutcome]:
     """Play one episode per seed, and return the outcomes in the same order."""
     num_environments = environments.num_environments
 
-    def episode_seed(index: int, number: int) -> int | None:
+    def find_seed(index: int, number: int) -> int | None:
         position = number * num_environments + index
         return seeds[position] if position < len(seeds) else None
 
-    episodes = ParallelEpisodes(environments, episode_seed, max_steps=max_steps)
+    episodes = ParallelEpisodes(environments, find_seed, max_steps=max_steps)
     episodes.start()
     outcomes: dict[int, EpisodeOutcome] = {}
     step = 0
     while episodes.has_unfinished:
-        played_step = episodes.step(choose(episodes.observations, step))
+        played_step = episodes.step(choose_actions(episodes.observations, step))
         outcomes |= {episode.seed: episode.outcome for episode in played_step.episodes}
         step += 1
     return [outcomes[seed] for seed in seeds]
 
 
-def num_eval_environments(num_episodes: int) -> int:
-    """Return the number of parallel environments for an evaluation.
+def choose_num_eval_environments(num_episodes: int) -> int:
+    """Choose the number of parallel environments for an evaluation.
 
     All environments play nearly the same number of episodes. Otherwise, most environments would
     be idle in the last round.
@@ -209,7 +209,7 @@ def _make_batch(
 ) -> NetworkBatch:
     device = policy.device
     terminated = np.stack([step.vector_step.terminated for step in steps])
-    is_finished = np.stack([step.finished for step in steps])
+    is_finished = np.stack([step.is_finished for step in steps])
     truncations = np.argwhere(is_finished & ~terminated)
     # After the end of an episode, `observations` has the first observation of the next one.
     last_observations = [
@@ -221,7 +221,7 @@ def _make_batch(
         actions=torch.stack(actions),
         rewards=torch.from_numpy(rewards).to(device),
         terminated=torch.from_numpy(terminated).to(device),
-        finished=torch.from_numpy(is_finished).to(device),
+        is_finished=torch.from_numpy(is_finished).to(device),
         truncations=torch.from_numpy(truncations).to(device),
         truncated_observations=policy.to_tensor(
             np.stack(last_observations) if last_observations else observations[0][:0]

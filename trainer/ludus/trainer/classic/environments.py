@@ -1,8 +1,8 @@
 """Vector environments: parallel environments behind one interface, in process or on a server.
 
-Environments never reset automatically. A finished episode keeps its last observation until the
-player starts the next episode with a seed. So no observation is lost, and an episode is the same
-in process and on a server.
+Environments never reset automatically. After an episode, its last observation stays available until
+the player starts the next episode with a seed. So no observation is lost, and an episode is the
+same in process and on a server.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class GymnasiumEnvironments:
         """Raises: NotFoundError: no such id. ConfigError: the environment cannot be made."""
         self.num_environments = num_environments
         self.options = dict(options)
-        self._vector = _make_vector(env_id, num_environments, options)
-        self.observation_space = self._vector.single_observation_space
-        self.action_space = self._vector.single_action_space
+        self._vector_env = _make_vector_env(env_id, num_environments, options)
+        self.observation_space = self._vector_env.single_observation_space
+        self.action_space = self._vector_env.single_action_space
         self._rewards = np.zeros(num_environments)
         self._terminated = np.zeros(num_environments, dtype=bool)
         self._infos: dict[str, Any] = {}
@@ -75,27 +75,27 @@ class GymnasiumEnvironments:
         reset_mask = np.zeros(self.num_environments, dtype=np.bool_)
         reset_mask[list(seeds)] = True
         all_seeds = [seeds.get(index) for index in range(self.num_environments)]
-        observations, _ = self._vector.reset(seed=all_seeds, options={"reset_mask": reset_mask})
+        observations, _ = self._vector_env.reset(seed=all_seeds, options={"reset_mask": reset_mask})
         return np.asarray(observations)
 
     def step(self, actions: np.ndarray) -> VectorStep:
         """Step all environments with the actions [N, ...]."""
-        observations, rewards, terminated, truncated, self._infos = self._vector.step(actions)
+        observations, rewards, terminated, truncated, self._infos = self._vector_env.step(actions)
         self._rewards, self._terminated = rewards, terminated
         return VectorStep(np.asarray(observations), rewards, terminated, truncated)
 
-    def success(self, index: int, episode_return: float) -> bool | None:
-        """Return whether the episode that just finished succeeded; None if unknown."""
+    def report_success(self, index: int, episode_return: float) -> bool | None:
+        """Return whether the episode that just ended was successful; None if unknown."""
         info = {}
         if "is_success" in self._infos and self._infos["_is_success"][index]:
             info = {"is_success": self._infos["is_success"][index]}
-        environment = self._vector.envs[index]
+        environment = self._vector_env.envs[index]
         terminated, reward = bool(self._terminated[index]), float(self._rewards[index])
         return find_success(environment, terminated, reward, episode_return, info)
 
     def close(self) -> None:
         """Close the environments."""
-        self._vector.close()
+        self._vector_env.close()
 
 
 class RemoteEnvironments:
@@ -140,7 +140,7 @@ class RemoteEnvironments:
         results = self._client.loop_thread.run(reset_sessions())
         for index, result in zip(seeds, results, strict=True):
             self._results[index] = result
-        return self._observations()
+        return self._read_observations()
 
     def step(self, actions: np.ndarray) -> VectorStep:
         """Step all environments with the actions [N, ...]."""
@@ -156,14 +156,14 @@ class RemoteEnvironments:
         # Concurrent calls share the messages on the connection.
         self._results = self._client.loop_thread.run(step_sessions())
         return VectorStep(
-            self._observations(),
+            self._read_observations(),
             np.array([result.reward or 0.0 for result in self._results]),
             np.array([result.terminated for result in self._results]),
             np.array([result.truncated for result in self._results]),
         )
 
-    def success(self, index: int, episode_return: float) -> bool | None:
-        """Return whether the episode that just finished succeeded; None if unknown."""
+    def report_success(self, index: int, episode_return: float) -> bool | None:
+        """Return whether the episode that just ended was successful; None if unknown."""
         return self._results[index].success
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class RemoteEnvironments:
         ]
         return [session for session, _ in pairs], [result for _, result in pairs]
 
-    def _observations(self) -> np.ndarray:
+    def _read_observations(self) -> np.ndarray:
         observations = [result.observation[self._observation_field] for result in self._results]
         return np.array(observations, dtype=self._dtype)
 
@@ -196,7 +196,7 @@ def make_environments(config: NetworkEnvironmentConfig, num_environments: int) -
     return GymnasiumEnvironments(env_id, num_environments, config.options)
 
 
-def _make_vector(
+def _make_vector_env(
     env_id: str, num_environments: int, options: JsonObject
 ) -> SyncVectorEnv[Any, Any]:
     def make_environment() -> gymnasium.Env[Any, Any]:
@@ -227,7 +227,7 @@ def _connect(config: RemoteNetworkEnvironment) -> EnvClient:
 
 
 def _find_field(
-    environment: str, content: str, schema: JsonObject, example: JsonObject
+    environment: str, purpose: str, schema: JsonObject, example: JsonObject
 ) -> tuple[str, AnySpace]:
     """Return the field of actions or observations that contains numbers, and its space."""
     fields = schema.get("properties", {})
@@ -242,7 +242,7 @@ def _find_field(
             return name, candidates[name]
     if len(candidates) != 1:
         raise ConfigError(
-            f"{content} of '{environment}' must have one field of numbers, and integers must have "
+            f"{purpose} of '{environment}' must have one field of numbers, and integers must have "
             f"bounds, got {fields}"
         )
     return next(iter(candidates.items()))
@@ -257,10 +257,10 @@ def _make_space(schema: JsonObject, example: Any) -> AnySpace | None:
 
     The length of a list comes from the schema, or from an example if the schema leaves it open.
     """
-    leaves = _flatten(schema, example)
-    if leaves is None:
+    flat_schema = _flatten_schema(schema, example)
+    if flat_schema is None:
         return None
-    shape, numbers = leaves
+    shape, numbers = flat_schema
     low = np.array([number.get("minimum", -math.inf) for number in numbers])
     high = np.array([number.get("maximum", math.inf) for number in numbers])
     is_bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
@@ -275,23 +275,27 @@ def _make_space(schema: JsonObject, example: Any) -> AnySpace | None:
     return spaces.MultiDiscrete(counts.reshape(shape), start=start.reshape(shape))
 
 
-def _flatten(schema: JsonObject, example: Any) -> tuple[tuple[int, ...], list[JsonObject]] | None:
+def _flatten_schema(
+    schema: JsonObject, example: Any
+) -> tuple[tuple[int, ...], list[JsonObject]] | None:
     """Return the shape of a value, and the schemas of its numbers in row-major order."""
-    kind = schema.get("type")
-    if kind in ("integer", "number"):
+    json_type = schema.get("type")
+    if json_type in ("integer", "number"):
         return (), [schema]
-    if kind != "array":
+    if json_type != "array":
         return None
     items = schema.get("prefixItems") or _repeat_items(schema, example)
     if not items:
         return None
     examples = example if isinstance(example, list) else [None] * len(items)
-    flattened = [_flatten(*pair) for pair in zip(items, examples, strict=False)]
-    parts = [part for part in flattened if part is not None]
-    shapes = {shape for shape, _ in parts}
-    if len(parts) != len(flattened) or len(shapes) != 1:
+    flat_schemas = [_flatten_schema(*pair) for pair in zip(items, examples, strict=False)]
+    valid_schemas = [flat_schema for flat_schema in flat_schemas if flat_schema is not None]
+    shapes = {shape for shape, _ in valid_schemas}
+    if len(valid_schemas) != len(flat_schemas) or len(shapes) != 1:
         return None
-    return (len(items), *shapes.pop()), [number for _, numbers in parts for number in numbers]
+    return (len(items), *shapes.pop()), [
+        number for _, numbers in valid_schemas for number in numbers
+    ]
 
 
 def _repeat_items(schema: JsonObject, example: Any) -> list[JsonObject]:

@@ -2,7 +2,7 @@
 
     seeds --> VectorEnvironment --step--> returns, lengths --> FinishedEpisode
 
-An episode is determined by its seed and its actions. Both are kept while it is played, so that a
+The seed and the actions determine an episode. Both are kept while the episode is played, so that a
 resumed run can replay it.
 """
 
@@ -32,7 +32,7 @@ class FinishedEpisode:
     """The result of an episode."""
 
     environment_index: int
-    """Index of its environment among the parallel environments."""
+    """Index of the episode's environment among the parallel environments."""
     number: int
     """Number of the episode in this environment, from 0."""
     seed: int
@@ -53,7 +53,7 @@ class PlayedStep:
 
     vector_step: VectorStep
     """Step of the environments. `truncated` includes truncations by the run's own limit."""
-    finished: np.ndarray
+    is_finished: np.ndarray
     """[N] bool: terminated or truncated."""
     episodes: tuple[FinishedEpisode, ...]
 
@@ -70,7 +70,7 @@ class NetworkBatch:
     """[T, N]."""
     terminated: Tensor
     """[T, N] bool."""
-    finished: Tensor
+    is_finished: Tensor
     """[T, N] bool: terminated or truncated."""
     truncations: Tensor
     """[K, 2]: step and environment of each truncation."""
@@ -79,7 +79,7 @@ class NetworkBatch:
     episodes: tuple[FinishedEpisode, ...]
     """Episodes that finished in this batch."""
     finish_steps: tuple[int, ...]
-    """Last step of each of these episodes."""
+    """Index of the last step of each of these episodes in the batch."""
 
     @property
     def num_steps(self) -> int:
@@ -91,7 +91,7 @@ class NetworkBatch:
 class _RunningEpisode:
     number: int
     seed: int | None
-    """None if the environment only steps along with the others."""
+    """None if the environment has no further episode and only steps together with the others."""
     actions: list[np.ndarray] = field(default_factory=list)
     """Actions so far, in the action space."""
     episode_return: float = 0.0
@@ -173,9 +173,9 @@ class ParallelEpisodes:
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Replay the episodes in `state` up to their current observations.
 
-        All environments step together. Environments with fewer actions start later, and repeat
-        another action until then. If a replayed episode has a different observation, all
-        environments start a new episode.
+        All environments step together. Environments with fewer actions start later; until then they
+        take any valid action. If a replayed episode has a different observation, all environments
+        start a new episode.
         """
         episodes = [
             _RunningEpisode(entry["number"], entry["seed"], list(entry["actions"].numpy()))
@@ -183,18 +183,20 @@ class ParallelEpisodes:
         ]
         num_steps = max(len(episode.actions) for episode in episodes)
         start_steps = [num_steps - len(episode.actions) for episode in episodes]
-        filler = next((episode.actions[0] for episode in episodes if episode.actions), None)
+        filler_action = next((episode.actions[0] for episode in episodes if episode.actions), None)
         self._episodes = episodes
         for step in range(num_steps + 1):
-            starting = [
-                index for index, start in enumerate(start_steps) if start == step or step == 0
+            starting_indices = [
+                index
+                for index, start_step in enumerate(start_steps)
+                if start_step == step or step == 0
             ]
-            self._reset({index: episodes[index].seed or 0 for index in starting})
+            self._reset({index: episodes[index].seed or 0 for index in starting_indices})
             if step == num_steps:
                 break
             actions = [
-                filler if step < start else episode.actions[step - start]
-                for start, episode in zip(start_steps, episodes, strict=True)
+                filler_action if step < start_step else episode.actions[step - start_step]
+                for start_step, episode in zip(start_steps, episodes, strict=True)
             ]
             self._replay_step(self._environments.step(np.array(actions)), start_steps, step)
         observations = np.stack([entry["observation"].numpy() for entry in state])
@@ -205,14 +207,14 @@ class ParallelEpisodes:
             )
             self._start_next(range(self._environments.num_environments))
 
-    def _replay_step(self, played: VectorStep, start_steps: Sequence[int], step: int) -> None:
-        """Record a replayed step. Waiting environments are reset when they finish."""
+    def _replay_step(self, vector_step: VectorStep, start_steps: Sequence[int], step: int) -> None:
+        """Record a replayed step, and reset environments that wait and whose episode has ended."""
         self._lengths += 1
-        self._returns += played.rewards
-        self.observations = played.observations
-        indices = np.flatnonzero(played.terminated | played.truncated)
-        waiting = [int(index) for index in indices if step < start_steps[index]]
-        self._reset({index: self._episodes[index].seed or 0 for index in waiting})
+        self._returns += vector_step.rewards
+        self.observations = vector_step.observations
+        indices = np.flatnonzero(vector_step.terminated | vector_step.truncated)
+        waiting_indices = [int(index) for index in indices if step < start_steps[index]]
+        self._reset({index: self._episodes[index].seed or 0 for index in waiting_indices})
 
     def _reset(self, seeds: Mapping[int, int]) -> None:
         if not seeds:
@@ -240,5 +242,5 @@ class ParallelEpisodes:
             episode_return=episode_return,
             length=int(self._lengths[index]),
             terminated=bool(step.terminated[index]),
-            success=self._environments.success(index, episode_return),
+            success=self._environments.report_success(index, episode_return),
         )

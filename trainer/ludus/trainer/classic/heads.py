@@ -7,7 +7,7 @@ A head belongs to one action space. The actor's output for N states:
     Box                          mean [N, d] and log of the standard deviation [N, d] or [d], as a
                                  pair, or concatenated in one tensor [N, 2d]
 
-Noise is sampled separately from actions, so that the noise of many steps is sampled at once.
+Noise is sampled separately from actions, so that the noise of many steps can be sampled at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.losses import entropy
 
-Output = Tensor | tuple[Tensor, Tensor]
+ActorOutput = Tensor | tuple[Tensor, Tensor]
 """Output of an actor."""
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -33,16 +33,19 @@ _LOG_STD_RANGE = (-20.0, 4.0)
 
 
 class CategoricalHead:
-    """One choice (Discrete), or several independent choices with their own numbers of actions."""
+    """A categorical distribution for each choice; a Discrete space has a single choice."""
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) -> None:
         self._shape = space.shape or ()
-        counts, self._start = np.full(self._shape, 2), np.zeros(self._shape, dtype=np.int64)
+        num_actions, self._first_actions = (
+            np.full(self._shape, 2),
+            np.zeros(self._shape, dtype=np.int64),
+        )
         if isinstance(space, spaces.Discrete):
-            counts, self._start = np.asarray(space.n), np.asarray(space.start)
+            num_actions, self._first_actions = np.asarray(space.n), np.asarray(space.start)
         elif isinstance(space, spaces.MultiDiscrete):
-            counts, self._start = np.asarray(space.nvec), np.asarray(space.start)
-        self._sizes = [int(size) for size in counts.ravel()]
+            num_actions, self._first_actions = np.asarray(space.nvec), np.asarray(space.start)
+        self._sizes = [int(size) for size in num_actions.ravel()]
         self._dtype = space.dtype
         self.num_outputs = sum(self._sizes)
         """Number of outputs of the actor per state."""
@@ -52,30 +55,37 @@ class CategoricalHead:
         # Exponential samples are never 0. -log(-log(u)) of a uniform sample u may overflow.
         return -torch.empty(num_steps, num_states, self.num_outputs).exponential_().log_()
 
-    def choose(self, output: Output, noise: Tensor) -> Tensor:
-        """Return actions, counted from 0: [N] of one choice, otherwise [N, number of choices]."""
-        return self._argmax(_logits(output) + noise)
+    def choose(self, output: ActorOutput, noise: Tensor) -> Tensor:
+        """Return actions, counted from 0: [N] for a Discrete space, otherwise [N, num_choices]."""
+        return self._argmax(_select_logits(output) + noise)
 
-    def choose_most_probable(self, output: Output) -> Tensor:
+    def choose_most_probable(self, output: ActorOutput) -> Tensor:
         """Return the most probable actions, as `choose` does."""
-        return self._argmax(_logits(output))
+        return self._argmax(_select_logits(output))
 
-    def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of all choices together, both [N]."""
-        parts = [part.log_softmax(-1) for part in _logits(output).split(self._sizes, -1)]
-        columns = actions.view(len(actions), -1, 1).unbind(1)
-        scores = [
-            part.gather(-1, column)[:, 0] for part, column in zip(parts, columns, strict=True)
+    def score(self, output: ActorOutput, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, summed over all choices, both [N]."""
+        choice_logprobs = [
+            logprobs.log_softmax(-1) for logprobs in _select_logits(output).split(self._sizes, -1)
         ]
-        return torch.stack(scores).sum(0), torch.stack([entropy(part) for part in parts]).sum(0)
+        choice_actions = actions.view(len(actions), -1, 1).unbind(1)
+        action_logprobs = [
+            logprobs.gather(-1, indices)[:, 0]
+            for logprobs, indices in zip(choice_logprobs, choice_actions, strict=True)
+        ]
+        return torch.stack(action_logprobs).sum(0), torch.stack(
+            [entropy(logprobs) for logprobs in choice_logprobs]
+        ).sum(0)
 
-    def to_environment(self, actions: np.ndarray) -> np.ndarray:
-        """Give the actions the shape of the space, and add its first actions."""
-        shaped = actions.reshape(len(actions), *self._shape) + self._start
-        return shaped.astype(self._dtype, copy=False)
+    def to_environment_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Return the actions in the shape of the space, counted from the space's first actions."""
+        environment_actions = actions.reshape(len(actions), *self._shape) + self._first_actions
+        return environment_actions.astype(self._dtype, copy=False)
 
     def _argmax(self, logits: Tensor) -> Tensor:
-        actions = torch.stack([part.argmax(-1) for part in logits.split(self._sizes, -1)], -1)
+        actions = torch.stack(
+            [choice_logits.argmax(-1) for choice_logits in logits.split(self._sizes, -1)], -1
+        )
         return actions if self._shape else actions[:, 0]
 
 
@@ -91,35 +101,35 @@ class NormalHead:
         self._shape = space.shape
         self._dtype = space.dtype
         self.num_outputs = math.prod(space.shape)
-        """Number of outputs of the actor per state, without deviations."""
+        """Number of means that the actor returns per state."""
 
     def sample_noise(self, num_steps: int, num_states: int) -> Tensor:
         """Sample standard normal noise."""
         return torch.randn(num_steps, num_states, self.num_outputs)
 
-    def choose(self, output: Output, noise: Tensor) -> Tensor:
+    def choose(self, output: ActorOutput, noise: Tensor) -> Tensor:
         """Return actions [N, d]."""
-        mean, log_std = self._parameters(output)
+        mean, log_std = self._split_parameters(output)
         return mean + noise * log_std.exp()
 
-    def choose_most_probable(self, output: Output) -> Tensor:
+    def choose_most_probable(self, output: ActorOutput) -> Tensor:
         """Return the means [N, d]."""
-        return self._parameters(output)[0]
+        return self._split_parameters(output)[0]
 
-    def score(self, output: Output, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, output: ActorOutput, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-densities and entropies, both [N]."""
-        mean, log_std = self._parameters(output)
+        mean, log_std = self._split_parameters(output)
         distance = (actions - mean) * (-log_std).exp()
         logprobs = (-0.5 * distance.square() - log_std - _HALF_LOG_TWO_PI).sum(-1)
         entropies = (log_std + (0.5 + _HALF_LOG_TWO_PI)).sum(-1).expand(len(mean))
         return logprobs, entropies
 
-    def to_environment(self, actions: np.ndarray) -> np.ndarray:
-        """Give the actions the shape of the space, and clip them to its bounds."""
-        shaped = actions.reshape(len(actions), *self._shape)
-        return np.clip(shaped, self._low, self._high).astype(self._dtype, copy=False)
+    def to_environment_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Return the actions in the shape of the space, clipped to its bounds."""
+        environment_actions = actions.reshape(len(actions), *self._shape)
+        return np.clip(environment_actions, self._low, self._high).astype(self._dtype, copy=False)
 
-    def _parameters(self, output: Output) -> tuple[Tensor, Tensor]:
+    def _split_parameters(self, output: ActorOutput) -> tuple[Tensor, Tensor]:
         mean, log_std = output if isinstance(output, tuple) else output.chunk(2, -1)
         return mean, log_std.clamp(*_LOG_STD_RANGE)
 
@@ -151,27 +161,30 @@ def sample_uniform_actions(space: spaces.Space[Any], head: Head, num_actions: in
         return head.choose(logits, head.sample_noise(1, num_actions)[0])
     low, high = (torch.as_tensor(bound).flatten().float() for bound in (space.low, space.high))
     is_bounded = low.isfinite() & high.isfinite()
-    share = torch.rand(num_actions, head.num_outputs)
-    uniform = low.nan_to_num(posinf=0, neginf=0) * (1 - share)
-    uniform = uniform + high.nan_to_num(posinf=0, neginf=0) * share
-    return torch.where(is_bounded, uniform, torch.randn(num_actions, head.num_outputs))
+    fractions = torch.rand(num_actions, head.num_outputs)
+    actions = low.nan_to_num(posinf=0, neginf=0) * (1 - fractions)
+    actions = actions + high.nan_to_num(posinf=0, neginf=0) * fractions
+    return torch.where(is_bounded, actions, torch.randn(num_actions, head.num_outputs))
 
 
-def _logits(output: Output) -> Tensor:
+def _select_logits(output: ActorOutput) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
 def check_output(output: Any, head: Head, num_states: int) -> None:
     """Check the shape of an actor's output."""
-    parts: Sequence[Any] = output if isinstance(output, tuple) else (output,)
-    shapes = [list(part.shape) if isinstance(part, Tensor) else type(part) for part in parts]
-    expected, is_normal = [num_states, head.num_outputs], isinstance(head, NormalHead)
+    tensors: Sequence[Any] = output if isinstance(output, tuple) else (output,)
+    shapes = [
+        list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor) for tensor in tensors
+    ]
+    expected_shape, is_normal = [num_states, head.num_outputs], isinstance(head, NormalHead)
     if is_normal and not isinstance(output, tuple):
-        expected = [num_states, 2 * head.num_outputs]
-    if shapes[0] == expected and len(shapes) == 1 + isinstance(output, tuple):
+        expected_shape = [num_states, 2 * head.num_outputs]
+    if shapes[0] == expected_shape and len(shapes) == 1 + isinstance(output, tuple):
         return
-    content = "mean and log of the deviation" if is_normal else "logits"
+    description = "mean and log of the deviation" if is_normal else "logits"
     raise ConfigError(
-        f"the actor must return {content} of shape {expected} for {num_states} states, got "
-        f"{shapes}; give its last layer {expected[-1]} outputs"
+        f"the actor must return {description} of shape {expected_shape} for {num_states} states, "
+        "got "
+        f"{shapes}; give its last layer {expected_shape[-1]} outputs"
     )

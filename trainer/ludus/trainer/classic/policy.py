@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ludus.proto.config import NetworkModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.classic.heads import Head, NormalHead, Output, check_output, make_head
+from ludus.trainer.classic.heads import ActorOutput, Head, NormalHead, check_output, make_head
 from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.functions import import_object
 
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "s
 _ACTOR_OUTPUT_GAIN = 0.01
 """Gain of the actor's last layer. With a small gain, the initial policy is nearly uniform."""
 _MAX_ONE_HOT_WIDTH = 4096
-_EPS = 1e-8
+_VARIANCE_EPS = 1e-8
 _MAX_DEVIATIONS = 10.0
 """Limit of normalized observations, in standard deviations."""
 _NUM_EXAMPLES = 2
@@ -41,25 +41,35 @@ class NetworkPolicy(nn.Module):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *,
-        normalises: bool = False,
+        normalizes_observations: bool = False,
         device: str = "cpu",
     ) -> None:
         super().__init__()
         self.head = make_head(action_space)
         self.device = choose_device(device)
         self._is_discrete = _is_discrete(observation_space)
-        example = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
+        example_observations = self.to_tensor(
+            np.stack([observation_space.sample()] * _NUM_EXAMPLES)
+        )
         actor, critic = actor.to(self.device), critic.to(self.device)
         self.actor = _call_module(
-            lambda: complete_actor(actor, self.head, action_space, example), "actor", example
+            lambda: complete_actor(actor, self.head, action_space, example_observations),
+            "actor",
+            example_observations,
         ).to(self.device)
         self.critic = critic
         self.normaliser = (
-            RunningMoments(observation_space.shape or ()).to(self.device) if normalises else None
+            RunningMoments(observation_space.shape or ()).to(self.device)
+            if normalizes_observations
+            else None
         )
         with torch.no_grad():
-            output = _call_module(lambda: self.actor(example), "actor", example)
-            values = _call_module(lambda: self.critic(example), "critic", example)
+            output = _call_module(
+                lambda: self.actor(example_observations), "actor", example_observations
+            )
+            values = _call_module(
+                lambda: self.critic(example_observations), "critic", example_observations
+            )
         check_output(output, self.head, _NUM_EXAMPLES)
         if values.numel() != _NUM_EXAMPLES:
             raise ConfigError(
@@ -72,18 +82,18 @@ class NetworkPolicy(nn.Module):
         dtype = torch.int64 if self._is_discrete else torch.float32
         return torch.from_numpy(np.ascontiguousarray(observations)).to(self.device, dtype)
 
-    def prepare(self, observations: Tensor) -> Tensor:
-        """Normalize the observations if the policy does so."""
+    def normalize_observations(self, observations: Tensor) -> Tensor:
+        """Return the observations, normalized if the policy normalizes them."""
         return observations if self.normaliser is None else self.normaliser(observations)
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, noise: Tensor | None) -> Tensor:
-        """Return actions [N, ...] in the policy's form.
+        """Return actions [N, ...], before `to_environment_actions`.
 
         Args:
-            noise: noise of the head. None takes the most probable actions.
+            noise: noise from the head's `sample_noise`; None selects the most probable actions.
         """
-        output = self.actor(self.prepare(self.to_tensor(observations)))
+        output = self.actor(self.normalize_observations(self.to_tensor(observations)))
         return (
             self.head.choose_most_probable(output)
             if noise is None
@@ -91,13 +101,13 @@ class NetworkPolicy(nn.Module):
         )
 
     @torch.no_grad()
-    def values(self, observations: Tensor) -> Tensor:
-        """Return the critic's values [N] of prepared observations."""
-        values: Tensor = self.critic(observations)
-        return values.reshape(len(observations))
+    def predict_values(self, observations: Tensor) -> Tensor:
+        """Return the critic's values [N] of normalized observations."""
+        predictions: Tensor = self.critic(observations)
+        return predictions.reshape(len(observations))
 
     def update_statistics(self, observations: Tensor) -> None:
-        """Add observations [N, ...], not normalized, to the statistics."""
+        """Add observations [N, ...], before normalization, to the statistics."""
         if self.normaliser is not None:
             self.normaliser.update(observations)
 
@@ -127,20 +137,20 @@ class RunningMoments(nn.Module):
         variance = values.var(0, correction=0)
         count = self.count + num_values
         delta = mean - self.mean
-        squares = self.variance * self.count + variance * num_values
-        squares = squares + delta.square() * self.count * num_values / count
+        sum_of_squares = self.variance * self.count + variance * num_values
+        sum_of_squares = sum_of_squares + delta.square() * self.count * num_values / count
         self.mean += delta * num_values / count
-        self.variance.copy_(squares / count)
+        self.variance.copy_(sum_of_squares / count)
         self.count.copy_(count)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return values with mean 0 and deviation 1, clipped to ten deviations."""
-        scaled = (values - self.mean) / (self.variance + _EPS).sqrt()
-        return scaled.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS).float()
+        """Scale values to mean 0 and deviation 1, and clip them at ten deviations."""
+        normalized_values = (values - self.mean) / (self.variance + _VARIANCE_EPS).sqrt()
+        return normalized_values.clamp(-_MAX_DEVIATIONS, _MAX_DEVIATIONS).float()
 
 
 class Features(nn.Module):
-    """Observations as rows of floats: numbers are flattened, discrete values become one-hot."""
+    """A module that flattens observations to rows of floats; discrete values become one-hot."""
 
     def __init__(self, space: spaces.Space[Any]) -> None:
         super().__init__()
@@ -162,16 +172,17 @@ class Features(nn.Module):
         if not self._sizes:
             return observations.flatten(1).float()
         columns = observations.reshape(len(observations), -1)
-        parts = [
+        one_hot_columns = [
             nn.functional.one_hot(columns[:, index], size) for index, size in enumerate(self._sizes)
         ]
-        return torch.cat(parts, -1).float()
+        return torch.cat(one_hot_columns, -1).float()
 
 
 class GaussianActor(nn.Module):
-    """An actor with a trained standard deviation, which is the same in all states.
+    """An actor with a trained standard deviation that does not depend on the state.
 
-    The mean of the inner module and the deviation are in units of `scale` around `centre`.
+    The inner module's mean is multiplied by `scale` and added to `centre`. The deviation is
+    multiplied by `scale` too.
     """
 
     centre: Tensor
@@ -213,8 +224,8 @@ def add_deviation(
     """Return the actor with a trained standard deviation.
 
     Args:
-        is_normalized: whether the actor's outputs -1 and 1 mean the bounds of the space, for
-            actions with bounds. Otherwise, its outputs are actions.
+        is_normalized: whether the actor's outputs -1 and 1 stand for the bounds of the space, if
+            it has bounds. Otherwise, its outputs are actions.
     """
     assert isinstance(space, spaces.Box)
     low, high = (torch.as_tensor(bound).flatten().float() for bound in (space.low, space.high))
@@ -227,26 +238,27 @@ def add_deviation(
 
 
 def complete_actor(
-    actor: nn.Module, head: Head, space: spaces.Space[Any], example: Tensor
+    actor: nn.Module, head: Head, space: spaces.Space[Any], example_observations: Tensor
 ) -> nn.Module:
     """Add a deviation to an actor that returns only the means of continuous actions."""
     if not isinstance(head, NormalHead):
         return actor
     with torch.no_grad():
-        output: Output = actor(example)
+        output: ActorOutput = actor(example_observations)
     if isinstance(output, Tensor) and output.shape[-1] == head.num_outputs:
         return add_deviation(actor, space, 1.0, is_normalized=False)
     return actor
 
 
-def _call_module(call: Callable[[], Any], name: str, example: Tensor) -> Any:
-    """Return the result of a user's module, or report its observations if it fails."""
+def _call_module(run_module: Callable[[], Any], name: str, example_observations: Tensor) -> Any:
+    """Run a user's module and return its output; if it fails, report the observations' shape."""
     try:
-        return call()
+        return run_module()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"the {name} failed with observations of shape {list(example.shape)} and type "
-            f"{example.dtype}: {error}"
+            f"the {name} failed with observations of shape {list(example_observations.shape)} and "
+            "type "
+            f"{example_observations.dtype}: {error}"
         ) from error
 
 

@@ -31,14 +31,14 @@ from ludus.proto.runs import (
 )
 from ludus.trainer.classic.agent import (
     PpoAgent,
+    choose_num_eval_environments,
     evaluate_policy,
-    num_eval_environments,
     play_episodes,
 )
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
 from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
-from ludus.trainer.classic.rows import make_transcripts, step_values
+from ludus.trainer.classic.rows import compute_step_values, make_transcripts
 from ludus.trainer.core.devices import torch_threads
 from ludus.trainer.core.stopping import RunStopped, StopRequest, stop_on_signals
 from ludus.trainer.core.streams import Stream, use_torch_stream
@@ -64,7 +64,7 @@ class NetworkState(SavedState):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """Length of a run in episodes instead of training steps. The run records each return."""
+    """Length of a run in episodes instead of training steps; such a run records each return."""
 
     episodes_per_update: int
     num_episodes: int
@@ -77,26 +77,26 @@ class OpenNetworkRun:
         self,
         run: NetworkRun,
         files: OpenRun[NetworkState],
-        stack: ExitStack,
+        exit_stack: ExitStack,
         budget: EpisodeBudget | None = None,
     ) -> None:
         self.run, self.state, self._files = run, files.state, files
         self.stop_request = StopRequest()
         self._budget = budget
         self._start_s = time.monotonic()
-        self._name = next(iter(run.environments))
+        self._environment_name = next(iter(run.environments))
         resume_from = None if files.checkpoint is None else files.state.step
         self.metrics = MetricsWriter(run, files.folder.path, resume_from=resume_from)
-        stack.enter_context(closing(self.metrics))
+        exit_stack.enter_context(closing(self.metrics))
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, run.ppo.num_environments)
-        stack.enter_context(closing(environments))
-        self.metrics.set_environment_options({self._name: environments.options})
+        exit_stack.enter_context(closing(environments))
+        self.metrics.set_environment_options({self._environment_name: environments.options})
         max_games = max(run.eval.num_games, run.eval.num_games_during)
         self._eval_environments = make_environments(
-            run.environment, num_eval_environments(max_games)
+            run.environment, choose_num_eval_environments(max_games)
         )
-        stack.enter_context(closing(self._eval_environments))
+        exit_stack.enter_context(closing(self._eval_environments))
         self.metrics.log_phase(Phase.PREPARE_MODEL)
         self.policy = make_policy(run, environments)
         self.agent = PpoAgent(
@@ -121,7 +121,9 @@ class OpenNetworkRun:
         """
         run = self.run
         if self.state.step == 0 and run.eval.num_games_during:
-            self.state.start[self._name] = self._evaluate(run.eval.num_games_during).policy
+            self.state.start[self._environment_name] = self._evaluate(
+                run.eval.num_games_during
+            ).policy
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
         while not self._is_finished:
@@ -148,10 +150,10 @@ class OpenNetworkRun:
     def _train_step(self) -> None:
         run, state = self.run, self.state
         start_s = time.monotonic()
-        rate_factor = 1.0
+        learning_rate_factor = 1.0
         if run.ppo.schedule == "linear":
-            rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
-        trained_batch = self.agent.train(rate_factor)
+            learning_rate_factor = max(1 - state.step / run.training.num_steps, 0.0)
+        trained_batch = self.agent.train(learning_rate_factor)
         episodes = trained_batch.batch.episodes
         state.step += 1
         state.num_episodes += len(episodes)
@@ -159,11 +161,18 @@ class OpenNetworkRun:
         if self._budget is not None:
             returns = [episode.episode_return for episode in episodes]
             state.returns = [*state.returns, *returns][: self._budget.num_episodes]
-        duration_s, rate = time.monotonic() - start_s, run.ppo.learning_rate * rate_factor
-        values, environments = step_values(trained_batch, self._name, duration_s, rate)
-        self.metrics.log_step(state.step, state.num_episodes, values, environments)
-        limit = run.metrics.transcripts_per_step
-        transcripts = make_transcripts(trained_batch.batch, self._name, state.step - 1, limit)
+        duration_s, learning_rate = (
+            time.monotonic() - start_s,
+            run.ppo.learning_rate * learning_rate_factor,
+        )
+        run_metrics, environment_metrics = compute_step_values(
+            trained_batch, self._environment_name, duration_s, learning_rate
+        )
+        self.metrics.log_step(state.step, state.num_episodes, run_metrics, environment_metrics)
+        max_transcripts = run.metrics.transcripts_per_step
+        transcripts = make_transcripts(
+            trained_batch.batch, self._environment_name, state.step - 1, max_transcripts
+        )
         self.metrics.log_transcripts(state.step, transcripts)
         self._evaluate_if_due()
 
@@ -182,20 +191,22 @@ class OpenNetworkRun:
         self.metrics.clock.stop()
         self.metrics.log_phase(Phase.EVALUATE, self.state.step)
         report = self.report(num_games)
-        self.metrics.log_evaluation(self.state.step, self.state.num_episodes, self._name, report)
+        self.metrics.log_evaluation(
+            self.state.step, self.state.num_episodes, self._environment_name, report
+        )
         self.metrics.log_phase(Phase.TRAIN, self.state.step)
         self.metrics.clock.start()
         return report
 
     def _confirm_target(self, target: float) -> bool:
-        """Return whether other episodes reach the target too.
+        """Return whether the mean return of other episodes also reaches the target.
 
         A small evaluation may reach the target by chance, and a run has many evaluations. The
-        seeds follow those of the final evaluation, so that the final evaluation is unbiased.
+        seeds follow the seeds of the final evaluation, so that the final evaluation is unbiased.
         """
         run, num_games = self.run, self.run.eval.num_games
         self.metrics.clock.stop()
-        outcomes = self.play_eval_episodes(_eval_seeds(run, num_games, offset=num_games))
+        outcomes = self.play_eval_episodes(_list_eval_seeds(run, num_games, offset=num_games))
         mean_return = summarize(outcomes).expected_return
         is_confirmed = mean_return >= target
         _log.info(
@@ -212,8 +223,8 @@ class OpenNetworkRun:
         return _play_policy(self.run, self.policy, self._eval_environments, seeds)
 
     def report(self, num_games: int) -> EvalReport:
-        """Return the results of the policy and of the baselines, on the same seeds."""
-        outcomes = self.play_eval_episodes(_eval_seeds(self.run, num_games))
+        """Evaluate the policy; return a report with the baselines' results on the same seeds."""
+        outcomes = self.play_eval_episodes(_list_eval_seeds(self.run, num_games))
         return _make_report(
             self.run,
             outcomes,
@@ -226,15 +237,15 @@ class OpenNetworkRun:
             return {}
         environments, head = self._eval_environments, self.policy.head
 
-        def choose(observations: np.ndarray, step: int) -> np.ndarray:
+        def choose_actions(observations: np.ndarray, step: int) -> np.ndarray:
             with use_torch_stream(run.seed, Stream.RANDOM_ACTIONS, step):
                 actions = sample_uniform_actions(
                     environments.action_space, head, environments.num_environments
                 )
-            return head.to_environment(actions.numpy())
+            return head.to_environment_actions(actions.numpy())
 
-        seeds = _eval_seeds(run, max(run.eval.num_games, run.eval.num_games_during))
-        outcomes = play_episodes(environments, seeds, choose, run.environment.max_turns)
+        seeds = _list_eval_seeds(run, max(run.eval.num_games, run.eval.num_games_during))
+        outcomes = play_episodes(environments, seeds, choose_actions, run.environment.max_turns)
         return {RANDOM_POLICY: outcomes}
 
     def _finish(self) -> Summary:
@@ -248,8 +259,8 @@ class OpenNetworkRun:
             run,
             self._files,
             metrics,
-            {self._name: (target, self._eval_environments.options)},
-            {self._name: report},
+            {self._environment_name: (target, self._eval_environments.options)},
+            {self._environment_name: report},
             {"games_trained": state.num_episodes, "games_played": state.num_episodes},
             generator=NETWORK,
             total_s=time.monotonic() - self._start_s,
@@ -277,7 +288,7 @@ def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
 def open_network_run(
     run: NetworkRun, *, resume: Resume, overwrite: bool, budget: EpisodeBudget | None = None
 ) -> Iterator[OpenNetworkRun]:
-    """Open a run with its folder. A run that cannot start leaves no folder."""
+    """Open a run and its folder, and yield the run. A run that cannot start leaves no folder."""
     num_checkpoints = run.training.keep_checkpoints
     with (
         open_run(
@@ -301,13 +312,13 @@ def check(run: NetworkRun, *, resume: Resume, overwrite: bool) -> None:
 
 
 def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
-    """Return the results of a checkpoint's policy."""
+    """Evaluate the policy of a checkpoint and return the report."""
     num_games = run.eval.num_games
-    num_environments = num_eval_environments(num_games)
+    num_environments = choose_num_eval_environments(num_games)
     with closing(make_environments(run.environment, num_environments)) as environments:
         policy = make_policy(run, environments)
         policy.load_state_dict(load_learner_state(checkpoint)["policy"])
-        outcomes = _play_policy(run, policy, environments, _eval_seeds(run, num_games))
+        outcomes = _play_policy(run, policy, environments, _list_eval_seeds(run, num_games))
     report = _make_report(run, outcomes, {})
     return Evaluation(environments={next(iter(run.environments)): report})
 
@@ -323,7 +334,7 @@ def make_policy(run: NetworkRun, environments: VectorEnvironment) -> NetworkPoli
             critic,
             observations,
             actions,
-            normalises=model.normalise_observations,
+            normalizes_observations=model.normalise_observations,
             device=model.device,
         )
 
@@ -355,6 +366,6 @@ def _make_report(
     )
 
 
-def _eval_seeds(run: NetworkRun, num_games: int, *, offset: int = 0) -> Sequence[int]:
-    start = run.eval.seed + offset
-    return range(start, start + num_games)
+def _list_eval_seeds(run: NetworkRun, num_games: int, *, offset: int = 0) -> Sequence[int]:
+    first_seed = run.eval.seed + offset
+    return range(first_seed, first_seed + num_games)

@@ -32,36 +32,42 @@ _STD_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The steps of a batch, in random order or in the order of play; all [B, ...]."""
+    """Steps of a batch, in the order of play or in random order; all tensors are [B, ...]."""
 
     observations: Tensor
-    """Observations as the modules get them."""
+    """Observations, normalized if the policy normalizes them."""
     actions: Tensor
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
 
-    def select(self, rows: Tensor) -> Samples:
+    def select(self, indices: Tensor) -> Samples:
         """Return the samples with these indices."""
-        return Samples(*(getattr(self, name)[rows] for name in self.__slots__))
+        return Samples(*(getattr(self, name)[indices] for name in self.__slots__))
 
 
 class PpoUpdate:
-    """Updates a policy by Adam."""
+    """An updater of a policy, with the optimizer Adam."""
 
     def __init__(self, policy: NetworkPolicy, config: NetworkPpoConfig, seed: int) -> None:
         self._policy = policy
         self._config = config
         self._seed = seed
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
-        self._rates = [config.learning_rate]
+        self._parameters = [
+            parameter for parameter in policy.parameters() if parameter.requires_grad
+        ]
+        self._learning_rates = [config.learning_rate]
         groups = [self._parameters]
         if config.critic_learning_rate is not None:
-            self._rates.append(config.critic_learning_rate)
+            self._learning_rates.append(config.critic_learning_rate)
             critic_ids = {id(parameter) for parameter in policy.critic.parameters()}
             groups = [
-                [p for p in self._parameters if (id(p) in critic_ids) is is_critic]
+                [
+                    parameter
+                    for parameter in self._parameters
+                    if (id(parameter) in critic_ids) is is_critic
+                ]
                 for is_critic in (False, True)
             ]
         self.optimizer = torch.optim.Adam(
@@ -71,13 +77,17 @@ class PpoUpdate:
         self._num_skipped_batches = 0
         """Number of consecutive batches without a finite gradient."""
 
-    def train(self, batch: NetworkBatch, update: int, rate_factor: float) -> dict[str, float]:
+    def train(
+        self, batch: NetworkBatch, update: int, learning_rate_factor: float
+    ) -> dict[str, float]:
         """Update the policy with a batch; return metrics by TrainMetric.
 
-        They are means over the last pass. The norm of the gradient is a mean over all passes.
+        The metrics are means over the last pass, but the gradient norm is a mean over all passes.
         """
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * rate_factor
+        for group, learning_rate in zip(
+            self.optimizer.param_groups, self._learning_rates, strict=True
+        ):
+            group["lr"] = learning_rate * learning_rate_factor
         samples = self._make_samples(batch)
         grad_norms: list[Tensor] = []
         metrics: list[Mapping[str, Tensor]] = []
@@ -85,34 +95,38 @@ class PpoUpdate:
         for epoch in range(self._config.num_epochs):
             needs_metrics = max_kl is not None or epoch + 1 == self._config.num_epochs
             metrics = []
-            for minibatch in self._minibatches(samples, update, epoch):
-                norm, minibatch_metrics = self._step(minibatch, needs_metrics)
-                grad_norms.append(norm)
+            for minibatch in self._iterate_minibatches(samples, update, epoch):
+                grad_norm, minibatch_metrics = self._take_optimizer_step(minibatch, needs_metrics)
+                grad_norms.append(grad_norm)
                 metrics.append(minibatch_metrics)
-            if max_kl is not None and _mean(metrics, TrainMetric.POLICY_KL) > max_kl:
+            if max_kl is not None and _compute_mean(metrics, TrainMetric.POLICY_KL) > max_kl:
                 break
-        num_skipped = sum(not norm.isfinite() for norm in grad_norms)
+        num_skipped = sum(not grad_norm.isfinite() for grad_norm in grad_norms)
         is_skipped = num_skipped == len(grad_norms)
         self._num_skipped_batches = self._num_skipped_batches + 1 if is_skipped else 0
         check_skipped_updates(
             self._num_skipped_batches,
             "check that the environment's observations are finite, or lower ppo.learning_rate",
         )
-        values: dict[str, float] = {name: _mean(metrics, name) for name in metrics[0]}
-        values[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
-        values[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
+        metric_values: dict[str, float] = {
+            name: _compute_mean(metrics, name) for name in metrics[0]
+        }
+        metric_values[TrainMetric.GRAD_NORM] = float(torch.stack(grad_norms).mean())
+        metric_values[TrainMetric.NUM_SKIPPED_UPDATES] = num_skipped
         variance = samples.returns.var()
         if variance > 0:
-            unexplained = (samples.returns - samples.values).var()
-            values[TrainMetric.EXPLAINED_VARIANCE] = float(1 - unexplained / variance)
-        return values
+            unexplained_variance = (samples.returns - samples.values).var()
+            metric_values[TrainMetric.EXPLAINED_VARIANCE] = float(
+                1 - unexplained_variance / variance
+            )
+        return metric_values
 
     def _make_samples(self, batch: NetworkBatch) -> Samples:
-        """Compute values, advantages and log-probs, and then update the statistics."""
+        """Return the samples of a batch, and then update the observation statistics."""
         policy, (num_steps, num_environments) = self._policy, batch.rewards.shape
-        rows = torch.cat([batch.observations.flatten(0, 1), batch.truncated_observations])
-        prepared = policy.prepare(rows)
-        values = policy.values(prepared)
+        observations = torch.cat([batch.observations.flatten(0, 1), batch.truncated_observations])
+        normalized_observations = policy.normalize_observations(observations)
+        values = policy.predict_values(normalized_observations)
         num_step_values = (num_steps + 1) * num_environments
         step_values = values[:num_step_values].view(num_steps + 1, num_environments)
         next_values = step_values[1:].clone()
@@ -122,37 +136,46 @@ class PpoUpdate:
             next_values[steps, environments] = values[num_step_values:]
         rewards = batch.rewards
         if self.reward_scaler is not None:
-            rewards = self.reward_scaler.scale(rewards, batch.finished)
+            rewards = self.reward_scaler.scale(rewards, batch.is_finished)
         config = self._config
         advantages = stream_gae(
-            rewards, step_values[:-1], next_values, batch.finished, config.gamma, config.lam
+            rewards, step_values[:-1], next_values, batch.is_finished, config.gamma, config.lam
         ).flatten()
-        size = batch.num_steps
+        num_samples = batch.num_steps
         actions = batch.actions.flatten(0, 1)
         with torch.no_grad():
-            logprobs, _ = policy.head.score(policy.actor(prepared[:size]), actions)
-        policy.update_statistics(rows[:size])
-        old_values = values[:size]
+            logprobs, _ = policy.head.score(
+                policy.actor(normalized_observations[:num_samples]), actions
+            )
+        policy.update_statistics(observations[:num_samples])
+        old_values = values[:num_samples]
         return Samples(
-            prepared[:size], actions, logprobs, old_values, advantages, advantages + old_values
+            normalized_observations[:num_samples],
+            actions,
+            logprobs,
+            old_values,
+            advantages,
+            advantages + old_values,
         )
 
-    def _minibatches(self, samples: Samples, update: int, epoch: int) -> Iterator[Samples]:
+    def _iterate_minibatches(self, samples: Samples, update: int, epoch: int) -> Iterator[Samples]:
         """Yield the samples in random order, in minibatches of nearly equal size."""
-        size = len(samples.actions)
-        num_minibatches = max(1, round(size / self._config.minibatch_size))
+        num_samples = len(samples.actions)
+        num_minibatches = max(1, round(num_samples / self._config.minibatch_size))
         if num_minibatches == 1:  # the order has no effect on a mean
             yield samples
             return
         with use_torch_stream(self._seed, Stream.NETWORK_ORDER, update, epoch):
-            order = torch.randperm(size)
-        for rows in order.to(self._policy.device).tensor_split(num_minibatches):
-            yield samples.select(rows)
+            permutation = torch.randperm(num_samples)
+        for indices in permutation.to(self._policy.device).tensor_split(num_minibatches):
+            yield samples.select(indices)
 
-    def _step(self, samples: Samples, needs_metrics: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take an optimizer step; return the gradient's norm and, if needed, the metrics.
+    def _take_optimizer_step(
+        self, samples: Samples, needs_metrics: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take an optimizer step; return the gradient norm and, if needed, the metrics.
 
-        They stay tensors, because reading them would wait for the device.
+        All of them are tensors, because converting them to numbers would wait for the device.
         """
         config, policy = self._config, self._policy
         advantages = samples.advantages
@@ -162,66 +185,70 @@ class PpoUpdate:
         output = policy.actor(samples.observations)
         logprobs, entropies = policy.head.score(output, samples.actions)
         log_ratio = token_log_ratio(logprobs, samples.logprobs)
-        surrogate = clipped_surrogate(log_ratio, advantages, config.clip, config.clip).mean()
+        policy_loss = clipped_surrogate(log_ratio, advantages, config.clip, config.clip).mean()
         values = policy.critic(samples.observations).view(-1)
         errors = squared_error(values, samples.values, samples.returns, config.value_clip)
         value_loss = 0.5 * errors.mean()
-        loss = surrogate + config.value_coef * value_loss
+        loss = policy_loss + config.value_coef * value_loss
         if config.entropy_coef:
             loss = loss - config.entropy_coef * entropies.mean()
         self.optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm, foreach=True)
-        if norm.isfinite():
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm, foreach=True)
+        if grad_norm.isfinite():
             self.optimizer.step()
         if not needs_metrics:
-            return norm, {}
+            return grad_norm, {}
         with torch.no_grad():
-            clipped = is_clipped(log_ratio, advantages, config.clip, config.clip)
-            return norm, {
+            clip_mask = is_clipped(log_ratio, advantages, config.clip, config.clip)
+            return grad_norm, {
                 TrainMetric.LOSS: loss.detach(),
                 TrainMetric.VALUE_LOSS: value_loss.detach(),
                 TrainMetric.ENTROPY: entropies.detach().mean(),
                 TrainMetric.POLICY_KL: kl(samples.logprobs, logprobs).mean(),
-                TrainMetric.CLIP_RATIO: clipped.float().mean(),
+                TrainMetric.CLIP_RATIO: clip_mask.float().mean(),
             }
 
 
 class RewardScaler:
-    """Divides rewards by the standard deviation of the discounted returns so far.
+    """A scaler that divides rewards by the standard deviation of the discounted returns so far.
 
-    As in `VecNormalize` of https://github.com/openai/baselines: R_t = gamma * R_t-1 + r_t, from 0
-    in each episode.
+    The formula is from `VecNormalize` of https://github.com/openai/baselines:
+    R_t = gamma * R_t-1 + r_t, from 0 at the start of each episode.
     """
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
-        self._running: Tensor | None = None
+        self._running_return: Tensor | None = None
         self._moments = RunningMoments(())
 
-    def scale(self, rewards: Tensor, finished: Tensor) -> Tensor:
+    def scale(self, rewards: Tensor, is_finished: Tensor) -> Tensor:
         """Add the rewards [T, N] to the statistics, and return the scaled rewards."""
-        total = torch.zeros_like(rewards[0]) if self._running is None else self._running
-        total = total.to(rewards.device)
+        running_return = (
+            torch.zeros_like(rewards[0]) if self._running_return is None else self._running_return
+        )
+        running_return = running_return.to(rewards.device)
         returns = []
-        for reward, is_finished in zip(rewards, finished, strict=True):
-            total = self._gamma * total + reward
-            returns.append(total)
-            total = torch.where(is_finished, 0.0, total)
-        self._running = total
+        for reward, is_end in zip(rewards, is_finished, strict=True):
+            running_return = self._gamma * running_return + reward
+            returns.append(running_return)
+            running_return = torch.where(is_end, 0.0, running_return)
+        self._running_return = running_return
         self._moments.update(torch.cat(returns).cpu())
         return rewards / (self._moments.variance + _STD_EPS).sqrt().float().item()
 
     def state(self) -> dict[str, Tensor]:
         """Return the complete state."""
-        assert self._running is not None, "the scaler has not been used"
-        return {"running": self._running, **self._moments.state_dict()}
+        assert self._running_return is not None, "the scaler has not been used"
+        return {"running": self._running_return, **self._moments.state_dict()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from the result of `state`."""
-        self._running = state["running"]
-        self._moments.load_state_dict({k: v for k, v in state.items() if k != "running"})
+        self._running_return = state["running"]
+        self._moments.load_state_dict(
+            {name: tensor for name, tensor in state.items() if name != "running"}
+        )
 
 
-def _mean(metrics: Sequence[Mapping[str, Tensor]], name: str) -> float:
+def _compute_mean(metrics: Sequence[Mapping[str, Tensor]], name: str) -> float:
     return float(torch.stack([minibatch_metrics[name] for minibatch_metrics in metrics]).mean())

@@ -1,13 +1,12 @@
-"""Conversion of groups to a batch: an advantage for each token, with equal sequences shared.
+"""Conversion of groups to a batch with an advantage for each token; equal sequences are shared.
 
     groups --+-- grpo        advantages against the group        --> samples --> Batch
              +-- reinforce   token returns, whitened                  one per sequence
              +-- ppo         rewards only; the learner's critic       of an episode
                              computes the advantages
 
-A batch may mix groups of several environments. Baselines belong to a group, and scale = "batch"
-to all groups of an environment. An episode without a reward (None) does not count in any mean and
-has no sample.
+A batch may mix groups of several environments. Baselines are computed per group, scale = "batch"
+per environment. An episode without a reward (None) does not count in any mean and has no sample.
 
 The learned reward is `Rollout.reward`. Each turn's reward is placed on its last token, unless the
 environment gave a reward to each token. The rest of the learned reward (other terms, weights) is
@@ -51,7 +50,7 @@ from ludus.trainer.core.types import (
     TrainingSample,
     TurnSpan,
 )
-from ludus.trainer.data.failures import describe
+from ludus.trainer.data.failures import describe_error
 
 _FUNCTION_FIELD = "algorithm.advantages"
 
@@ -67,85 +66,102 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
         ValueError: turns overlap, or are outside their sequence.
     """
     if isinstance(algorithm, GrpoConfig):
-        samples = list(_samples(groups, _turn_credits(groups, algorithm), gamma=1.0))
+        samples = list(_make_samples(groups, _compute_turn_credits(groups, algorithm), gamma=1.0))
     elif isinstance(algorithm, ReinforceConfig):
-        samples = list(_samples(_subtract_baseline(groups, algorithm), None, algorithm.gamma))
+        samples = list(_make_samples(_subtract_baseline(groups, algorithm), None, algorithm.gamma))
         samples = _assign_returns(samples, algorithm)
     else:
-        samples = list(_samples(groups, None, algorithm.gamma))
+        samples = list(_make_samples(groups, None, algorithm.gamma))
     return collate(samples)
 
 
 def collate(samples: Sequence[TrainingSample]) -> Batch:
     """Return the batch of `samples`; samples with equal tokens and mask share one sequence."""
-    row_by_content: dict[tuple[bytes, bytes], int] = {}
+    index_by_key: dict[tuple[bytes, bytes], int] = {}
     distinct_samples: list[TrainingSample] = []
     sequence_of_sample: list[int] = []
     for sample in samples:
         token_ids = np.asarray(sample.token_ids, dtype=np.int64)
         mask = np.asarray(sample.loss_mask, dtype=np.bool_)
-        content = (token_ids.tobytes(), mask.tobytes())
-        row = row_by_content.setdefault(content, len(distinct_samples))
-        if row == len(distinct_samples):
+        key = (token_ids.tobytes(), mask.tobytes())
+        sequence_index = index_by_key.setdefault(key, len(distinct_samples))
+        if sequence_index == len(distinct_samples):
             distinct_samples.append(sample)
-        sequence_of_sample.append(row)
+        sequence_of_sample.append(sequence_index)
     return Batch(
         sequences=Ragged.from_rows((sample.token_ids for sample in distinct_samples), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=Ragged.from_rows((sample.loss_mask for sample in distinct_samples), np.bool_),
-        rollout_logprobs=Ragged.from_rows((s.rollout_logprobs for s in samples), np.float32),
-        advantages=Ragged.from_rows((s.advantages for s in samples), np.float32),
-        rewards=Ragged.from_rows((s.rewards for s in samples), np.float32),
-        terminated=np.array([s.terminated for s in samples], dtype=bool),
+        rollout_logprobs=Ragged.from_rows(
+            (sample.rollout_logprobs for sample in samples), np.float32
+        ),
+        advantages=Ragged.from_rows((sample.advantages for sample in samples), np.float32),
+        rewards=Ragged.from_rows((sample.rewards for sample in samples), np.float32),
+        terminated=np.array([sample.terminated for sample in samples], dtype=bool),
     )
 
 
 def shuffle_rewards(groups: Sequence[RolloutGroup], generator: random.Random) -> list[RolloutGroup]:
-    """Permute the rewards of each environment at random: the negative control.
+    """Permute the rewards of each environment at random, as a negative control.
 
     The rewards keep their distribution, so only learning is affected. The rewards of single turns
     are removed, because they would still distinguish good turns from bad ones.
     """
-    shuffled: dict[str, Iterator[float]] = {}
-    for name, rows in _rows_by_environment(groups).items():
-        rewards = [r.reward for row in rows for r in groups[row].rollouts if r.reward is not None]
+    shuffled_rewards: dict[str, Iterator[float]] = {}
+    for name, group_indices in _index_groups_by_environment(groups).items():
+        rewards = [
+            rollout.reward
+            for index in group_indices
+            for rollout in groups[index].rollouts
+            if rollout.reward is not None
+        ]
         generator.shuffle(rewards)
-        shuffled[name] = iter(rewards)
+        shuffled_rewards[name] = iter(rewards)
     return [
         replace(
             group,
             rollouts=tuple(
-                r if r.reward is None else _reward_at_end(r, next(shuffled[group.environment]))
-                for r in group.rollouts
+                rollout
+                if rollout.reward is None
+                else _move_reward_to_end(rollout, next(shuffled_rewards[group.environment]))
+                for rollout in group.rollouts
             ),
         )
         for group in groups
     ]
 
 
-def _turn_credits(
+def _compute_turn_credits(
     groups: Sequence[RolloutGroup], algorithm: GrpoConfig
 ) -> list[list[Iterable[float]]]:
     """Return the advantages of the turns of each episode of each group."""
     if algorithm.advantages is not None:
         path = algorithm.advantages
-        return [[repeat(a) for a in _call_advantage_function(path, group)] for group in groups]
+        return [
+            [repeat(advantage) for advantage in _call_advantage_function(path, group_credits)]
+            for group_credits in groups
+        ]
     credits_by_group: dict[int, list[Iterable[float]]] = {}
-    for rows in _rows_by_environment(groups).values():
-        members = [groups[row] for row in rows]
+    for group_indices in _index_groups_by_environment(groups).values():
+        environment_groups = [groups[index] for index in group_indices]
         baseline, scale = algorithm.baseline, algorithm.scale
         if algorithm.credit == "turn":
-            table = turn_advantages(_turn_reward_table(members), baseline, scale, algorithm.gamma)
-            credits = [list(group) for group in table.tolist()]
+            advantages = turn_advantages(
+                _make_turn_reward_table(environment_groups), baseline, scale, algorithm.gamma
+            )
+            credits = [list(group_credits) for group_credits in advantages.tolist()]
         else:
-            table = group_advantages(_reward_table(members), baseline, scale)
-            credits = [[repeat(advantage) for advantage in group] for group in table.tolist()]
-        credits_by_group.update(zip(rows, credits, strict=True))
-    return [credits_by_group[row] for row in range(len(groups))]
+            advantages = group_advantages(_make_reward_table(environment_groups), baseline, scale)
+            credits = [
+                [repeat(advantage) for advantage in group_credits]
+                for group_credits in advantages.tolist()
+            ]
+        credits_by_group.update(zip(group_indices, credits, strict=True))
+    return [credits_by_group[index] for index in range(len(groups))]
 
 
 def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
-    """Return [G] the user's advantages of the group's episodes; 0 for unscored episodes.
+    """Return the advantages [G] that the user's function computes; 0 for unscored episodes.
 
     Raises:
         ConfigError: the function fails, or does not return one finite number per episode.
@@ -154,15 +170,16 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
     if not scored_rollouts:
         return [0.0] * len(group.rollouts)
     try:
-        result = import_object(path, _FUNCTION_FIELD)(list(scored_rollouts))
-        if inspect.isawaitable(result):
-            result = asyncio.run(_await(result))
-        advantages = [float(value) for value in result]
+        advantages = import_object(path, _FUNCTION_FIELD)(list(scored_rollouts))
+        if inspect.isawaitable(advantages):
+            advantages = asyncio.run(_await_advantages(advantages))
+        advantages = [float(advantage) for advantage in advantages]
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # code of the user
         raise ConfigError(
-            f"{_FUNCTION_FIELD} = '{path}' raised {describe(error)}; it must be a function of a "
+            f"{_FUNCTION_FIELD} = '{path}' raised {describe_error(error)}; it must be a function "
+            "of a "
             "list of episodes, each with its `reward`, that returns one number for each"
         ) from error
     if len(advantages) != len(scored_rollouts) or not all(map(math.isfinite, advantages)):
@@ -171,10 +188,12 @@ def _call_advantage_function(path: str, group: RolloutGroup) -> list[float]:
             f"for each episode, got {advantages!r:.100}"
         )
     scored_advantages = iter(advantages)
-    return [0.0 if r.reward is None else next(scored_advantages) for r in group.rollouts]
+    return [
+        0.0 if rollout.reward is None else next(scored_advantages) for rollout in group.rollouts
+    ]
 
 
-async def _await(result: Awaitable[Iterable[float]]) -> Iterable[float]:
+async def _await_advantages(result: Awaitable[Iterable[float]]) -> Iterable[float]:
     return await result
 
 
@@ -189,7 +208,10 @@ def _subtract_baseline(
 def _subtract_mean(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     mean = sum(rewards) / max(len(rewards), 1)
-    return tuple(r if r.reward is None else replace(r, reward=r.reward - mean) for r in rollouts)
+    return tuple(
+        rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - mean)
+        for rollout in rollouts
+    )
 
 
 def _assign_returns(
@@ -207,75 +229,77 @@ def _assign_returns(
     ]
 
 
-def _samples(
+def _make_samples(
     groups: Sequence[RolloutGroup],
-    credits_of_groups: Sequence[Sequence[Iterable[float]]] | None,
+    turn_credits: Sequence[Sequence[Iterable[float]]] | None,
     gamma: float,
 ) -> Iterator[TrainingSample]:
     """Yield a sample for each sequence with a sampled token; without credits, advantages are 0."""
     for index, group in enumerate(groups):
-        for number, rollout in enumerate(group.rollouts):
+        for rollout_index, rollout in enumerate(group.rollouts):
             if rollout.reward is not None:
-                credit = credits_of_groups[index][number] if credits_of_groups else repeat(0.0)
-                yield from _rollout_samples(rollout, iter(credit), gamma)
+                rollout_credits = (
+                    turn_credits[index][rollout_index] if turn_credits else repeat(0.0)
+                )
+                yield from _make_rollout_samples(rollout, iter(rollout_credits), gamma)
 
 
-def _rollout_samples(
-    rollout: Rollout, credit: Iterator[float], gamma: float
+def _make_rollout_samples(
+    rollout: Rollout, turn_credits: Iterator[float], gamma: float
 ) -> Iterator[TrainingSample]:
     sequences = [sequence for sequence in rollout.sequences if sequence.turns]
     for sequence in sequences:
         _check_turns(sequence)
-    rewards = _token_rewards(sequences, _turn_rewards(rollout), gamma)
-    for sequence, row in zip(sequences, rewards, strict=True):
+    rewards_by_sequence = _compute_token_rewards(sequences, _compute_turn_rewards(rollout), gamma)
+    for sequence, token_rewards in zip(sequences, rewards_by_sequence, strict=True):
         advantages = np.zeros(len(sequence.token_ids))
         for turn in sequence.turns:
-            advantages[turn.start : turn.end] = next(credit)
-        truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
+            advantages[turn.start : turn.end] = next(turn_credits)
+        is_truncated = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
         yield TrainingSample(
             sequence.token_ids,
             sequence.loss_mask,
             sequence.logprobs,
             advantages,
-            row,
-            terminated=not truncated,
+            token_rewards,
+            terminated=not is_truncated,
         )
 
 
-def _turn_rewards(rollout: Rollout) -> list[float]:
-    """Return [K] the share of each turn in the learned reward; the shares sum up to it."""
+def _compute_turn_rewards(rollout: Rollout) -> list[float]:
+    """Return the share [K] of each turn in the learned reward, which is the sum of the shares."""
     rewards = [turn.reward for sequence in rollout.sequences for turn in sequence.turns]
     if rewards and rollout.reward is not None:
         rewards[-1] += rollout.reward - sum(rewards)
     return rewards
 
 
-def _token_rewards(
+def _compute_token_rewards(
     sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
 ) -> list[np.ndarray]:
-    """Return [T] the rewards of the tokens of each sequence.
+    """Return the rewards [T] of the tokens of each sequence.
 
     The learner processes each sequence separately. So the last turn of a sequence also gets the
     return of the following sequence of the episode, discounted per sampled token.
     """
-    rows: list[np.ndarray] = []
+    rewards_by_sequence: list[np.ndarray] = []
     remaining_rewards = list(turn_rewards)
     next_return = 0.0
     for sequence in reversed(sequences):
-        row = np.zeros(len(sequence.token_ids))
+        sequence_rewards = np.zeros(len(sequence.token_ids))
         for turn in reversed(sequence.turns):
-            rewards = _turn_token_rewards(turn, remaining_rewards.pop())
-            row[turn.start : turn.end] = rewards
+            turn_token_rewards = _spread_turn_reward(turn, remaining_rewards.pop())
+            sequence_rewards[turn.start : turn.end] = turn_token_rewards
             if turn is sequence.turns[-1]:
-                row[turn.end - 1] += gamma * next_return
-            discounts = gamma ** np.arange(len(rewards) + 1)
-            next_return = float(discounts @ [*rewards, next_return])
-        rows.append(row)
-    return rows[::-1]
+                sequence_rewards[turn.end - 1] += gamma * next_return
+            discounts = gamma ** np.arange(len(turn_token_rewards) + 1)
+            next_return = float(discounts @ [*turn_token_rewards, next_return])
+        rewards_by_sequence.append(sequence_rewards)
+    return rewards_by_sequence[::-1]
 
 
-def _turn_token_rewards(turn: TurnSpan, reward: float) -> np.ndarray:
-    """Return [end - start] the rewards of the turn's tokens, which sum up to `reward`."""
+def _spread_turn_reward(turn: TurnSpan, reward: float) -> np.ndarray:
+    """Return the rewards [end - start] of the turn's tokens; their sum is `reward`."""
     rewards = np.zeros(turn.end - turn.start)
     if turn.token_rewards:
         rewards[:] = turn.token_rewards
@@ -283,7 +307,7 @@ def _turn_token_rewards(turn: TurnSpan, reward: float) -> np.ndarray:
     return rewards
 
 
-def _reward_at_end(rollout: Rollout, reward: float) -> Rollout:
+def _move_reward_to_end(rollout: Rollout, reward: float) -> Rollout:
     """Return the rollout with a different reward, all of it on the last turn."""
     sequences = tuple(
         replace(
@@ -295,51 +319,61 @@ def _reward_at_end(rollout: Rollout, reward: float) -> Rollout:
     return replace(rollout, reward=reward, sequences=sequences)
 
 
-def _rows_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
+def _index_groups_by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
     """Return the indices of the groups of each environment."""
-    rows: dict[str, list[int]] = {}
-    for row, group in enumerate(groups):
-        rows.setdefault(group.environment, []).append(row)
-    return rows
+    indices: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        indices.setdefault(group.environment, []).append(index)
+    return indices
 
 
-def _reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return [num_groups, G] rewards, NaN if missing. In float64, equal rewards stay equal."""
+def _make_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return rewards [num_groups, G], NaN if missing. In float64, equal rewards stay equal."""
     return _pad(
         [[np.nan if reward is None else reward for reward in group.rewards] for group in groups],
         np.nan,
     )
 
 
-def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return [num_groups, G, K] rewards of the turns, NaN if missing."""
-    rewards = [
-        [[] if r.reward is None else _turn_rewards(r) for r in group.rollouts] for group in groups
+def _make_turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return the rewards [num_groups, G, K] of the turns, NaN if missing."""
+    rewards_by_group = [
+        [
+            [] if rollout.reward is None else _compute_turn_rewards(rollout)
+            for rollout in group_rewards.rollouts
+        ]
+        for group_rewards in groups
     ]
-    group_size = max(map(len, rewards))
-    num_turns = max((len(turns) for group in rewards for turns in group), default=0)
+    group_size = max(map(len, rewards_by_group))
+    num_turns = max(
+        (len(turn_rewards) for group_rewards in rewards_by_group for turn_rewards in group_rewards),
+        default=0,
+    )
     table = np.full((len(groups), group_size, num_turns), np.nan)
-    for row, group in zip(table, rewards, strict=True):
-        for padded_row, turns in zip(row, group, strict=False):
-            padded_row[: len(turns)] = turns
+    for group_rows, group_rewards in zip(table, rewards_by_group, strict=True):
+        for padded_row, turn_rewards in zip(group_rows, group_rewards, strict=False):
+            padded_row[: len(turn_rewards)] = turn_rewards
     return torch.from_numpy(table)
 
 
-def _pad(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -> Tensor:
-    """Return [N, T] the rows in float64, padded with `filler`."""
-    table = np.full((len(rows), max(map(len, rows), default=0)), filler)
+def _pad(rows: Sequence[Sequence[float] | np.ndarray], fill_value: float = 0.0) -> Tensor:
+    """Return the rows [N, T] in float64, padded with `fill_value`."""
+    table = np.full((len(rows), max(map(len, rows), default=0)), fill_value)
     for padded_row, row in zip(table, rows, strict=True):
         padded_row[: len(row)] = row
     return torch.from_numpy(table)
 
 
 def _check_turns(sequence: TokenSequence) -> None:
-    last_end, num_tokens = 1, len(sequence.token_ids)  # The first token has no prediction.
+    min_start, num_tokens = (
+        1,
+        len(sequence.token_ids),
+    )  # Turns start after the first token, which is not predicted.
     for turn in sequence.turns:
-        if not last_end <= turn.start < turn.end <= num_tokens:
+        if not min_start <= turn.start < turn.end <= num_tokens:
             raise ValueError(
-                f"turn {turn.start}..{turn.end} must start at {last_end} or later, contain a "
+                f"turn {turn.start}..{turn.end} must start at {min_start} or later, contain a "
                 f"token, and end by {num_tokens}, the sequence's length; build sequences "
                 "with join_turns"
             )
-        last_end = turn.end
+        min_start = turn.end

@@ -1,4 +1,4 @@
-"""The admission and the buffer of groups, between rollout and training.
+"""Admission of groups to rollout, and the buffer of finished groups that wait for training.
 
 Admission limits how far sampling may run ahead of training. With B groups in a batch and the
 staleness bound S, group number n (from 0) may start under version v only if n < (v + S + 1) * B.
@@ -19,13 +19,13 @@ The buffer has a window over the starting order of the groups:
 Strictly oldest first would let one long episode block everything that started after it. So
 younger groups may be trained on earlier, within two limits:
 
-  window    A group that started W or more positions after a group that is still played must wait
-            for it. W = max(1, floor(window_fraction * (S + 1) * B)), so at most W - 1 groups ever
-            overtake one. (The windowed first-in-first-out queue of MiniMax and TitanRL.)
-  deadline  Every group that stays behind must still meet its deadline if training, from the next
-            batch on, took strictly the oldest groups first.
+  window    If a group is still being played, groups that started W or more positions later must
+            wait for it. W = max(1, floor(window_fraction * (S + 1) * B)), so at most W - 1 groups
+            ever overtake one. (The windowed first-in-first-out queue of MiniMax and TitanRL.)
+  deadline  Each group that is not taken must still meet its deadline if all later batches take
+            the oldest groups first.
 
-Proof that no sample is older than S. A group that starts under version v has the deadline v + S:
+Proof that no sample is older than S. A group that starts under version v has the deadline v + S,
 the last batch in which it is not too old. Number the groups that are played or wait i = 0, 1, ...
 in their starting order. The invariant, before batch t is taken:
 
@@ -67,17 +67,17 @@ class GroupAdmission:
     groups_per_step: int
     max_staleness: int
     num_groups: int | None = None
-    """Number of groups that a run over whole passes of a data set trains on, because an extra group
-    would use up a row without training on it; None if more may start."""
+    """Maximum number of groups of a run over whole passes of a data set, in which an extra group
+    would use up a row without training on it; None if there is no limit."""
     num_admitted: int = 0
     """Number of groups that were trained on, wait in the buffer, or are being played."""
 
-    def capacity(self, version: int) -> int:
+    def compute_capacity(self, version: int) -> int:
         """Return the number of groups that may start now, at policy version `version`."""
-        limit = (version + self.max_staleness + 1) * self.groups_per_step
+        max_groups = (version + self.max_staleness + 1) * self.groups_per_step
         if self.num_groups is not None:
-            limit = min(limit, self.num_groups)
-        return max(0, limit - self.num_admitted)
+            max_groups = min(max_groups, self.num_groups)
+        return max(0, max_groups - self.num_admitted)
 
     def admit(self, num_groups: int) -> None:
         """Count groups that start."""
@@ -90,12 +90,12 @@ class GroupAdmission:
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """The facts that the driver needs about a group that is trained on."""
+    """Facts about a group of a batch that the driver needs."""
 
     index: int
     environment: str
     staleness: int
-    """Number of versions between the weights that sampled the group and those that it trains."""
+    """Version of the weights that the group trains, minus the version that sampled the group."""
     num_scored: int
     """Number of episodes with a reward."""
     transcripts: tuple[Transcript, ...] = ()
@@ -111,14 +111,14 @@ def summarize(group: RolloutGroup, version: int) -> GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """A batch, or none yet, with counts since the last batch."""
+    """A batch, if it is complete, and counts since the last batch."""
 
     groups: tuple[GroupSummary, ...]
-    """The training.groups_per_step groups of the batch, by index; empty if there is none yet."""
+    """The training.groups_per_step groups of the batch, by index; empty if it is not complete."""
     counts: dict[str, RolloutCounts]
     """Counts since the last batch, by environment."""
-    depth: int
-    """Number of groups that still wait."""
+    num_waiting_groups: int
+    """Number of finished groups that remain in the buffer."""
     batch: BatchHandle | None = None
     """The batch; None without groups."""
 
@@ -129,7 +129,7 @@ class Refusal:
 
     index: int
     is_lost: bool
-    """True if infrastructure failed, or the weights were too old; the task is not to blame."""
+    """True if the infrastructure failed, or the weights were too old; then the task is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +138,16 @@ class BufferState:
 
     groups: list[RolloutGroup]
     """Waiting groups, in their starting order."""
-    played: list[int]
-    """Indices of the groups that are still played."""
-    refused: list[Refusal]
-    """Refusals since the previous state; the caller of `put` may not have received them yet."""
+    playing_indices: list[int]
+    """Indices of the groups that are still being played."""
+    refusals: list[Refusal]
+    """Refusals since the previous call; the caller of `put` may not have received them yet."""
     counts: dict[str, RolloutCounts]
     """Counts since the last batch, by environment."""
 
 
 @dataclass(slots=True)
-class _ActiveGroup:
+class _StartedGroup:
     """A group that has started and was not trained on yet."""
 
     position: int
@@ -155,11 +155,11 @@ class _ActiveGroup:
     deadline: int
     """The last batch in which the group is not too old."""
     group: RolloutGroup | None = None
-    """The finished group; None while it is played."""
+    """The finished group; None while it is being played."""
 
 
 class GroupBuffer:
-    """The groups that are played or wait for their training."""
+    """A buffer of the groups that are being played or wait for training."""
 
     def __init__(
         self,
@@ -167,16 +167,16 @@ class GroupBuffer:
         groups_per_step: int,
         max_staleness: int,
         window_fraction: float,
-        keep_zero_variance_groups: bool,
+        keeps_zero_variance_groups: bool,
     ) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         max_groups = (max_staleness + 1) * groups_per_step
         self._window = max(1, math.floor(window_fraction * max_groups))
-        self._keep_zero_variance_groups = keep_zero_variance_groups
-        self._active: dict[int, _ActiveGroup] = {}
+        self._keep_zero_variance_groups = keeps_zero_variance_groups
+        self._started_groups: dict[int, _StartedGroup] = {}
         """Groups by index, in their starting order."""
-        self._refused: dict[int, Refusal] = {}
+        self._refusals: dict[int, Refusal] = {}
         """Refusals by index, since the last call of `state`."""
         self._num_started = 0
         self.counts: dict[str, RolloutCounts] = {}
@@ -188,12 +188,12 @@ class GroupBuffer:
     @property
     def groups(self) -> list[RolloutGroup]:
         """The waiting groups, in their starting order."""
-        return [a.group for a in self._active.values() if a.group is not None]
+        return [entry.group for entry in self._started_groups.values() if entry.group is not None]
 
     def begin(self, indices: Iterable[int], version: int) -> None:
-        """Record that these groups start now, with weights of `version` or newer."""
+        """Record the start of groups, with weights of `version` or newer."""
         for index in indices:
-            self._add(index, version + self._max_staleness)
+            self._add_group(index, version + self._max_staleness)
 
     def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """Add finished groups; return the refused groups, which must be replaced.
@@ -202,38 +202,44 @@ class GroupBuffer:
         """
         refusals = []
         for group in groups:
-            entry = self._active.get(group.index)
+            entry = self._started_groups.get(group.index)
             counts = self._count_finished(group, entry)
-            self._count(group.environment, counts)
+            self._add_counts(group.environment, counts)
             if entry is None:
                 continue
             if self._is_refused(counts):
-                del self._active[group.index]
+                del self._started_groups[group.index]
                 refusals.append(Refusal(group.index, _is_lost(counts)))
             else:
                 entry.group = group
-        self._refused.update({refusal.index: refusal for refusal in refusals})
+        self._refusals.update({refusal.index: refusal for refusal in refusals})
         return refusals
 
     def take(self, version: int) -> list[RolloutGroup]:
-        """Take the groups of batch `version`, by index; return none if it is not complete yet."""
-        indices = self._oldest_in_window()
-        if len(indices) < self._groups_per_step or not self._rest_in_time(indices, version + 1):
+        """Return the groups of batch `version`, by index; none if it is not complete yet."""
+        indices = self._find_oldest_in_window()
+        if len(indices) < self._groups_per_step or not self._can_postpone_others(
+            indices, version + 1
+        ):
             return []
-        groups = [self._active.pop(index).group for index in indices]
-        return sorted((g for g in groups if g is not None), key=lambda group: group.index)
+        groups = [self._started_groups.pop(index).group for index in indices]
+        return sorted(
+            (group for group in groups if group is not None), key=lambda group: group.index
+        )
 
     def take_counts(self) -> dict[str, RolloutCounts]:
-        """Return the counts since the last call, by environment, and start again."""
+        """Return the counts since the last call, by environment, and reset them."""
         counts, self.counts = self.counts, {}
         return counts
 
     def state(self) -> BufferState:
-        """Return a copy of the contents, and forget the refusals."""
-        indices = [index for index, entry in self._active.items() if entry.group is None]
-        groups = [self._refused[index] for index in sorted(self._refused)]
-        self._refused.clear()
-        return BufferState(self.groups, indices, groups, dict(self.counts))
+        """Return a copy of the contents, and clear the refusals."""
+        playing_indices = [
+            index for index, entry in self._started_groups.items() if entry.group is None
+        ]
+        refusals = [self._refusals[index] for index in sorted(self._refusals)]
+        self._refusals.clear()
+        return BufferState(self.groups, playing_indices, refusals, dict(self.counts))
 
     def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
@@ -244,61 +250,63 @@ class GroupBuffer:
         counts are kept.
         """
         for group in self.groups:
-            self._count(group.environment, RolloutCounts(num_rolled_back_groups=1))
-        self._active.clear()
-        self._refused.clear()
-        for environment, count in counts.items():
-            self._count(environment, count)
+            self._add_counts(group.environment, RolloutCounts(num_rolled_back_groups=1))
+        self._started_groups.clear()
+        self._refusals.clear()
+        for environment, environment_counts in counts.items():
+            self._add_counts(environment, environment_counts)
         for group in sorted(groups, key=lambda group: (group.policy_version, group.index)):
             deadline = group.policy_version + self._max_staleness
-            if version + len(self._active) // self._groups_per_step <= deadline:
-                self._add(group.index, deadline, group)
+            if version + len(self._started_groups) // self._groups_per_step <= deadline:
+                self._add_group(group.index, deadline, group)
             else:
-                self._count(group.environment, RolloutCounts(num_stale_groups=1))
-        return len(self._active)
+                self._add_counts(group.environment, RolloutCounts(num_stale_groups=1))
+        return len(self._started_groups)
 
-    def _add(self, index: int, deadline: int, group: RolloutGroup | None = None) -> None:
-        assert index not in self._active, f"group {index} has already started"
-        self._active[index] = _ActiveGroup(self._num_started, deadline, group)
+    def _add_group(self, index: int, deadline: int, group: RolloutGroup | None = None) -> None:
+        assert index not in self._started_groups, f"group {index} has already started"
+        self._started_groups[index] = _StartedGroup(self._num_started, deadline, group)
         self._num_started += 1
 
-    def _count_finished(self, group: RolloutGroup, active: _ActiveGroup | None) -> RolloutCounts:
+    def _count_finished(self, group: RolloutGroup, entry: _StartedGroup | None) -> RolloutCounts:
         counts = count_group(group)
-        if active is None:
+        if entry is None:
             return replace(counts, num_rolled_back_groups=1)
         if not counts.num_void_groups:
             # A group is stale only if its worker had older weights than the driver assumed.
-            stale = group.policy_version + self._max_staleness < active.deadline
-            return replace(counts, num_stale_groups=int(stale))
+            is_stale = group.policy_version + self._max_staleness < entry.deadline
+            return replace(counts, num_stale_groups=int(is_stale))
         return counts
 
     def _is_refused(self, counts: RolloutCounts) -> bool:
-        zero_variance = counts.num_zero_variance_groups and not self._keep_zero_variance_groups
-        return bool(zero_variance or counts.num_void_groups or counts.num_stale_groups)
+        is_zero_variance = counts.num_zero_variance_groups and not self._keep_zero_variance_groups
+        return bool(is_zero_variance or counts.num_void_groups or counts.num_stale_groups)
 
-    def _oldest_in_window(self) -> list[int]:
-        """Return at most B finished groups in the window of the oldest group still played."""
-        end: float = math.inf
+    def _find_oldest_in_window(self) -> list[int]:
+        """Return the indices of at most B finished groups in the window, oldest first."""
+        window_end: float = math.inf
         indices: list[int] = []
-        for index, entry in self._active.items():
-            if entry.position >= end or len(indices) == self._groups_per_step:
+        for index, entry in self._started_groups.items():
+            if entry.position >= window_end or len(indices) == self._groups_per_step:
                 break
             if entry.group is not None:
                 indices.append(index)
-            elif end == math.inf:
-                end = entry.position + self._window
+            elif window_end == math.inf:
+                window_end = entry.position + self._window
         return indices
 
-    def _rest_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
-        """Return whether all other groups meet their deadlines when trained on oldest first."""
-        chosen_set = set(chosen)
-        entries = [entry for index, entry in self._active.items() if index not in chosen_set]
+    def _can_postpone_others(self, taken_indices: Sequence[int], next_batch: int) -> bool:
+        """Return whether all other groups meet their deadlines if they are taken oldest first."""
+        taken_set = set(taken_indices)
+        other_entries = [
+            entry for index, entry in self._started_groups.items() if index not in taken_set
+        ]
         return all(
-            next_batch + number // self._groups_per_step <= entry.deadline
-            for number, entry in enumerate(entries)
+            next_batch + order // self._groups_per_step <= entry.deadline
+            for order, entry in enumerate(other_entries)
         )
 
-    def _count(self, environment: str, counts: RolloutCounts) -> None:
+    def _add_counts(self, environment: str, counts: RolloutCounts) -> None:
         self.counts[environment] = self.counts.get(environment, RolloutCounts()) + counts
 
 

@@ -1,4 +1,4 @@
-"""Counts of episodes and groups: sums, so that counts of any parts can be added."""
+"""Counts of episodes and groups, which can be added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.trainer.data.failures import Failures, add_failures, count_failures
 
 @dataclass(frozen=True, slots=True)
 class TermSum:
-    """The sum of the values of one reward term, before weighting."""
+    """A sum of the values of one reward term, before weighting."""
 
     num_scored: int = 0
     total: float = 0.0
@@ -69,9 +69,9 @@ class RolloutCounts:
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         sums: dict[str, Any] = {
-            f.name: getattr(self, f.name) + getattr(other, f.name)
-            for f in fields(self)
-            if f.name not in ("terms", "failures")
+            field_info.name: getattr(self, field_info.name) + getattr(other, field_info.name)
+            for field_info in fields(self)
+            if field_info.name not in ("terms", "failures")
         }
         return RolloutCounts(
             **sums,
@@ -89,8 +89,13 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
     """Return the counts of one finished group."""
     rewards = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
-    rollouts = [r for r in group.rollouts if r.episode_return is not None]
-    outcomes = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in rollouts)
+    finished_rollouts = [
+        rollout for rollout in group.rollouts if rollout.episode_return is not None
+    ]
+    outcomes = Counter(
+        classify_outcome(rollout.episode_return or 0.0, rollout.success)
+        for rollout in finished_rollouts
+    )
     return RolloutCounts(
         num_episodes=len(statuses),
         num_scored=len(rewards),
@@ -104,7 +109,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_branches=sum(rollout.num_branches for rollout in group.rollouts),
         num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
-        num_judged=sum(r.success is not None for r in rollouts),
+        num_judged=sum(rollout.success is not None for rollout in finished_rollouts),
         num_wins=outcomes[OutcomeKind.WON],
         num_draws=outcomes[OutcomeKind.DRAWN],
         num_losses=outcomes[OutcomeKind.LOST],
@@ -115,17 +120,17 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
         reward_sum=sum(rewards),
         reward_square_sum=sum(reward * reward for reward in rewards),
-        terms=_count_terms(group),
-        failures=count_failures(r.failure for r in group.rollouts if r.failure),
+        terms=_sum_terms(group),
+        failures=count_failures(rollout.failure for rollout in group.rollouts if rollout.failure),
     )
 
 
-def _count_terms(group: RolloutGroup) -> dict[str, TermSum]:
+def _sum_terms(group: RolloutGroup) -> dict[str, TermSum]:
     sums: dict[str, TermSum] = {}
     for rollout in group.rollouts:
         for term in rollout.terms:
-            value = TermSum() if term.value is None else TermSum(1, term.value)
-            sums[term.name] = sums.get(term.name, TermSum()) + value
+            term_sum = TermSum() if term.value is None else TermSum(1, term.value)
+            sums[term.name] = sums.get(term.name, TermSum()) + term_sum
     return sums
 
 

@@ -1,8 +1,8 @@
-"""Reasons why episodes are void: a sentence for each, grouped into few kinds for counting.
+"""Reasons why episodes are void: a sentence per episode, grouped into kinds for counting.
 
-    exception --describe--> reason --failure_kind--> kind     reasons that differ in numbers agree
+    exception --describe_error--> reason --mask_numbers--> kind (equal if only numbers differ)
 
-Reasons travel with their episodes to the buffer, which counts them. The driver logs the first
+Reasons are part of episodes. The buffer counts them. The driver logs the first
 reason of each kind, and reports the most common reason when a run makes no progress.
 """
 
@@ -38,27 +38,27 @@ Failures = Mapping[str, FailureCount]
 """Failure counts by kind."""
 
 
-def first_error(error: BaseException) -> BaseException:
+def find_first_error(error: BaseException) -> BaseException:
     """Return the first error of a group of errors, or the error itself."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def describe(error: BaseException) -> str:
-    """Return the error in one line: type, message, and the location in third-party code."""
-    error = first_error(error)
+def describe_error(error: BaseException) -> str:
+    """Describe an error in one line: its type, message and, unless it is ours, its location."""
+    error = find_first_error(error)
     location = ""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and not isinstance(error, LudusError):
         # LudusError messages already say how to fix the problem, so no location is added.
         location = f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    text = f"{type(error).__name__}: {' '.join(_message(error).split())}"
+    message = f"{type(error).__name__}: {' '.join(_get_message(error).split())}"
     max_length = MAX_REASON_CHARACTERS - len(location)
-    return (text if len(text) <= max_length else f"{text[: max_length - 3]}...") + location
+    return (message if len(message) <= max_length else f"{message[: max_length - 3]}...") + location
 
 
-def failure_kind(reason: str) -> str:
+def mask_numbers(reason: str) -> str:
     """Replace every word that contains a digit with `#`, so that similar reasons compare equal."""
     return _WORD_WITH_NUMBER.sub("#", reason)
 
@@ -68,10 +68,12 @@ def count_failures(reasons: Iterable[str]) -> dict[str, FailureCount]:
     examples: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     for reason in reasons:
-        kind = failure_kind(reason)
+        kind = mask_numbers(reason)
         kinds[kind] += 1
         examples.setdefault(kind, reason)
-    return _merge_rarest({kind: FailureCount(num, examples[kind]) for kind, num in kinds.items()})
+    return _merge_rarest(
+        {kind: FailureCount(num_episodes, examples[kind]) for kind, num_episodes in kinds.items()}
+    )
 
 
 def add_failures(first: Failures, second: Failures) -> dict[str, FailureCount]:
@@ -84,7 +86,7 @@ def add_failures(first: Failures, second: Failures) -> dict[str, FailureCount]:
     return _merge_rarest(sums)
 
 
-def most_common_reason(failures: Failures) -> str:
+def find_most_common_reason(failures: Failures) -> str:
     """Return a reason of the most common kind; empty if there are no failures."""
     count = max(failures.values(), key=lambda count: count.num_episodes, default=None)
     return count.example if count else ""
@@ -93,14 +95,16 @@ def most_common_reason(failures: Failures) -> str:
 def _merge_rarest(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
     if len(counts) <= MAX_KINDS:
         return counts
-    ordered = sorted(counts.items(), key=lambda item: -item[1].num_episodes)
-    separate = dict([item for item in ordered if item[0] != _OTHERS][: MAX_KINDS - 1])
-    rare_counts = [count for kind, count in counts.items() if kind not in separate]
+    sorted_counts = sorted(counts.items(), key=lambda entry: -entry[1].num_episodes)
+    separate_counts = dict(
+        [entry for entry in sorted_counts if entry[0] != _OTHERS][: MAX_KINDS - 1]
+    )
+    rare_counts = [count for kind, count in counts.items() if kind not in separate_counts]
     num_episodes = sum(count.num_episodes for count in rare_counts)
-    return separate | {_OTHERS: FailureCount(num_episodes, rare_counts[0].example)}
+    return separate_counts | {_OTHERS: FailureCount(num_episodes, rare_counts[0].example)}
 
 
-def _message(error: BaseException) -> str:
+def _get_message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the class of a third-party error may itself be broken

@@ -4,14 +4,14 @@
 
 Slots are assigned in exact proportion to the weights. Every slot adds each environment's share to
 its credit, and the environment with the most credit gets the slot and pays 1. The sum of the
-credits stays 0, so the counts follow the shares slot by slot, without randomness. (This is the
+credits stays 0, so that the counts match the shares at any time, without randomness. (This is the
 smooth weighted round robin of nginx.)
 
 The c-th group of environment number e, of E environments, has index c * E + e. So the groups of
 an environment, and their seeds, do not depend on the other environments. A group that must be
 replaced is replaced by the next group of the same environment.
 
-Usually every seed is another task, and the seeds follow from the run's seed and the group's index.
+Usually every seed is a different task, derived from the run's seed and the group's index.
 If an environment reports the number of its tasks (`TaskSet`, rows of a data set), its tasks are
 counted: seed k selects the k-th task, its groups get the numbers 0, 1, 2, ... in the order in which
 they start, and each task is played once before any is repeated. The task of a zero-variance group
@@ -75,19 +75,22 @@ class MixtureState:
 
 
 class Mixture:
-    """A generator of the groups of a run; it owns and updates `state`."""
+    """A generator of the groups of a run, which updates `state`."""
 
     def __init__(
         self, run: LanguageModelRun, state: MixtureState, num_tasks: Mapping[str, int] | None = None
     ) -> None:
-        """`num_tasks` has each environment whose tasks are counted, by name."""
+        """`num_tasks` is the number of tasks by environment, for environments that report it."""
         self._run = run
         self.state = state
         self._num_tasks = num_tasks or {}
         names = list(run.environments)
         if state.names != names:
             # The environments have changed: start above all indices used so far.
-            num_used = max((n * len(state.names) for n in state.num_begun.values()), default=0)
+            num_used = max(
+                (num_groups * len(state.names) for num_groups in state.num_begun.values()),
+                default=0,
+            )
             state.num_begun = dict.fromkeys(names, -(-num_used // len(names)))
             state.names = names
             state.credits = {name: state.credits.get(name, 0.0) for name in names}
@@ -101,21 +104,25 @@ class Mixture:
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the open environments."""
-        configured = {name: e.weight for name, e in self._run.environments.items()}
+        configured_weights = {
+            name: environment.weight for name, environment in self._run.environments.items()
+        }
         curriculum = self._run.curriculum
         if curriculum is None:
-            return configured
-        names = list(configured)[: self.state.num_open]
-        lowered = {name: configured[name] * curriculum.mastered_weight for name in names[:-1]}
-        return {**lowered, names[-1]: configured[names[-1]]}
+            return configured_weights
+        names = list(configured_weights)[: self.state.num_open]
+        lowered_weights = {
+            name: configured_weights[name] * curriculum.mastered_weight for name in names[:-1]
+        }
+        return {**lowered_weights, names[-1]: configured_weights[names[-1]]}
 
-    def next_group(self) -> GroupSpec:
+    def take_next_group(self) -> GroupSpec:
         """Return the group of the next slot."""
         weights, credits = self.weights, self.state.credits
         weight_sum = sum(weights.values())
         for name, weight in weights.items():
             credits[name] += weight / weight_sum
-        # Rounded, so that a tie always goes to the first environment, whatever the float noise.
+        # Rounding makes a tie always go to the first environment, in spite of float errors.
         chosen_name = max(weights, key=lambda name: round(credits[name], 9))
         credits[chosen_name] -= 1.0
         return self._make_group(chosen_name)
@@ -123,19 +130,19 @@ class Mixture:
     def replace_group(self, spec: GroupSpec, *, is_lost: bool = False) -> GroupSpec:
         """Return the replacement of a group that was lost, or from which nothing was learned."""
         if is_lost and spec.environment in self._num_tasks and spec.num_lost < _MAX_LOST:
-            return replace(self._with_new_index(spec), num_lost=spec.num_lost + 1)
+            return replace(self._assign_new_index(spec), num_lost=spec.num_lost + 1)
         if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
-            return self.next_group()
+            return self.take_next_group()
         return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced + 1)
 
     def reissue_group(self, spec: GroupSpec) -> GroupSpec:
         """Return a group for the same slot, with an index that was never used."""
         if spec.environment in self._num_tasks:
-            return self._with_new_index(spec)
+            return self._assign_new_index(spec)
         return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
-        """Count wins; return the name of an environment that opens now, or None.
+        """Count wins; return the name of the environment that the curriculum now opens, or None.
 
         Raises:
             ConfigError: the hardest open environment does not report success.
@@ -143,34 +150,37 @@ class Mixture:
         curriculum, state = self._run.curriculum, self.state
         if curriculum is None or state.num_open == len(state.names):
             return None
-        hardest = state.names[state.num_open - 1]
-        count = counts.get(hardest, RolloutCounts())
-        if count.num_terminated and not count.num_judged:
+        hardest_name = state.names[state.num_open - 1]
+        hardest_counts = counts.get(hardest_name, RolloutCounts())
+        if hardest_counts.num_terminated and not hardest_counts.num_judged:
             raise ConfigError(
-                f"environment '{hardest}' does not report success ({count.num_terminated} episodes "
+                f"environment '{hardest_name}' does not report success "
+                f"({hardest_counts.num_terminated} episodes "
                 "ended without it), which curriculum.unlock_at needs; set success in its last "
                 "transition (a rollout function passes it on in Ended), or remove section "
                 "curriculum"
             )
-        state.wins.append(WinCount(count.num_groups, count.num_scored, count.num_wins))
+        state.wins.append(
+            WinCount(hardest_counts.num_groups, hardest_counts.num_scored, hardest_counts.num_wins)
+        )
         num_groups = sum(wins.num_groups for wins in state.wins)
         while num_groups - state.wins[0].num_groups >= curriculum.window_groups:
             num_groups -= state.wins.pop(0).num_groups
         num_wins = sum(wins.num_wins for wins in state.wins)
-        num_needed = curriculum.unlock_at * sum(wins.num_scored for wins in state.wins)
-        if num_groups >= curriculum.window_groups and num_wins >= num_needed > 0:
+        min_wins = curriculum.unlock_at * sum(wins.num_scored for wins in state.wins)
+        if num_groups >= curriculum.window_groups and num_wins >= min_wins > 0:
             state.num_open += 1
             state.wins.clear()
             return state.names[state.num_open - 1]
         return None
 
-    def warn_without_success(self, results: Mapping[str, PolicyResult]) -> None:
+    def warn_if_success_is_missing(self, results: Mapping[str, PolicyResult]) -> None:
         """Log the environments that did not report success in any evaluated episode.
 
         An untrained policy may not reach the end of an episode, so this is not an error.
         """
-        needed = self.state.names[:-1] if self._run.curriculum is not None else []
-        for name in needed:
+        required_names = self.state.names[:-1] if self._run.curriculum is not None else []
+        for name in required_names:
             result = results.get(name)
             if result is not None and result.win_rate is None:
                 _log.warning(
@@ -180,44 +190,48 @@ class Mixture:
                     result.num_games,
                 )
 
-    def roll_back(self, earlier: MixtureState) -> None:
+    def roll_back(self, earlier_state: MixtureState) -> None:
         """Restore an earlier state, except for the indices, which are never used twice."""
         names = self.state.names
-        self.state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
-        self.state.num_dealt = {name: earlier.num_dealt.get(name, 0) for name in names}
-        self.state.num_open = earlier.num_open
-        self.state.wins = list(earlier.wins)
+        self.state.credits = {name: earlier_state.credits.get(name, 0.0) for name in names}
+        self.state.num_dealt = {name: earlier_state.num_dealt.get(name, 0) for name in names}
+        self.state.num_open = earlier_state.num_open
+        self.state.wins = list(earlier_state.wins)
 
     def _make_group(self, name: str) -> GroupSpec:
-        index, task_number = self._next_index(name), self.state.num_dealt.get(name, 0)
+        index, task_number = self._take_next_index(name), self.state.num_dealt.get(name, 0)
         self.state.num_dealt[name] = task_number + 1
         return GroupSpec(index, name, self._select_seeds(name, index, task_number))
 
     def _select_seeds(self, name: str, index: int, task_number: int) -> tuple[int, ...]:
-        """Return [G] the seeds of group `index`, which gets the environment's next new task."""
+        """Return the seeds [G] of group `index`, which gets the environment's next new task."""
         rollout = self._run.rollout
         is_shared = rollout.group_seed == "shared"
         if name not in self._num_tasks:
-            return group_seeds(self._run.seed, index, rollout.group_size, shared=is_shared)
-        start = task_number if is_shared else task_number * rollout.group_size
-        numbers = [start + (0 if is_shared else episode) for episode in range(rollout.group_size)]
-        # The largest number of whole epochs below the seeds of the warm start.
-        epochs = max(1, FIRST_WARM_START_SEED // self._num_tasks[name])
-        end = epochs * self._num_tasks[name]
-        return tuple(number % end for number in numbers)
+            return derive_group_seeds(self._run.seed, index, rollout.group_size, shared=is_shared)
+        first_task = task_number if is_shared else task_number * rollout.group_size
+        task_numbers = [
+            first_task + (0 if is_shared else episode) for episode in range(rollout.group_size)
+        ]
+        # Maximum number of whole epochs whose seeds are below the seeds of the warm start.
+        num_epochs = max(1, FIRST_WARM_START_SEED // self._num_tasks[name])
+        num_usable_tasks = num_epochs * self._num_tasks[name]
+        return tuple(task % num_usable_tasks for task in task_numbers)
 
-    def _with_new_index(self, spec: GroupSpec) -> GroupSpec:
-        return replace(spec, index=self._next_index(spec.environment))
+    def _assign_new_index(self, spec: GroupSpec) -> GroupSpec:
+        return replace(spec, index=self._take_next_index(spec.environment))
 
-    def _next_index(self, name: str) -> int:
+    def _take_next_index(self, name: str) -> int:
         state = self.state
         index = state.num_begun[name] * len(state.names) + state.names.index(name)
         state.num_begun[name] += 1
         return index
 
 
-def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
-    """Return [G] the seeds of group `index`; warm start and evaluations use other seeds."""
+def derive_group_seeds(
+    run_seed: int, index: int, group_size: int, *, shared: bool
+) -> tuple[int, ...]:
+    """Return the seeds [G] of group `index`; warm start and evaluations use other seeds."""
     if shared:
         return (training_seed(run_seed, index, 0),) * group_size
     return tuple(training_seed(run_seed, index, episode) for episode in range(group_size))

@@ -4,8 +4,8 @@ A run stops for one of four reasons, all visible in the counts since the last ba
 
 - Groups with equal rewards are replaced without end: the policy is certain, or has collapsed.
 - Void groups are replaced without end: an environment is unavailable, or fails.
-- No episode of an environment was ever scored, and two batches of them failed within several
-  seconds. The environment never worked, and the cause is not one slow engine or judge.
+- No episode of an environment was ever scored, and at least two batches of its episodes failed over
+  several seconds. So the environment never worked, and the cause is not one slow engine or judge.
 - No group finishes for training.idle_timeout_s; the message names what the run waits for.
 
 A new kind of reason for void episodes is logged when it first occurs. The most common reason is
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
 from ludus.trainer.data.counts import RolloutCounts, total
-from ludus.trainer.data.failures import Failures, most_common_reason
+from ludus.trainer.data.failures import Failures, find_most_common_reason
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class _EnvironmentProgress:
     """The recent groups of one environment."""
 
     void_since_s: float = 0.0
-    """Time of the first void group of the current series, of which nearly all are void."""
+    """Time of the first void group of the current series, in which nearly all groups are void."""
     num_void: int = 0
     """Number of void groups in the series."""
-    num_good: int = 0
-    """Number of other groups in the series."""
+    num_valid: int = 0
+    """Number of groups in the series that are not void."""
     num_initial_failures: int = 0
     """Number of episodes that failed before any episode was scored."""
     failed_since_s: float = 0.0
@@ -55,25 +55,25 @@ class _BatchWait:
     """A wait for a batch."""
 
     start_s: float
-    logged_s: float
+    last_log_s: float
     """Time of the last log message about the wait."""
     num_groups: int
     """Number of groups that have finished since the previous batch."""
-    latest_s: float
+    last_finish_s: float
     """Time when the latest of them finished, or when the wait started."""
 
 
 class ProgressMonitor:
-    """A monitor of the counts of a run."""
+    """A monitor that stops a run whose counts show no progress."""
 
     def __init__(self, run: LanguageModelRun, describe_work: Callable[[], str] = str) -> None:
         """`describe_work` returns a text that says which workers are playing now."""
         self._run = run
         self._describe_work = describe_work
         self._wait: _BatchWait | None = None
-        self._previous: dict[str, RolloutCounts] = {}
-        self._environments = {name: _EnvironmentProgress() for name in run.environments}
-        self._logged: set[tuple[str, str]] = set()
+        self._previous_counts: dict[str, RolloutCounts] = {}
+        self._progress_by_environment = {name: _EnvironmentProgress() for name in run.environments}
+        self._logged_kinds: set[tuple[str, str]] = set()
         """Pairs of environment and kind of failure."""
 
     def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, is_taken: bool) -> None:
@@ -87,14 +87,14 @@ class ProgressMonitor:
             UnavailableError: an environment stays unavailable for longer than it may.
         """
         for name, current_counts in counts.items():
-            if name not in self._environments:
+            if name not in self._progress_by_environment:
                 # The group was played before the run was resumed with other environments.
                 continue
             self._log_new_failures(name, current_counts.failures)
-            previous_counts = self._previous.get(name, RolloutCounts())
+            previous_counts = self._previous_counts.get(name, RolloutCounts())
             self._check_initial_failures(name, previous_counts, current_counts, now_s)
             self._check_void_groups(name, previous_counts, current_counts, now_s)
-        self._previous = {} if is_taken else dict(counts)
+        self._previous_counts = {} if is_taken else dict(counts)
         if is_taken:
             self._wait = None
             return
@@ -104,16 +104,16 @@ class ProgressMonitor:
     def _check_idle_time(self, num_groups: int, now_s: float) -> None:
         wait = self._wait = self._wait or _BatchWait(now_s, now_s, num_groups, now_s)
         if num_groups != wait.num_groups:
-            wait.num_groups, wait.latest_s = num_groups, now_s
-        idle_s, training = now_s - wait.latest_s, self._run.training
+            wait.num_groups, wait.last_finish_s = num_groups, now_s
+        idle_s, training = now_s - wait.last_finish_s, self._run.training
         if idle_s >= training.idle_timeout_s:
             raise TrainingStalledError(
                 f"no group has finished for {idle_s:.0f} s, longer than training.idle_timeout_s = "
                 f"{training.idle_timeout_s:g}: {self._describe_work()}; see trainer.log for the "
                 "last activity, and raise the limit if a group needs more time"
             )
-        if now_s - wait.logged_s >= _LOG_INTERVAL_S:
-            wait.logged_s = now_s
+        if now_s - wait.last_log_s >= _LOG_INTERVAL_S:
+            wait.last_log_s = now_s
             _log.info(
                 "waiting for a batch of %d groups for %.0f s; %d have finished since the last "
                 "batch, the latest %.0f s ago; %s",
@@ -126,60 +126,63 @@ class ProgressMonitor:
 
     def _log_new_failures(self, name: str, failures: Failures) -> None:
         for kind, count in failures.items():
-            if (name, kind) in self._logged or len(self._logged) >= _MAX_LOGGED_KINDS:
+            if (name, kind) in self._logged_kinds or len(self._logged_kinds) >= _MAX_LOGGED_KINDS:
                 continue
-            self._logged.add((name, kind))
+            self._logged_kinds.add((name, kind))
             _log.warning("an episode of environment '%s' is void: %s", name, count.example)
-            if len(self._logged) == _MAX_LOGGED_KINDS:
+            if len(self._logged_kinds) == _MAX_LOGGED_KINDS:
                 _log.warning("further reasons are counted, but not logged")
 
     def _check_initial_failures(
-        self, name: str, previous: RolloutCounts, current: RolloutCounts, now_s: float
+        self, name: str, previous_counts: RolloutCounts, current_counts: RolloutCounts, now_s: float
     ) -> None:
-        progress, run = self._environments[name], self._run
-        progress.was_scored |= current.num_scored > 0
+        progress, run = self._progress_by_environment[name], self._run
+        progress.was_scored |= current_counts.num_scored > 0
         if progress.was_scored:
             return
-        num_failed = current.num_failed - previous.num_failed
+        num_failed = current_counts.num_failed - previous_counts.num_failed
         if not progress.num_initial_failures and num_failed:
             progress.failed_since_s = now_s
         progress.num_initial_failures += num_failed
         batch_size = run.training.groups_per_step * run.rollout.group_size
-        is_many = progress.num_initial_failures >= _MAX_INITIAL_FAILED_BATCHES * batch_size
-        allowed_s = min(_INITIAL_PATIENCE_S, run.environments[name].reconnect_timeout_s)
-        if is_many and now_s - progress.failed_since_s >= allowed_s:
+        has_many_failures = (
+            progress.num_initial_failures >= _MAX_INITIAL_FAILED_BATCHES * batch_size
+        )
+        max_failing_s = min(_INITIAL_PATIENCE_S, run.environments[name].reconnect_timeout_s)
+        if has_many_failures and now_s - progress.failed_since_s >= max_failing_s:
             raise EpisodesFailedError(
                 f"environment '{name}': all of its first {progress.num_initial_failures} episodes "
-                f"failed, most often: {_most_common_cause(current)}"
+                f"failed, most often: {_find_most_common_cause(current_counts)}"
             )
 
     def _check_void_groups(
-        self, name: str, previous: RolloutCounts, current: RolloutCounts, now_s: float
+        self, name: str, previous_counts: RolloutCounts, current_counts: RolloutCounts, now_s: float
     ) -> None:
-        progress = self._environments[name]
-        num_void = current.num_void_groups - previous.num_void_groups
-        num_good = current.num_groups - previous.num_groups - num_void
+        progress = self._progress_by_environment[name]
+        num_void = current_counts.num_void_groups - previous_counts.num_void_groups
+        num_valid = current_counts.num_groups - previous_counts.num_groups - num_void
         if not progress.num_void and num_void:
             progress.void_since_s = now_s
         progress.num_void += num_void
-        progress.num_good += num_good
-        share = progress.num_void / max(1, progress.num_void + progress.num_good)
-        # The environment works again if most of the latest groups are good.
-        if share < _MIN_VOID_SHARE or num_good > max(1, num_void):
-            progress.num_void = progress.num_good = 0
+        progress.num_valid += num_valid
+        void_share = progress.num_void / max(1, progress.num_void + progress.num_valid)
+        # The environment works again if most of the latest groups are valid.
+        if void_share < _MIN_VOID_SHARE or num_valid > max(1, num_void):
+            progress.num_void = progress.num_valid = 0
             return
         void_s = now_s - progress.void_since_s
-        allowed_s = self._run.environments[name].reconnect_timeout_s
-        if not num_void or num_good or void_s < allowed_s:
+        max_void_s = self._run.environments[name].reconnect_timeout_s
+        if not num_void or num_valid or void_s < max_void_s:
             return
-        text = (
+        message = (
             f"environment '{name}': (nearly) every group was void for {void_s:.0f} s, most often: "
-            f"{_most_common_cause(current)}"
+            f"{_find_most_common_cause(current_counts)}"
         )
-        if current.num_lost <= current.num_failed:
-            raise EpisodesFailedError(text)
+        if current_counts.num_lost <= current_counts.num_failed:
+            raise EpisodesFailedError(message)
         raise UnavailableError(
-            f"{text}; its server may be unavailable for reconnect_timeout_s = {allowed_s:g}: check "
+            f"{message}; its server may be unavailable for reconnect_timeout_s = {max_void_s:g}: "
+            "check "
             "that the server responds, or raise the limit"
         )
 
@@ -198,6 +201,6 @@ class ProgressMonitor:
         )
 
 
-def _most_common_cause(counts: RolloutCounts) -> str:
+def _find_most_common_cause(counts: RolloutCounts) -> str:
     """Return the most common reason; without failures, a missing reward is the cause."""
-    return most_common_reason(counts.failures) or "a term of the reward is None for them"
+    return find_most_common_reason(counts.failures) or "a term of the reward is None for them"

@@ -1,4 +1,4 @@
-"""Starts the infrastructure and the components of a run, and stops them in the right order."""
+"""Start and stop of a run's infrastructure and components, in the right order."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Infrastructure:
     placement: Placement
     """Placement of the run's actors."""
     token: FolderToken | None
-    """Token by which actors on other nodes recognize the run's folder; None on one machine."""
+    """Token by which actors on other nodes verify the run's folder; None on one machine."""
     servers: dict[str, LocalServer]
     """Environment servers that the run started, by environment."""
     environments: dict[str, ConnectedEnvironment]
-    """All environments, in the run's order."""
+    """All environments by name, in the order of the configuration."""
 
     @property
     def num_tasks(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Infrastructure:
 
 @asynccontextmanager
 async def start_infrastructure(
-    run: LanguageModelRun, run_folder: Path, *, with_learner: bool = True
+    run: LanguageModelRun, run_folder: Path, *, includes_learner: bool = True
 ) -> AsyncIterator[Infrastructure]:
     """Start Ray, start local servers, and connect to all environments; stop them after the block.
 
@@ -82,15 +82,17 @@ async def start_infrastructure(
     check_sendable_functions()
     check_reachable(resolve_location(run.weights, run_folder, ensure_run_id(run_folder)))
     await check_remote_addresses(run)
-    async with AsyncExitStack() as stack:
-        servers = stack.enter_context(start_local_servers(run, run_folder))
+    async with AsyncExitStack() as exit_stack:
+        servers = exit_stack.enter_context(start_local_servers(run, run_folder))
         await check_server_columns(run, servers)
-        placement = await stack.enter_async_context(place_in_ray(run, with_learner=with_learner))
+        placement = await exit_stack.enter_async_context(
+            place_in_ray(run, includes_learner=includes_learner)
+        )
         token = None
         if not placement.is_one_machine:
             token = FolderToken.write(run_folder)
-            stack.callback(token.remove)
-        environments = await stack.enter_async_context(connect_environments(run, servers))
+            exit_stack.callback(token.remove)
+        environments = await exit_stack.enter_async_context(connect_environments(run, servers))
         for name, environment in environments.items():
             check_reward_columns(run, name, environment.description.tasks)
         yield Infrastructure(placement, token, servers, environments)
@@ -116,11 +118,11 @@ async def start_components(
     metrics.log_phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.token)
     buffer = RemoteBuffer(run, placement)
-    spec = make_worker_spec(run, model_path, infrastructure, run.folder)
+    worker_spec = make_worker_spec(run, model_path, infrastructure, run.folder)
     workers, baselines, _ = await gather_or_cancel(
-        RolloutWorkers.start(spec, buffer, placement),
+        RolloutWorkers.start(worker_spec, buffer, placement),
         play_all_baselines(run, environments),
-        learners.start(model_path, spec.weights),
+        learners.start(model_path, worker_spec.weights),
     )
     try:
         if files.checkpoint is not None:
@@ -153,8 +155,8 @@ def make_worker_spec(
     addresses = {
         name: environment.address for name, environment in infrastructure.environments.items()
     }
-    weights = resolve_location(run.weights, run_folder, ensure_run_id(run_folder))
-    return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
+    weight_store = resolve_location(run.weights, run_folder, ensure_run_id(run_folder))
+    return RolloutWorkerSpec(run, model_path, addresses, weight_store, infrastructure.token)
 
 
 async def play_all_baselines(

@@ -69,28 +69,28 @@ from ludus.trainer.setup.environments import (
 )
 from ludus.trainer.setup.first_prompts import NUM_FIRST_SEEDS, open_first_episode
 
-RESPONSE_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 3.0
 """Time limit in seconds for a server to accept a connection."""
 _RETRY_INTERVAL_S = 0.2
 
 
 def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
-    """Return the configuration as this machine can run it.
+    """Return the configuration adapted to this machine.
 
     If vLLM is not installed, transformers generates. Paths become absolute, because other
     processes of the run have other working folders.
     """
-    changes: dict[str, object] = {}
+    updates: dict[str, object] = {}
     if isinstance(run.generator, VllmGenerator) and not has_vllm():
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
-        changes["generator"] = TransformersGenerator()
+        updates["generator"] = TransformersGenerator()
     if isinstance(run.model, PretrainedModel) and is_folder_path(run.model.path):
-        changes["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
+        updates["model"] = run.model.model_copy(update={"path": _resolve_path(run.model.path)})
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
         critic = run.algorithm.critic
         resolved_critic = critic.model_copy(update={"path": _resolve_path(critic.path)})
-        changes["algorithm"] = run.algorithm.model_copy(update={"critic": resolved_critic})
-    changes["environments"] = {
+        updates["algorithm"] = run.algorithm.model_copy(update={"critic": resolved_critic})
+    updates["environments"] = {
         name: environment.model_copy(
             update={
                 "agent": _resolve_agent(environment.agent),
@@ -99,12 +99,12 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
         )
         for name, environment in run.environments.items()
     }
-    return run.model_copy(update=changes)
+    return run.model_copy(update=updates)
 
 
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
     """Check everything that could stop a run from starting."""
-    check_names(run)
+    check_importable_names(run)
     check_local_environments(run)
     asyncio.run(check_remote_addresses(run))
     check_models(run)
@@ -115,10 +115,10 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
     find_start(run, resume, RunState)
 
 
-def check_names(run: LanguageModelRun) -> None:
+def check_importable_names(run: LanguageModelRun) -> None:
     """Check that every named function can be imported, and that the chart's prompts can be made.
 
-    Many of them are first used after hours of training.
+    Many of these functions are first used after hours of training.
     """
     for environment in run.environments.values():
         if environment.rollout_function is not None:
@@ -139,7 +139,7 @@ def check_names(run: LanguageModelRun) -> None:
 
 
 def check_reward_columns(run: LanguageModelRun, name: str, tasks: TaskSet | None) -> None:
-    """Check that an environment's data has the columns that its reward functions use."""
+    """Check that an environment's tasks have the columns that its reward functions use."""
     config = run.environments[name]
     # Rollout functions and agents may report other columns than the environment.
     if tasks is not None and config.rollout is None and config.agent is None:
@@ -174,15 +174,15 @@ async def check_remote_addresses(run: LanguageModelRun) -> None:
         if isinstance(config, RemoteEnvironment)
     }
     reasons = await asyncio.gather(*map(_explain_unreachable, addresses.values()))
-    unreachable = [
+    failures = [
         f"{run.environment_section(name)}.address = '{parse_address(address)}': {reason}"
         for (name, address), reason in zip(addresses.items(), reasons, strict=True)
         if reason is not None
     ]
-    if unreachable:
+    if failures:
         raise ConfigError(
-            "; ".join(unreachable)
-            + f"; a server must respond within {RESPONSE_TIMEOUT_S:g} s: start it, or correct the "
+            "; ".join(failures)
+            + f"; a server must respond within {CONNECT_TIMEOUT_S:g} s: start it, or correct the "
             "address"
         )
 
@@ -215,7 +215,7 @@ async def check_first_prompts(
         lengths = []
         for seed in range(NUM_FIRST_SEEDS):
             opening, _ = await open_first_episode(environment, seed)
-            lengths.append(len(chat.first_prompt(opening.messages, opening.tools)))
+            lengths.append(len(chat.encode_first_prompt(opening.messages, opening.tools)))
             if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
                 break
         else:
@@ -237,13 +237,13 @@ def check_models(run: LanguageModelRun) -> None:
 
 
 def check_model_path(path: str) -> None:
-    """Check that there is a language model."""
-    location = _find_model(
+    """Check that there is a language model at a path."""
+    model_path = _find_model(
         path,
         "model.path",
         "expected a folder with config.json, or a Hugging Face id like 'Qwen/Qwen3-1.7B'",
     )
-    load_config(location)
+    load_config(model_path)
 
 
 def check_reward_models(run: LanguageModelRun) -> None:
@@ -267,14 +267,14 @@ def check_critic(run: LanguageModelRun) -> None:
     critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
     if not isinstance(critic, ModelCritic) or critic.path is None:
         return
-    location = _find_model(
+    critic_path = _find_model(
         critic.path,
         "algorithm.critic.path",
         "expected a folder with config.json, or a Hugging Face id; omit path to start from a copy "
         "of the policy",
     )
     if isinstance(run.model, PretrainedModel):
-        check_same_tokens(location, run.model.path)
+        check_same_tokens(critic_path, run.model.path)
 
 
 def _check_gpus(run: LanguageModelRun) -> None:
@@ -300,16 +300,16 @@ def _check_folder(folder: Path) -> None:
 
 async def _explain_unreachable(address: str) -> str | None:
     """Return why no server accepts connections at an address, or None if a server does."""
-    server = parse_address(address)
-    parts = urlsplit(f"//{server.authority}")
-    if parts.hostname is None or (getproxies() and not proxy_bypass(parts.hostname)):
+    parsed_address = parse_address(address)
+    url_parts = urlsplit(f"//{parsed_address.authority}")
+    if url_parts.hostname is None or (getproxies() and not proxy_bypass(url_parts.hostname)):
         return None  # a proxy may reach servers that this machine cannot reach
-    port = parts.port or (443 if server.is_grpc or server.is_secure else 80)
-    deadline_s = time.monotonic() + RESPONSE_TIMEOUT_S
+    port = url_parts.port or (443 if parsed_address.is_grpc or parsed_address.is_secure else 80)
+    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
             async with asyncio.timeout(max(_RETRY_INTERVAL_S, deadline_s - time.monotonic())):
-                _, writer = await asyncio.open_connection(parts.hostname, port)
+                _, writer = await asyncio.open_connection(url_parts.hostname, port)
         except OSError as error:
             if time.monotonic() + _RETRY_INTERVAL_S > deadline_s:
                 return error.strerror or "no response"
@@ -338,7 +338,7 @@ def _resolve_agent(agent: AgentConfig | None) -> AgentConfig | None:
 def _resolve_reward(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
     if not isinstance(term, RewardModelTerm):
         return term
-    # The name keeps following from the original path, because metrics use it.
+    # The name is still derived from the original path, because metrics use it.
     name = reward_term_name(term)
     return term.model_copy(update={"path": _resolve_path(term.path), "name": name})
 

@@ -62,7 +62,7 @@ def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
 
 
 async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
-    async with start_infrastructure(run, run.folder, with_learner=False) as infrastructure:
+    async with start_infrastructure(run, run.folder, includes_learner=False) as infrastructure:
         placement = infrastructure.placement
         spec = make_worker_spec(run, str(model_folder(checkpoint)), infrastructure, run.folder)
         workers, baselines = await gather_or_cancel(

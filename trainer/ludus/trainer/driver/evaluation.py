@@ -38,38 +38,46 @@ class Evaluator:
 
     async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
         """Evaluate the policy on the first `num_games` seeds; return a report by environment."""
-        return {name: await self._evaluate(name, num_games) for name in self.environments}
+        return {
+            name: await self._evaluate_environment(name, num_games) for name in self.environments
+        }
 
-    async def _evaluate(self, environment: str, num_games: int) -> EvalReport:
-        outcomes = await self._play(environment, eval_seeds(self.config, num_games))
+    async def _evaluate_environment(self, environment: str, num_games: int) -> EvalReport:
+        outcomes = await self._play_until_valid(
+            environment, list_eval_seeds(self.config, num_games)
+        )
         _check_void(outcomes, f"the evaluation in '{environment}'")
         baselines = {
             name: baseline[:num_games]
             for name, baseline in self.baselines.get(environment, {}).items()
             if any(outcome.episode_return is not None for outcome in baseline[:num_games])
         }
-        gap = _compute_gap_closed(self.environments[environment], outcomes, baselines)
+        gap_closed = _compute_gap_closed(self.environments[environment], outcomes, baselines)
         return EvalReport(
             policy=summarize(outcomes),
             baselines={name: summarize(baseline) for name, baseline in baselines.items()},
             temperature=self.config.temperature,
-            gap_closed=gap[0] if gap else None,
-            gap_closed_ci95=gap[1] if gap else None,
+            gap_closed=gap_closed[0] if gap_closed else None,
+            gap_closed_ci95=gap_closed[1] if gap_closed else None,
         )
 
-    async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
-        """Return one outcome per seed; void episodes are repeated."""
+    async def _play_until_valid(
+        self, environment: str, seeds: Sequence[int]
+    ) -> list[EpisodeOutcome]:
+        """Return one outcome per seed; repeat void episodes."""
         outcomes_by_seed: dict[int, EpisodeOutcome] = {}
-        retries = list(seeds)
+        remaining_seeds = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
             outcomes = await _wait_for_outcomes(
-                self.workers.evaluate(environment, retries, self.config.temperature),
-                f"{len(retries)} episodes of the evaluation in '{environment}'",
+                self.workers.evaluate(environment, remaining_seeds, self.config.temperature),
+                f"{len(remaining_seeds)} episodes of the evaluation in '{environment}'",
                 self.config,
             )
             outcomes_by_seed |= {outcome.seed: outcome for outcome in outcomes}
-            retries = [seed for seed in seeds if outcomes_by_seed[seed].episode_return is None]
-            if not retries:
+            remaining_seeds = [
+                seed for seed in seeds if outcomes_by_seed[seed].episode_return is None
+            ]
+            if not remaining_seeds:
                 break
         return [outcomes_by_seed[seed] for seed in seeds]
 
@@ -82,7 +90,7 @@ async def play_baselines(
     max_turns: int,
 ) -> dict[str, list[EpisodeOutcome]]:
     """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
-    seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
+    seeds = list_eval_seeds(config, max(config.num_games, config.num_games_during))
     outcomes = {}
     for name in baselines:
         outcomes[name] = await _wait_for_outcomes(
@@ -94,7 +102,7 @@ async def play_baselines(
     return outcomes
 
 
-def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
+def list_eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
     """Return the seeds of the first `num_games` evaluation episodes."""
     return list(range(config.seed, config.seed + num_games))
 
@@ -108,22 +116,26 @@ def _compute_gap_closed(
     random_policy, optimal_policy = environment.random_policy, environment.optimal_policy
     if random_policy is None or optimal_policy is None:
         return None
-    samples = [outcomes, baselines.get(random_policy, ()), baselines.get(optimal_policy, ())]
+    outcomes_by_policy = [
+        outcomes,
+        baselines.get(random_policy, ()),
+        baselines.get(optimal_policy, ()),
+    ]
     valid_seeds = [
-        {outcome.seed for outcome in sample if outcome.episode_return is not None}
-        for sample in samples
+        {outcome.seed for outcome in policy_outcomes if outcome.episode_return is not None}
+        for policy_outcomes in outcomes_by_policy
     ]
     if not set.intersection(*valid_seeds):
         return None
-    return measure_gap_closed(*samples)
+    return measure_gap_closed(*outcomes_by_policy)
 
 
 async def _wait_for_outcomes(
-    playing: Awaitable[list[EpisodeOutcome]], description: str, config: EvalConfig
+    episodes: Awaitable[list[EpisodeOutcome]], description: str, config: EvalConfig
 ) -> list[EpisodeOutcome]:
     try:
         return await wait_with_limit(
-            playing, description, timeout_s=config.timeout_s, setting="eval.timeout_s"
+            episodes, description, timeout_s=config.timeout_s, setting="eval.timeout_s"
         )
     except TimeLimitError as error:
         raise EpisodesFailedError(str(error)) from None

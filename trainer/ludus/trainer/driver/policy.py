@@ -33,7 +33,7 @@ class Policy:
     workers: Workers
     chat: ChatTokenizer
     wait_for_weights: Callable[[], Awaitable[None]]
-    """Waits until the workers have the newest weights."""
+    """Function that waits until the workers have the newest weights."""
 
     async def generate(
         self,
@@ -57,7 +57,7 @@ class Policy:
                 range.
         """
         completions = await self.complete(
-            self.prompt_ids(prompt),
+            self.encode_prompt(prompt),
             num=num,
             temperature=temperature,
             max_tokens=max_tokens,
@@ -65,12 +65,12 @@ class Policy:
         )
         return [completion.text for completion in completions]
 
-    def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the tokens of a user message or a conversation, up to the policy's turn."""
         messages: Sequence[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
-        return self.chat.first_prompt(messages)
+        return self.chat.encode_first_prompt(messages)
 
     async def complete(
         self,
@@ -101,9 +101,11 @@ class Policy:
                 f"{sampling.max_tokens} tokens within rollout.max_tokens = {rollout.max_tokens}; "
                 "shorten the prompt, or lower max_tokens"
             )
-        keys = [derive_key(self.run.seed, Stream.ANSWER, seed, number) for number in range(num)]
+        completion_seeds = [
+            derive_key(self.run.seed, Stream.ANSWER, seed, index) for index in range(num)
+        ]
         await self.wait_for_weights()
-        completions = await self.workers.complete(prompt_ids, sampling, keys)
+        completions = await self.workers.complete(prompt_ids, sampling, completion_seeds)
         return [
             PolicyCompletion(self.chat.decode(completion.token_ids), list(prompt_ids), completion)
             for completion in completions

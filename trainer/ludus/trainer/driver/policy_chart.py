@@ -13,14 +13,14 @@ from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
 
-ScoreFn = Callable[[Sequence[ScoringRequest]], Awaitable[list[list[float]]]]
+ScoreFunction = Callable[[Sequence[ScoringRequest]], Awaitable[list[list[float]]]]
 """Function of requests that returns the log-probs of each completion's tokens."""
 
 
 async def make_policy_chart(
-    run: LanguageModelRun, chat: ChatTokenizer, score: ScoreFn
+    run: LanguageModelRun, chat: ChatTokenizer, score: ScoreFunction
 ) -> PolicyChart | None:
-    """Return the chart of the first environment that defines prompts for it; None without one."""
+    """Return the chart of the first environment that defines chart prompts; None without one."""
     chart_prompts = load_chart_prompts(run)
     if chart_prompts is None:
         return None
@@ -29,21 +29,28 @@ async def make_policy_chart(
     cells = []
     logprobs = await score(
         [
-            ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
+            ScoringRequest(
+                chat.encode_first_prompt(prompt.messages), chat.encode_completion(answer)
+            )
             for prompt in prompts
             for answer in answers
         ]
     )
-    totals = [sum(token_logprobs) for token_logprobs in logprobs]
+    completion_logprobs = [sum(token_logprobs) for token_logprobs in logprobs]
     for index, prompt in enumerate(prompts):
-        prompt_totals = totals[index * len(answers) : (index + 1) * len(answers)]
-        weights = [math.exp(total - max(prompt_totals)) for total in prompt_totals]
+        prompt_logprobs = completion_logprobs[index * len(answers) : (index + 1) * len(answers)]
+        relative_probabilities = [
+            math.exp(logprob - max(prompt_logprobs)) for logprob in prompt_logprobs
+        ]
         cells.append(
             ChartCell(
                 panel=prompt.panel,
                 row=prompt.row,
                 column=prompt.column,
-                probabilities=tuple(weight / sum(weights) for weight in weights),
+                probabilities=tuple(
+                    relative_probability / sum(relative_probabilities)
+                    for relative_probability in relative_probabilities
+                ),
                 reference=prompt.reference,
             )
         )

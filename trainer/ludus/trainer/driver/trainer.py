@@ -42,7 +42,7 @@ from ludus.trainer.core.functions import function_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.driver.build import start_components, start_infrastructure
-from ludus.trainer.driver.checks import check_models, check_names, resolve_config
+from ludus.trainer.driver.checks import check_importable_names, check_models, resolve_config
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
@@ -90,8 +90,8 @@ class Trainer:
         self._overwrite = overwrite
         self._print_rows = print_rows
         self._gate = StepGate()
-        self._stack = AsyncExitStack()
-        self._training: asyncio.Task[None] | None = None
+        self._exit_stack = AsyncExitStack()
+        self._training_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         """Start environments, learner and workers, and return the trainer.
@@ -100,7 +100,7 @@ class Trainer:
             UserError: the run cannot start as configured. Everything that was started is stopped.
         """
         self._start_s = time.monotonic()
-        check_names(self.run)
+        check_importable_names(self.run)
         await asyncio.to_thread(check_models, self.run)
         async with AsyncExitStack() as stack:
             self._files = stack.enter_context(
@@ -114,7 +114,7 @@ class Trainer:
             )
             self.folder = self.run.folder
             await self._start(stack)
-            self._stack = stack.pop_all()
+            self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -123,7 +123,7 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop the run; a run that has not trained its last step leaves a checkpoint."""
+        """Stop the run, with a checkpoint if its last step was not trained."""
         try:
             await self._end_training()
         except BaseException as failure:
@@ -134,7 +134,7 @@ class Trainer:
                 _log.info("%s", error)
             elif isinstance(error, Exception):
                 _log.error("the run failed", exc_info=error)
-            await self._stack.__aexit__(type(error) if error else None, error, None)
+            await self._exit_stack.__aexit__(type(error) if error else None, error, None)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield each training step until the last step is trained.
@@ -145,7 +145,7 @@ class Trainer:
         Raises:
             LudusError: the reason why the run failed.
         """
-        while (step := await self._gate.next(self._task)) is not None:
+        while (step := await self._gate.request_next(self._started_task)) is not None:
             yield step
 
     async def train(self) -> Summary:
@@ -157,7 +157,7 @@ class Trainer:
         """
         self._gate.open()
         self._gate.has_reported_end = True
-        await self._task
+        await self._started_task
         if not self._controller.is_finished:
             raise RunStopped(
                 f"stopped after step {self._state.step}",
@@ -211,20 +211,20 @@ class Trainer:
         Raises:
             CheckpointError: training is running.
         """
-        if not self._gate.is_waiting and not self._task.done():
+        if not self._gate.is_waiting and not self._started_task.done():
             raise CheckpointError(
                 "cannot save while training runs; call save in the body of a loop over `steps`, or "
                 "set training.checkpoint_every_steps"
             )
-        if not self._task.done():
+        if not self._started_task.done():
             await self._controller.save_checkpoint()
         return self.components.checkpoints.newest_first()[0]
 
     @property
-    def _task(self) -> asyncio.Task[None]:
-        if self._training is None:
+    def _started_task(self) -> asyncio.Task[None]:
+        if self._training_task is None:
             raise UserError("the trainer has not started; use `async with Trainer(...) as trainer`")
-        return self._training
+        return self._training_task
 
     @property
     def _state(self) -> RunState:
@@ -253,9 +253,9 @@ class Trainer:
         self._controller = Controller(
             self.components, files.state, self.stop_request, pause=self._gate.wait
         )
-        self._training = asyncio.create_task(self._train())
+        self._training_task = asyncio.create_task(self._train())
         stack.push_async_callback(self._cancel_training)
-        await self._gate.receive(self._training)
+        await self._gate.receive(self._training_task)
 
     async def _train(self) -> None:
         """Run the controller, and apply changes of the run's control file."""
@@ -266,16 +266,16 @@ class Trainer:
 
     async def _end_training(self) -> None:
         """Stop training with a checkpoint, and raise its failure unless it was already raised."""
-        if self._task.done() and self._gate.has_reported_end:
+        if self._started_task.done() and self._gate.has_reported_end:
             return
         self._gate.has_reported_end = True
         self.stop_request.set()
         self._gate.open()
-        await self._task
+        await self._started_task
 
     async def _cancel_training(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self._started_task.cancel()
+        await asyncio.wait([self._started_task])
 
     async def _finish(self) -> Summary:
         """Write the final evaluation, the summary and the chart; return the summary."""
@@ -302,7 +302,7 @@ class Trainer:
             chart = await make_policy_chart(
                 run, components.chat, components.learners.score_completions
             )
-        except ConfigError as error:  # the same function made the prompts at the start
+        except ConfigError as error:  # possible although the function worked at the start
             _log.warning("the run has no chart: %s", error)
             chart = None
         if chart is not None:
@@ -325,24 +325,24 @@ def _load_config(
     return require_language_model(run, "Trainer")
 
 
-def _replace_functions(value: Any, key: str = "") -> Any:
+def _replace_functions(config_value: Any, key: str = "") -> Any:
     """Replace the functions in a configuration with their import paths."""
-    if isinstance(value, Mapping):
-        return {name: _replace_functions(item, name) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(config_value, Mapping):
+        return {name: _replace_functions(entry, name) for name, entry in config_value.items()}
+    if isinstance(config_value, (list, tuple)):
         return [
-            _replace_functions(_name_reward_term(item) if key == "rewards" else item)
-            for item in value
+            _replace_functions(_name_reward_term(entry) if key == "rewards" else entry)
+            for entry in config_value
         ]
-    return function_path(value) if callable(value) else value
+    return function_path(config_value) if callable(config_value) else config_value
 
 
-def _name_reward_term(value: Any) -> Any:
+def _name_reward_term(config_value: Any) -> Any:
     """Set the name of a reward term to the name of its function.
 
     The default name, from the function's path, may contain a number.
     """
-    term = {"function": value} if callable(value) else value
+    term = {"function": config_value} if callable(config_value) else config_value
     if not isinstance(term, Mapping) or not callable(term.get("function")):
         return term
     function_name = getattr(term["function"], "__name__", None)

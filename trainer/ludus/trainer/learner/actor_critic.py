@@ -1,7 +1,7 @@
 """The modules that an optimizer step updates: the policy, and a critic with its own model.
 
     rows --policy--> log-probs, entropies, and values of a value head --+--> PolicyOutput
-    rows --critic--> values instead of those --------------------------+
+    rows --critic--> values from a separate critic --------------------+
 
 Policy and critic are sharded separately, and their gradients are clipped separately.
 """
@@ -24,8 +24,8 @@ from ludus.trainer.learner.model import (
     EntropyMode,
     PolicyModel,
     PolicyOutput,
-    ancestor_mask,
-    full_tensor,
+    gather_full_tensor,
+    make_ancestor_mask,
 )
 from ludus.trainer.models.load import is_reward_model, load_sequence_classifier, load_tokenizer
 
@@ -38,10 +38,10 @@ class Critic(nn.Module):
         self.classifier = classifier
 
     def forward(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """Return float32 values [E] before each sampled token and [N] after each sample."""
+        """Return float32 values: [E] before each sampled token, and [N] after each sample."""
         hidden_states = self.classifier.base_model(
             input_ids=rows.token_ids,
-            attention_mask=None if rows.ends is None else ancestor_mask(rows.ends),
+            attention_mask=None if rows.ends is None else make_ancestor_mask(rows.ends),
             position_ids=None if rows.ends is None else rows.depths,
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)
@@ -56,7 +56,7 @@ class OptimizerGroup(NamedTuple):
 
     parameters: list[nn.Parameter]
     rate_scale: float
-    """Factor for the scheduled learning rate."""
+    """Factor by which the scheduled learning rate is multiplied."""
 
 
 class ActorCritic(nn.Module):
@@ -77,14 +77,14 @@ class ActorCritic(nn.Module):
         values, last_values = self.critic(rows)
         return output._replace(values=values, last_values=last_values)
 
-    def models(self) -> list[PreTrainedModel]:
+    def list_models(self) -> list[PreTrainedModel]:
         """Return the policy's language model and, if it is separate, the critic's model."""
-        critic = [] if self.critic is None else [self.critic.classifier]
-        return [self.policy.language_model, *critic]
+        critic_models = [] if self.critic is None else [self.critic.classifier]
+        return [self.policy.language_model, *critic_models]
 
     @property
-    def stateful(self) -> nn.Module:
-        """The module whose state a checkpoint contains: without a critic, the policy alone."""
+    def checkpoint_module(self) -> nn.Module:
+        """The module whose state a checkpoint contains; without a separate critic, the policy."""
         return self.policy if self.critic is None else self
 
     def reshard(self) -> None:
@@ -93,36 +93,40 @@ class ActorCritic(nn.Module):
         After a forward pass without a backward pass, FSDP keeps whole copies, which `parameters()`
         would then return.
         """
-        for part in self._parts():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for module in self._list_modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
-    def sync_gradients(self, enabled: bool) -> None:
+    def sync_gradients(self, is_enabled: bool) -> None:
         """Set whether ranks share their gradients in the next backward pass."""
-        for part in self._parts():
-            if isinstance(part, FSDPModule):
-                part.set_requires_gradient_sync(enabled)
+        for module in self._list_modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(is_enabled)
 
     def clip_gradients(self, max_norm: float) -> tuple[float, bool]:
         """Clip all gradients; return the policy's norm before clipping, and whether all are finite.
 
-        The norms of policy and critic are clipped separately.
+        The gradients of policy and critic are clipped separately.
         """
         norms = []
-        for part in self._parts():
-            parameters = [p for p in part.parameters() if p.grad is not None]
-            total: Tensor = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-            norms.append(float(full_tensor(total)))
+        for module in self._list_modules():
+            parameters = [
+                parameter for parameter in module.parameters() if parameter.grad is not None
+            ]
+            norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            norms.append(float(gather_full_tensor(norm)))
         return norms[0], all(map(math.isfinite, norms))
 
-    def optimizer_groups(
+    def make_optimizer_groups(
         self, learning_rate: float, algorithm: AlgorithmConfig
     ) -> list[OptimizerGroup]:
         """Return the trainable parameters, with a separate group for a separate critic."""
-        critic_rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
-        scale = 1.0 if critic_rate is None else critic_rate / learning_rate
+        critic_learning_rate = (
+            algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
+        )
+        rate_scale = 1.0 if critic_learning_rate is None else critic_learning_rate / learning_rate
         critic_parameters: dict[str, nn.Parameter] = {}
-        if self.critic is not None or scale != 1:
+        if self.critic is not None or rate_scale != 1:
             critic_parameters = {
                 name: parameter
                 for name, parameter in self.named_parameters()
@@ -135,11 +139,11 @@ class ActorCritic(nn.Module):
         ]
         groups = [OptimizerGroup(policy_parameters, 1.0)]
         if critic_parameters:
-            groups.append(OptimizerGroup(list(critic_parameters.values()), scale))
+            groups.append(OptimizerGroup(list(critic_parameters.values()), rate_scale))
         return groups
 
-    def _parts(self) -> list[nn.Module]:
-        return [part for part in (self.policy, self.critic) if part is not None]
+    def _list_modules(self) -> list[nn.Module]:
+        return [module for module in (self.policy, self.critic) if module is not None]
 
 
 def load_critic(path: str, policy_path: str) -> Critic:
@@ -155,7 +159,7 @@ def load_critic(path: str, policy_path: str) -> Critic:
     keeps_head = is_reward_model(path)
     if path != policy_path:
         check_same_tokens(path, policy_path)
-    classifier = load_sequence_classifier(path, torch.float32, new_head=True)
+    classifier = load_sequence_classifier(path, torch.float32, allows_new_head=True)
     if not keeps_head:
         nn.init.zeros_(classifier.score.weight)
     # The loaded config still names the original class; replace it with the actual one.

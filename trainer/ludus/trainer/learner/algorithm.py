@@ -4,10 +4,10 @@
     reference model ------------------ log-probs --------------+--> LossTargets --> loss
     micro-batch ---------------------- rewards, advantages ----+
 
-                advantages                                       whitened over
-    grpo        from the batch, plus returns of the KL penalty   not whitened
-    reinforce   the same                                         the step, with a KL penalty
-    ppo         from rewards and values, by gae                  each optimizer step
+                advantages                                       whitening
+    grpo        from the batch, plus returns of the KL penalty   none
+    reinforce   as in grpo                                       over the step, with a KL penalty
+    ppo         from rewards and values, by gae                  over each optimizer step
 
 Shapes: N = samples, S = sampled tokens of the longest sample. Tokens that were not sampled are
 not part of these tensors, so generalized advantages skip the environment's text.
@@ -58,8 +58,8 @@ class LossTargets:
 
     advantages: Tensor
     old_logprobs: Tensor | None
-    """Log-probs when the step began; None if no update comes first, so that they equal the
-    log-probs of the forward pass of the loss."""
+    """Log-probs when the step began; None if they equal the log-probs of the loss, because there is
+    no earlier update."""
     ref_logprobs: Tensor | None
     critic: CriticTargets | None
 
@@ -68,10 +68,10 @@ class LossTargets:
 class MicroBatchLoss:
     """A micro-batch's share of the loss of its optimizer step."""
 
-    total: Tensor
+    total_loss: Tensor
     """The sum of all losses, with a gradient."""
     terms: LossTerms
-    value: Tensor | None
+    critic_loss: Tensor | None
     """Loss of the critic, before it is multiplied by its coefficient; None without a critic."""
 
 
@@ -85,54 +85,61 @@ class Algorithm:
         # Discount per sampled token.
         self._gamma = 1.0 if isinstance(config, GrpoConfig) else config.gamma
         self._max_tokens = max_tokens
-        self._recomputes = config.old_logprobs == "recompute"
-        self._kl_in_reward = config.kl_placement == "reward"
+        self._recomputes_logprobs = config.old_logprobs == "recompute"
+        self._has_kl_in_reward = config.kl_placement == "reward"
 
-    def needs_start(self, coefficients: Coefficients, *, is_updated: bool) -> bool:
-        """Return whether a minibatch's targets need the policy's output before the step.
+    def needs_initial_output(self, coefficients: Coefficients, *, is_after_update: bool) -> bool:
+        """Return whether a minibatch's targets need the policy's output at the start of the step.
 
-        `is_updated` says whether an update comes before any forward pass of the minibatch.
+        `is_after_update` says whether the policy is updated before a forward pass of the minibatch.
         """
-        has_penalty = self._kl_in_reward and coefficients.kl > 0
-        return self._ppo is not None or (self._recomputes and (is_updated or has_penalty))
+        has_penalty = self._has_kl_in_reward and coefficients.kl > 0
+        return self._ppo is not None or (
+            self._recomputes_logprobs and (is_after_update or has_penalty)
+        )
 
     def make_targets(
         self,
         micro_batch: MicroBatch,
-        start: PolicyOutput | None,
-        reference: PolicyOutput | None,
+        initial_output: PolicyOutput | None,
+        reference_output: PolicyOutput | None,
         kl_coef: float,
     ) -> LossTargets:
         """Return the targets of a micro-batch, before whitening.
 
-        `start` is the output of the policy before the step, None if it is not needed. `reference`
-        is that of the reference model. `kl_coef` counts if the reward includes the KL penalty.
+        `initial_output` is the policy's output at the start of the step; None if it is not needed.
+        `reference_output` is the reference model's output. `kl_coef` is used only if the reward
+        includes the KL penalty.
         """
-        old_logprobs = micro_batch.gather_samples(start.logprobs) if start else None
-        if not self._recomputes:
+        old_logprobs = (
+            micro_batch.gather_samples(initial_output.logprobs) if initial_output else None
+        )
+        if not self._recomputes_logprobs:
             old_logprobs = micro_batch.rollout_logprobs
-        ref = micro_batch.gather_samples(reference.logprobs) if reference else None
-        penalty = None
-        if self._kl_in_reward and old_logprobs is not None and ref is not None:
-            penalty = kl_penalty(old_logprobs, ref, micro_batch.mask, kl_coef)
-        advantages, critic = self._advantages(micro_batch, start, penalty)
-        return LossTargets(advantages, old_logprobs, ref, critic)
+        ref_logprobs = (
+            micro_batch.gather_samples(reference_output.logprobs) if reference_output else None
+        )
+        kl_rewards = None
+        if self._has_kl_in_reward and old_logprobs is not None and ref_logprobs is not None:
+            kl_rewards = kl_penalty(old_logprobs, ref_logprobs, micro_batch.mask, kl_coef)
+        advantages, critic = self._compute_advantages(micro_batch, initial_output, kl_rewards)
+        return LossTargets(advantages, old_logprobs, ref_logprobs, critic)
 
     def whiten_targets(
         self,
         targets: Sequence[Sequence[LossTargets]],
         minibatches: Sequence[Sequence[MicroBatch]],
     ) -> list[list[LossTargets]]:
-        """Return the targets of all minibatches, whitened if configured; a collective."""
+        """Return the targets of all minibatches, whitened if configured; call it on all ranks."""
         if self._ppo is not None and self._ppo.normalise_advantages:
             return [_whiten_all(*pair) for pair in zip(targets, minibatches, strict=True)]
         # Without a KL penalty in the reward, `make_batch` has already whitened the advantages.
-        if isinstance(self._config, ReinforceConfig) and self._kl_in_reward:
-            whitened = iter(_whiten_all([*chain(*targets)], [*chain(*minibatches)]))
-            return [[next(whitened) for _ in minibatch] for minibatch in minibatches]
+        if isinstance(self._config, ReinforceConfig) and self._has_kl_in_reward:
+            whitened_targets = iter(_whiten_all([*chain(*targets)], [*chain(*minibatches)]))
+            return [[next(whitened_targets) for _ in minibatch] for minibatch in minibatches]
         return [list(minibatch) for minibatch in targets]
 
-    def loss(
+    def compute_loss(
         self,
         micro_batch: MicroBatch,
         output: PolicyOutput,
@@ -142,7 +149,8 @@ class Algorithm:
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch, from the current output of the policy and the critic.
 
-        `num_sampled` [N] are the sampled tokens of each sample of the optimizer step, on all ranks.
+        `num_sampled` [N] is the number of sampled tokens by sample of the optimizer step, all
+        ranks.
         """
         assert output.entropies is not None
         logprobs = micro_batch.gather_samples(output.logprobs)
@@ -166,7 +174,7 @@ class Algorithm:
         if self._ppo is None:
             return MicroBatchLoss(terms.loss, terms, None)
         assert output.values is not None and targets.critic is not None
-        value = value_loss(
+        critic_loss = value_loss(
             micro_batch.gather_samples(output.values),
             targets.critic.old_values,
             targets.critic.returns,
@@ -174,26 +182,33 @@ class Algorithm:
             self._ppo.value_clip,
             denominator=int(num_sampled.sum()),
         )
-        return MicroBatchLoss(terms.loss + self._ppo.value_coef * value, terms, value)
+        return MicroBatchLoss(terms.loss + self._ppo.value_coef * critic_loss, terms, critic_loss)
 
-    def _advantages(
-        self, micro_batch: MicroBatch, start: PolicyOutput | None, penalty: Tensor | None
+    def _compute_advantages(
+        self,
+        micro_batch: MicroBatch,
+        initial_output: PolicyOutput | None,
+        kl_rewards: Tensor | None,
     ) -> tuple[Tensor, CriticTargets | None]:
-        """Return the advantages, including the KL penalty's returns, and the critic's targets."""
+        """Return the advantages, with the returns of the KL penalty, and the critic's targets."""
         mask = micro_batch.mask
         if self._ppo is None:
-            if penalty is None:
+            if kl_rewards is None:
                 return micro_batch.advantages, None
-            return micro_batch.advantages + discounted_returns(penalty, mask, self._gamma), None
-        assert start is not None and start.values is not None and start.last_values is not None
-        rewards = micro_batch.rewards if penalty is None else micro_batch.rewards + penalty
-        values = torch.where(mask, micro_batch.gather_samples(start.values), 0.0)
+            return micro_batch.advantages + discounted_returns(kl_rewards, mask, self._gamma), None
+        assert (
+            initial_output is not None
+            and initial_output.values is not None
+            and initial_output.last_values is not None
+        )
+        rewards = micro_batch.rewards if kl_rewards is None else micro_batch.rewards + kl_rewards
+        values = torch.where(mask, micro_batch.gather_samples(initial_output.values), 0.0)
         advantages = gae(
             rewards,
             values,
             mask,
             micro_batch.terminated,
-            start.last_values,
+            initial_output.last_values,
             self._gamma,
             self._ppo.lam,
         )
@@ -203,8 +218,13 @@ class Algorithm:
 def _whiten_all(
     targets: Sequence[LossTargets], micro_batches: Sequence[MicroBatch]
 ) -> list[LossTargets]:
-    """Scale advantages to mean 0 and deviation 1 over these targets on all ranks; a collective."""
+    """Scale advantages to mean 0 and deviation 1 over the targets of all ranks; a collective."""
     pairs = list(zip(targets, micro_batches, strict=True))
-    total = torch.stack([moments(t.advantages, m.mask) for t, m in pairs]).sum(0)
-    dist.all_reduce(total)
-    return [replace(t, advantages=whiten(t.advantages, m.mask, total)) for t, m in pairs]
+    total_moments = torch.stack(
+        [moments(target.advantages, micro_batch.mask) for target, micro_batch in pairs]
+    ).sum(0)
+    dist.all_reduce(total_moments)
+    return [
+        replace(target, advantages=whiten(target.advantages, micro_batch.mask, total_moments))
+        for target, micro_batch in pairs
+    ]

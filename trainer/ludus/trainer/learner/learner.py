@@ -8,7 +8,7 @@
                                              v
                        forward, loss, backward for each micro-batch; clip; AdamW
 
-Every method is a collective: all ranks must call it with equal arguments, or all of them hang.
+Every method is a collective: all ranks must call it with equal arguments, otherwise they hang.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
     make_micro_batches,
+    make_unscored_sample,
     pack_one_micro_batch,
     split_samples,
-    unscored_sample,
 )
 from ludus.trainer.learner.model import (
     EntropyMode,
@@ -63,10 +63,10 @@ from ludus.trainer.learner.model import (
     PolicyModel,
     PolicyOutput,
     can_pack_trees,
-    gather_state,
+    estimate_row_costs,
+    gather_parameters,
     has_same_attention,
     prepare_model,
-    row_costs,
 )
 from ludus.trainer.learner.process_group import select_device
 from ludus.trainer.learner.step_metrics import (
@@ -93,7 +93,7 @@ class Learner:
         """`model_path` is the model that the policy and the reference model start from."""
         self._run = run
         self._model_path = model_path
-        self._config, self._lora = run.learner, run.model.lora
+        self._config, self._lora_config = run.learner, run.model.lora
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._device = select_device(self._rank)
         seed_torch(run.seed, Stream.LEARNER)
@@ -101,16 +101,16 @@ class Learner:
         config, algorithm = run.learner, run.algorithm
         self._algorithm = Algorithm(algorithm, run.rollout.max_tokens)
         critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
-        self._policy = self._load_policy(value_head=isinstance(critic, HeadCritic))
+        self._policy = self._load_policy(has_value_head=isinstance(critic, HeadCritic))
         # The reference model of adapters is the policy with its adapters disabled.
         self._reference = (
-            self._load_policy(offload=config.offload_reference)
-            if algorithm.kl_coef > 0 and self._lora is None
+            self._load_policy(offloads_parameters=config.offload_reference)
+            if algorithm.kl_coef > 0 and self._lora_config is None
             else None
         )
         dtype = getattr(torch, config.dtype)
         self.model = ActorCritic(self._policy, self._load_critic(critic))
-        models = self.model.models()
+        models = self.model.list_models()
         self._work = TrainingWork.for_models(models, self._device, dtype, self._num_ranks)
         packs_trees = (
             config.packing == "tree"
@@ -120,21 +120,21 @@ class Learner:
         self.model.reshard()
         self._micro_batch_config = MicroBatchConfig(
             config.max_tokens_per_micro_batch,
-            row_costs(self._policy.language_model) if packs_trees else None,
+            estimate_row_costs(self._policy.language_model) if packs_trees else None,
             self._rank,
             self._num_ranks,
         )
         # The frozen weights under adapters come from the model's folder and are not saved.
         self._state_options = StateDictOptions(
-            ignore_frozen_params=self._lora is not None, strict=self._lora is None
+            ignore_frozen_params=self._lora_config is not None, strict=self._lora_config is None
         )
-        groups = self.model.optimizer_groups(run.learning_rate, algorithm)
+        groups = self.model.make_optimizer_groups(run.learning_rate, algorithm)
         self._rate_scales = [group.rate_scale for group in groups]
         self._optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in groups],
             lr=run.learning_rate,
             fused=True,
-            **_adamw_settings(config),
+            **_make_adamw_settings(config),
         )
         self._num_skipped_in_a_row = 0
 
@@ -144,21 +144,26 @@ class Learner:
         An update whose gradient is not finite on any rank is skipped on all ranks.
         """
         self.model.train()
-        for group, scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
-            group["lr"] = coefficients.learning_rate * scale
+        for group, rate_scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
+            group["lr"] = coefficients.learning_rate * rate_scale
         config = self._config
-        samples = split_samples(batch, config.num_minibatches)
-        minibatches = [self._pack(batch, sample_ids) for sample_ids in samples]
+        sample_ids_by_minibatch = split_samples(batch, config.num_minibatches)
+        minibatches = [
+            self._pack_micro_batches(batch, sample_ids) for sample_ids in sample_ids_by_minibatch
+        ]
         targets = self._make_targets(minibatches, coefficients)
-        num_sampled = [batch.num_sampled[batch.sequence_of_sample[ids]] for ids in samples]
-        sums: list[Tensor] = []
+        num_sampled = [
+            batch.num_sampled[batch.sequence_of_sample[sample_ids]]
+            for sample_ids in sample_ids_by_minibatch
+        ]
+        metric_sums: list[Tensor] = []
         grad_norms: list[float | None] = []
         for _ in range(config.update_epochs):
             for minibatch in zip(minibatches, targets, num_sampled, strict=True):
-                sums += self._accumulate_gradients(*minibatch, coefficients)
+                metric_sums += self._accumulate_gradients(*minibatch, coefficients)
                 grad_norms.append(self._apply_gradients())
         lengths = batch.sequences.lengths[batch.sequence_of_sample].tolist() * config.update_epochs
-        metrics = make_step_metrics(sums, grad_norms, coefficients, lengths, self._work)
+        metrics = make_step_metrics(metric_sums, grad_norms, coefficients, lengths, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
@@ -169,25 +174,27 @@ class Learner:
         self._policy.train()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        total = 0.0
-        for rows in losses:
-            inputs = (tensor.to(self._device) for tensor in rows[:3])
-            loss = rows.loss_function(self._policy.all_logits(*inputs)) / len(losses)
+        mean_loss = 0.0
+        for logits_loss in losses:
+            model_inputs = (tensor.to(self._device) for tensor in logits_loss[:3])
+            loss = logits_loss.loss_function(self._policy.compute_logits(*model_inputs)) / len(
+                losses
+            )
             (loss * self._num_ranks).backward()
-            total += float(loss.detach())
+            mean_loss += float(loss.detach())
         self._apply_gradients()
-        return total
+        return mean_loss
 
     @torch.no_grad()
-    def full_state(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return copies of the weights to publish, on the CPU, by their Hugging Face names.
 
-        These are all weights of the policy, or only the adapters. Ranks other than 0 take part in
-        gathering them, and return an empty dictionary.
+        The result has all weights of the policy, or only the adapters. Ranks other than 0 take part
+        in the collective and return an empty dictionary.
         """
-        if self._lora is not None:
-            return lora.adapter_state(self._policy.language_model, keep=self._rank == 0)
-        return self._gather(self._policy.language_model)
+        if self._lora_config is not None:
+            return lora.gather_adapters(self._policy.language_model, keeps_copies=self._rank == 0)
+        return self._gather_parameters(self._policy.language_model)
 
     @torch.no_grad()
     def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
@@ -196,7 +203,7 @@ class Learner:
         logprobs_of_prompts: list[list[float]] = []
         for start in range(0, len(prompts), _PROMPTS_PER_PASS):
             chunk = prompts[start : start + _PROMPTS_PER_PASS]
-            micro_batch = pack_one_micro_batch([_scoring_sample(prompt) for prompt in chunk])
+            micro_batch = pack_one_micro_batch([_make_scoring_sample(prompt) for prompt in chunk])
             micro_batch = micro_batch.to(self._device)
             output: PolicyOutput = self._policy(micro_batch.rows, temperature=1.0)
             rows = micro_batch.gather_samples(output.logprobs)
@@ -212,8 +219,8 @@ class Learner:
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        state = self._state()
-        with _checked_writes(folder):
+        state = self._get_state()
+        with _convert_write_errors(folder):
             dcp.save(state, checkpoint_id=folder)
         paths = sorted(folder.glob(f"__{self._rank}_*"))
         if self._rank == 0:
@@ -227,21 +234,21 @@ class Learner:
             CheckpointError: the folder cannot be written.
         """
         language_model, critic = self._policy.language_model, self.model.critic
-        state = self.full_state()
-        value_head = self._gather(self._policy.value_head)
-        critic_state = self._gather(None if critic is None else critic.classifier)
-        base: dict[str, Tensor] = {}
-        if self._lora is not None:
-            base = lora.base_state(language_model, keep=self._rank == 0)
+        weights = self.gather_weights()
+        value_head = self._gather_parameters(self._policy.value_head)
+        critic_state = self._gather_parameters(None if critic is None else critic.classifier)
+        base_weights: dict[str, Tensor] = {}
+        if self._lora_config is not None:
+            base_weights = lora.gather_base_weights(language_model, keeps_copies=self._rank == 0)
         if self._rank != 0:
             return []
         tokenizer = load_tokenizer(self._model_path)
-        with _checked_writes(folder):
-            if self._lora is not None:
+        with _convert_write_errors(folder):
+            if self._lora_config is not None:
                 adapter_folder = folder / lora.ADAPTER_FOLDER
-                lora.save_adapters(adapter_folder, state, self._lora, self._model_path)
-                state = AdapterMerger(base, self._lora).merge(state)
-            _save_pretrained(language_model.config, tokenizer, state, folder)
+                lora.save_adapters(adapter_folder, weights, self._lora_config, self._model_path)
+                weights = AdapterMerger(base_weights, self._lora_config).merge(weights)
+            _save_pretrained(language_model.config, tokenizer, weights, folder)
             if value_head:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
             if critic is not None:
@@ -255,7 +262,7 @@ class Learner:
         Raises:
             CheckpointError: the folder cannot be read, or belongs to a different model.
         """
-        state = self._state()
+        state = self._get_state()
         try:
             dcp.load(state, checkpoint_id=folder)
         except (CheckpointException, RuntimeError, OSError) as error:
@@ -264,7 +271,7 @@ class Learner:
                 "complete, and come from a run with the same model"
             ) from error
         set_state_dict(
-            self.model.stateful,
+            self.model.checkpoint_module,
             self._optimizer,
             model_state_dict=state["policy"],
             optim_state_dict=state["optimizer"],
@@ -272,16 +279,20 @@ class Learner:
         )
         # A checkpoint contains the optimizer settings of its run; use the current ones instead.
         for group in self._optimizer.param_groups:
-            group.update(_adamw_settings(self._config))
+            group.update(_make_adamw_settings(self._config))
         torch.set_rng_state(state["torch_random"])
 
-    def _load_policy(self, *, value_head: bool = False, offload: bool = False) -> PolicyModel:
+    def _load_policy(
+        self, *, has_value_head: bool = False, offloads_parameters: bool = False
+    ) -> PolicyModel:
         language_model = load_language_model(self._model_path)
-        if self._lora is not None:
-            lora.add_adapters(language_model, self._lora)
-        policy = PolicyModel(language_model, value_head=value_head).to(self._device)
-        offload = offload and self._device.type != "cpu"
-        return prepare_model(policy, self._config, self._mesh, offload=offload)
+        if self._lora_config is not None:
+            lora.add_adapters(language_model, self._lora_config)
+        policy = PolicyModel(language_model, has_value_head=has_value_head).to(self._device)
+        offloads_parameters = offloads_parameters and self._device.type != "cpu"
+        return prepare_model(
+            policy, self._config, self._mesh, offloads_parameters=offloads_parameters
+        )
 
     def _load_critic(self, config: CriticConfig | None) -> Critic | None:
         if not isinstance(config, ModelCritic):
@@ -290,15 +301,15 @@ class Learner:
         return prepare_model(critic.to(self._device), self._config, self._mesh)
 
     @torch.no_grad()
-    def _gather(self, module: nn.Module | None) -> dict[str, Tensor]:
-        """Return copies of a module's parameters on rank 0; a collective unless it is None."""
+    def _gather_parameters(self, module: nn.Module | None) -> dict[str, Tensor]:
+        """Return copies of a module's parameters on rank 0; a collective unless there is no module."""
         if module is None:
             return {}
-        return gather_state(module.named_parameters(), keep=self._rank == 0)
+        return gather_parameters(module.named_parameters(), keeps_copies=self._rank == 0)
 
-    def _state(self) -> dict[str, Any]:
+    def _get_state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(
-            self.model.stateful, self._optimizer, options=self._state_options
+            self.model.checkpoint_module, self._optimizer, options=self._state_options
         )
         return {
             "policy": model_state,
@@ -306,7 +317,7 @@ class Learner:
             "torch_random": torch.get_rng_state(),
         }
 
-    def _pack(self, batch: Batch, sample_ids: np.ndarray) -> list[MicroBatch]:
+    def _pack_micro_batches(self, batch: Batch, sample_ids: np.ndarray) -> list[MicroBatch]:
         micro_batches = make_micro_batches(batch, sample_ids, self._micro_batch_config)
         return [micro_batch.to(self._device) for micro_batch in micro_batches]
 
@@ -318,17 +329,25 @@ class Learner:
         temperature, kl_coef = self._run.rollout.temperature, coefficients.kl
         targets: list[list[LossTargets]] = []
         for index, micro_batches in enumerate(minibatches):
-            is_updated = index > 0 or self._config.update_epochs > 1
-            needs_start = self._algorithm.needs_start(coefficients, is_updated=is_updated)
+            is_after_update = index > 0 or self._config.update_epochs > 1
+            needs_initial_output = self._algorithm.needs_initial_output(
+                coefficients, is_after_update=is_after_update
+            )
             targets.append([])
             for micro_batch in micro_batches:
-                start = self.model(micro_batch.rows, temperature) if needs_start else None
-                reference = self._reference_output(micro_batch) if kl_coef > 0 else None
-                target = self._algorithm.make_targets(micro_batch, start, reference, kl_coef)
+                initial_output = (
+                    self.model(micro_batch.rows, temperature) if needs_initial_output else None
+                )
+                reference_output = (
+                    self._compute_reference_output(micro_batch) if kl_coef > 0 else None
+                )
+                target = self._algorithm.make_targets(
+                    micro_batch, initial_output, reference_output, kl_coef
+                )
                 targets[-1].append(target)
         return self._algorithm.whiten_targets(targets, minibatches)
 
-    def _reference_output(self, micro_batch: MicroBatch) -> PolicyOutput:
+    def _compute_reference_output(self, micro_batch: MicroBatch) -> PolicyOutput:
         if self._reference is not None:
             output: PolicyOutput = self._reference(micro_batch.rows, self._run.rollout.temperature)
             return output
@@ -348,23 +367,25 @@ class Learner:
     ) -> list[Tensor]:
         """Add the gradients of a minibatch to the parameters, and return its metric sums.
 
-        `num_sampled` are the sampled tokens of each sample of the minibatch, on all ranks.
+        `num_sampled` is the number of sampled tokens by sample of the minibatch, on all ranks.
         """
-        counts = torch.from_numpy(num_sampled)
+        num_sampled_tensor = torch.from_numpy(num_sampled)
         entropy_mode: EntropyMode = "gradient" if coefficients.entropy > 0 else "value"
-        sums: list[Tensor] = []
+        metric_sums: list[Tensor] = []
         for index, (micro_batch, target) in enumerate(zip(micro_batches, targets, strict=True)):
             self.model.sync_gradients(index == len(micro_batches) - 1)
             output = self.model(micro_batch.rows, self._run.rollout.temperature, entropy_mode)
-            loss = self._algorithm.loss(micro_batch, output, target, counts, coefficients)
+            loss = self._algorithm.compute_loss(
+                micro_batch, output, target, num_sampled_tensor, coefficients
+            )
             # FSDP averages gradients over ranks, but the denominator already counts all ranks.
-            (loss.total * self._num_ranks).backward()
-            sums.append(sum_metrics(loss, target, micro_batch))
-        return sums
+            (loss.total_loss * self._num_ranks).backward()
+            metric_sums.append(sum_metrics(loss, target, micro_batch))
+        return metric_sums
 
     def _apply_gradients(self) -> float | None:
         """Update the weights; return the policy's gradient norm, or None if skipped."""
-        norm, is_finite = self.model.clip_gradients(self._config.max_grad_norm)
+        grad_norm, is_finite = self.model.clip_gradients(self._config.max_grad_norm)
         finite_flag = torch.tensor(float(is_finite), device=self._device)
         dist.all_reduce(finite_flag, dist.ReduceOp.MIN)
         is_finite = bool(finite_flag)
@@ -372,7 +393,7 @@ class Learner:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
-        return norm if is_finite else None
+        return grad_norm if is_finite else None
 
 
 def _save_pretrained(
@@ -387,25 +408,25 @@ def _save_pretrained(
     save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:
+def _make_adamw_settings(config: LearnerConfig) -> dict[str, Any]:
     """Return AdamW's settings other than the learning rate, which is set per step."""
     return {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
 
 
 def _describe_failure(error: BaseException) -> str:
     """Return the reason of the first rank that failed."""
-    failure = _first_failure(error)
+    failure = _find_first_failure(error)
     return str(error) if failure is error else repr(failure)
 
 
-def _first_failure(error: BaseException) -> BaseException:
-    """Return the first failure of any rank; `error` itself if it does not list any."""
+def _find_first_failure(error: BaseException) -> BaseException:
+    """Return the first failure of any rank that `error` lists, or `error` itself."""
     failures = getattr(error, "failures", {})
     return next((failure[0] for failure in failures.values()), error)
 
 
 @contextmanager
-def _checked_writes(folder: Path) -> Iterator[None]:
+def _convert_write_errors(folder: Path) -> Iterator[None]:
     """Raise a CheckpointError that names the folder and the reason if a write fails.
 
     Writers in Rust raise their own exception classes. A RuntimeError of torch.distributed means
@@ -417,12 +438,12 @@ def _checked_writes(folder: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"{describe_write_error(folder, _first_failure(error))}; free some space, and "
+            f"{describe_write_error(folder, _find_first_failure(error))}; free some space, and "
             "check that every node can write there"
         ) from error
 
 
-def _scoring_sample(canary: ScoringRequest) -> TrainingSample:
-    token_ids = canary.prompt_ids + canary.completion_ids
-    mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
-    return unscored_sample(token_ids, mask)
+def _make_scoring_sample(request: ScoringRequest) -> TrainingSample:
+    token_ids = request.prompt_ids + request.completion_ids
+    mask = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
+    return make_unscored_sample(token_ids, mask)

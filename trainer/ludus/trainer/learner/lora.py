@@ -1,7 +1,7 @@
-"""Low-rank adapters in the learner; only the adapters are trained, published and clipped.
+"""Low-rank adapters in the learner; only the adapters are trained and published.
 
 add_adapters     W x  becomes  W x + (alpha / rank) B A x;  W is frozen, B starts at zero
-adapter_state    the published weights: A and B of each layer, no base weights
+gather_adapters  the published weights: A and B of each layer, no base weights
 save_adapters    the same weights as files that peft loads
 """
 
@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from ludus.proto.config import LoraConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.interfaces import StateDict
-from ludus.trainer.learner.model import gather_state
+from ludus.trainer.learner.model import gather_parameters
 from ludus.trainer.models.load import load_skeleton
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported model. In the model's folder itself, transformers would load the
 adapters instead of the model."""
 
-_ADAPTER = "default"
+_ADAPTER_NAME = "default"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -39,8 +39,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     Raises:
         ConfigError: a target does not match the name of any layer.
     """
-    _refuse_missing_targets(_linear_layers(model), config)
-    peft.inject_adapter_in_model(_peft_config(config), model, adapter_name=_ADAPTER)
+    _check_targets_exist(_list_linear_layers(model), config)
+    peft.inject_adapter_in_model(_make_peft_config(config), model, adapter_name=_ADAPTER_NAME)
 
 
 def check_targets(model_path: str, config: LoraConfig) -> None:
@@ -50,20 +50,20 @@ def check_targets(model_path: str, config: LoraConfig) -> None:
         ConfigError: a target does not match the name of any layer.
         NotFoundError: there is no model.
     """
-    _refuse_missing_targets(_linear_layers(load_skeleton(model_path)), config)
+    _check_targets_exist(_list_linear_layers(load_skeleton(model_path)), config)
 
 
-def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+def gather_adapters(model: nn.Module, *, keeps_copies: bool = True) -> dict[str, Tensor]:
     """Return copies of A and B of each layer, on the CPU, by the layer's Hugging Face name.
 
-    A collective if the model is sharded; see `gather_state` for `keep`.
+    A collective if the model is sharded; see `gather_parameters` for `keeps_copies`.
     """
-    return _gather(model, selects_adapters=True, keep=keep)
+    return _gather_selected(model, selects_adapters=True, keeps_copies=keeps_copies)
 
 
-def base_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return copies of the frozen weights, in the same way as `adapter_state`."""
-    return _gather(model, selects_adapters=False, keep=keep)
+def gather_base_weights(model: nn.Module, *, keeps_copies: bool = True) -> dict[str, Tensor]:
+    """Return copies of the frozen weights, in the same way as `gather_adapters`."""
+    return _gather_selected(model, selects_adapters=False, keeps_copies=keeps_copies)
 
 
 def save_adapters(
@@ -71,34 +71,37 @@ def save_adapters(
 ) -> None:
     """Write files that `peft.PeftModel.from_pretrained` loads over the base model."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = _peft_config(config).to_dict() | {"base_model_name_or_path": base_model_path}
+    settings = _make_peft_config(config).to_dict() | {"base_model_name_or_path": base_model_path}
     json_settings = {
-        name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()
+        name: sorted(setting) if isinstance(setting, set) else setting
+        for name, setting in settings.items()
     }
     (folder / "adapter_config.json").write_text(json.dumps(json_settings, indent=2, default=str))
     tensors = {f"base_model.model.{name}": tensor for name, tensor in adapters.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
-    """Enable or disable the adapters; without adapters the model is the starting policy."""
+def set_adapters_enabled(model: nn.Module, is_enabled: bool) -> None:
+    """Enable or disable the adapters; without them, the model is the initial policy."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(enabled)
+            module.enable_adapters(is_enabled)
 
 
 @torch.no_grad()
-def _gather(model: nn.Module, *, selects_adapters: bool, keep: bool) -> dict[str, Tensor]:
-    marker = f".{_ADAPTER}."
+def _gather_selected(
+    model: nn.Module, *, selects_adapters: bool, keeps_copies: bool
+) -> dict[str, Tensor]:
+    marker = f".{_ADAPTER_NAME}."
     parameters = (
         (name.replace(marker, ".").replace(".base_layer.", "."), parameter)
         for name, parameter in model.named_parameters()
         if (marker in name) == selects_adapters
     )
-    return gather_state(parameters, keep=keep)
+    return gather_parameters(parameters, keeps_copies=keeps_copies)
 
 
-def _peft_config(config: LoraConfig) -> peft.LoraConfig:
+def _make_peft_config(config: LoraConfig) -> peft.LoraConfig:
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # accepts any number
@@ -109,13 +112,13 @@ def _peft_config(config: LoraConfig) -> peft.LoraConfig:
     )
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
+def _list_linear_layers(model: nn.Module) -> list[str]:
     """Return the sorted last parts of the names of all linear layers."""
     names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _refuse_missing_targets(layers: Iterable[str], config: LoraConfig) -> None:
+def _check_targets_exist(layers: Iterable[str], config: LoraConfig) -> None:
     missing_targets = sorted(set(config.targets) - set(layers))
     if missing_targets:
         raise ConfigError(

@@ -3,11 +3,11 @@
     sequences --packing--> rows --by length--> ranks --by tokens--> micro-batches
 
 The loss divides by denominators of the whole optimizer step, so it does not depend on the split.
-Only sampled tokens are part of the loss, so a micro-batch has no data about the other tokens.
+A micro-batch has loss inputs of sampled tokens only, because only these are part of the loss.
 
 Shapes: R = rows of a micro-batch, L = length of the longest row, P = positions before a sampled
-token, E = sampled tokens that are distinct in token or prefix, N = samples, S = sampled tokens of
-the longest sample.
+token, E = distinct sampled tokens (with a different token or prefix), N = samples, S = sampled
+tokens of the longest sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from ludus.trainer.core.ragged import Ragged
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out
+from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out_sequences
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -78,7 +78,9 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy of the micro-batch on `device`."""
-        rows = PackedRows._make(part if part is None else part.to(device) for part in self.rows)
+        rows = PackedRows._make(
+            tensor if tensor is None else tensor.to(device) for tensor in self.rows
+        )
         return MicroBatch(rows, *(tensor.to(device) for tensor in self[1:]))
 
 
@@ -105,9 +107,9 @@ def split_samples(batch: Batch, num_minibatches: int) -> list[Ints]:
 def make_micro_batches(
     batch: Batch, sample_ids: Ints, config: MicroBatchConfig
 ) -> list[MicroBatch]:
-    """Return the micro-batches of these samples for one rank; the number is equal on all ranks."""
+    """Return one rank's micro-batches of these samples; all ranks get the same number."""
     num_ranks, max_tokens = config.num_ranks, config.max_tokens
-    layout = lay_out(
+    layout = lay_out_sequences(
         batch.sequences,
         np.unique(batch.sequence_of_sample[sample_ids]),
         costs=config.costs,
@@ -116,13 +118,19 @@ def make_micro_batches(
     )
     lengths = np.diff(layout.row_starts)
     by_length = np.argsort(lengths, kind="stable")
-    # Every num_ranks-th row in order of length: equal work for all ranks.
-    shares = [by_length[rank::num_ranks] for rank in range(num_ranks)]
-    plans = [[rows[part] for part in cut_rows(lengths[rows], max_tokens)] for rows in shares]
-    tokens = _sampled_tokens(batch, sample_ids)
-    micro_batches = [_make_micro_batch(batch, tokens, layout, rows) for rows in plans[config.rank]]
-    num_missing = max(len(plan) for plan in plans) - len(micro_batches)
-    return micro_batches + [_empty_micro_batch()] * num_missing
+    # Each rank gets every num_ranks-th row in order of length, so that all have equal work.
+    rows_by_rank = [by_length[rank::num_ranks] for rank in range(num_ranks)]
+    micro_batch_rows_by_rank = [
+        [rows[row_slice] for row_slice in cut_rows(lengths[rows], max_tokens)]
+        for rows in rows_by_rank
+    ]
+    sampled_tokens = _gather_sampled_tokens(batch, sample_ids)
+    micro_batches = [
+        _make_micro_batch(batch, sampled_tokens, layout, rows)
+        for rows in micro_batch_rows_by_rank[config.rank]
+    ]
+    num_missing = max(len(rank_rows) for rank_rows in micro_batch_rows_by_rank) - len(micro_batches)
+    return micro_batches + [_make_empty_micro_batch()] * num_missing
 
 
 def pack_one_micro_batch(samples: Sequence[TrainingSample]) -> MicroBatch:
@@ -130,12 +138,14 @@ def pack_one_micro_batch(samples: Sequence[TrainingSample]) -> MicroBatch:
     batch = collate(samples)
     sample_ids = np.arange(batch.num_samples)
     sequence_ids = np.arange(len(batch.sequences))
-    layout = lay_out(batch.sequences, sequence_ids, costs=None, max_tokens=sys.maxsize, num_ranks=1)
+    layout = lay_out_sequences(
+        batch.sequences, sequence_ids, costs=None, max_tokens=sys.maxsize, num_ranks=1
+    )
     rows = np.arange(len(layout.row_starts) - 1)
-    return _make_micro_batch(batch, _sampled_tokens(batch, sample_ids), layout, rows)
+    return _make_micro_batch(batch, _gather_sampled_tokens(batch, sample_ids), layout, rows)
 
 
-def unscored_sample(token_ids: list[int], loss_mask: list[bool]) -> TrainingSample:
+def make_unscored_sample(token_ids: list[int], loss_mask: list[bool]) -> TrainingSample:
     """Return a sample whose log-probs, advantages and rewards are all zero."""
     zeros = [0.0] * len(token_ids)
     return TrainingSample(token_ids, loss_mask, zeros, zeros, zeros, terminated=True)
@@ -154,7 +164,7 @@ class _SampledTokens:
     rewards: Floats
 
 
-def _sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
+def _gather_sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
     sequence_ids = batch.sequence_of_sample[sample_ids]
     counts = batch.num_sampled[sequence_ids]
     is_sampled = batch.loss_masks.take(sequence_ids)
@@ -173,42 +183,44 @@ def _sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
 
 
 def _make_micro_batch(
-    batch: Batch, tokens: _SampledTokens, layout: Layout, rows: Ints
+    batch: Batch, sampled_tokens: _SampledTokens, layout: Layout, rows: Ints
 ) -> MicroBatch:
-    leaves = np.flatnonzero(np.isin(layout.row_of_sequence, rows))
-    sequence_ids = layout.sequence_ids[leaves]
+    leaf_ids = np.flatnonzero(np.isin(layout.row_of_sequence, rows))
+    sequence_ids = layout.sequence_ids[leaf_ids]
     leaf_of_sequence = np.full(len(batch.sequences), -1)
-    leaf_of_sequence[sequence_ids] = np.arange(len(leaves))
-    leaf_of_sample = leaf_of_sequence[batch.sequence_of_sample[tokens.sample_ids]]
+    leaf_of_sequence[sequence_ids] = np.arange(len(leaf_ids))
+    leaf_of_sample = leaf_of_sequence[batch.sequence_of_sample[sampled_tokens.sample_ids]]
     samples = np.flatnonzero(leaf_of_sample >= 0)
     leaf_of_sample = leaf_of_sample[samples]
 
     lengths = batch.loss_masks.lengths[sequence_ids]
     columns = np.arange(lengths.max())
-    is_sampled = np.zeros((len(leaves), len(columns)), dtype=np.bool_)
+    is_sampled = np.zeros((len(leaf_ids), len(columns)), dtype=np.bool_)
     is_sampled[columns < lengths[:, None]] = batch.loss_masks.take(sequence_ids)
-    nodes = layout.nodes[leaves, : len(columns)]
-    last_nodes = nodes[np.arange(len(leaves)), lengths - 1][leaf_of_sample]
-    packed_rows, target_of_token = _pack(layout, rows, nodes, is_sampled, last_nodes)
+    nodes = layout.nodes[leaf_ids, : len(columns)]
+    last_nodes = nodes[np.arange(len(leaf_ids)), lengths - 1][leaf_of_sample]
+    packed_rows, target_of_token = _pack_rows(layout, rows, nodes, is_sampled, last_nodes)
 
     counts = is_sampled.sum(axis=1)
     columns = np.arange(max(1, counts.max()))
-    targets = np.zeros((len(leaves), len(columns)), dtype=np.int64)
+    targets = np.zeros((len(leaf_ids), len(columns)), dtype=np.int64)
     targets[columns < counts[:, None]] = target_of_token
     mask = columns < counts[leaf_of_sample][:, None]
-    index = np.where(mask, tokens.starts[samples][:, None] + columns, len(tokens.rewards) - 1)
+    token_indices = np.where(
+        mask, sampled_tokens.starts[samples][:, None] + columns, len(sampled_tokens.rewards) - 1
+    )
     return MicroBatch(
         rows=packed_rows,
         target_of_token=torch.from_numpy(targets[leaf_of_sample]),
         mask=torch.from_numpy(mask),
-        rollout_logprobs=torch.from_numpy(tokens.rollout_logprobs[index]),
-        advantages=torch.from_numpy(tokens.advantages[index]),
-        rewards=torch.from_numpy(tokens.rewards[index]),
-        terminated=torch.from_numpy(batch.terminated[tokens.sample_ids[samples]]),
+        rollout_logprobs=torch.from_numpy(sampled_tokens.rollout_logprobs[token_indices]),
+        advantages=torch.from_numpy(sampled_tokens.advantages[token_indices]),
+        rewards=torch.from_numpy(sampled_tokens.rewards[token_indices]),
+        terminated=torch.from_numpy(batch.terminated[sampled_tokens.sample_ids[samples]]),
     )
 
 
-def _pack(
+def _pack_rows(
     layout: Layout, rows: Ints, nodes: Ints, is_sampled: Bools, last_nodes: Ints
 ) -> tuple[PackedRows, Ints]:
     """Convert these rows to tensors; also return the index of each sampled token's target.
@@ -243,12 +255,14 @@ def _pack(
     return packed_rows, target_of_token
 
 
-def _empty_micro_batch() -> MicroBatch:
-    """Return one token without a sample: a rank with less work joins the collectives with it."""
-    zero = torch.zeros(1, dtype=torch.int64)
+def _make_empty_micro_batch() -> MicroBatch:
+    """Return a micro-batch of one token without a sample, for a rank that has no more samples."""
+    zero_int = torch.zeros(1, dtype=torch.int64)
     no_ints, no_floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1)
     return MicroBatch(
-        rows=PackedRows(zero[None], zero[None], None, zero, zero, zero, no_ints),
+        rows=PackedRows(
+            zero_int[None], zero_int[None], None, zero_int, zero_int, zero_int, no_ints
+        ),
         target_of_token=no_ints[:, None],
         mask=no_floats.bool(),
         rollout_logprobs=no_floats,

@@ -1,8 +1,8 @@
-"""The policy as a torch module: rows of tokens in, log-probs of the sampled tokens out.
+"""The policy as a torch module that maps rows of tokens to log-probs of the sampled tokens.
 
 Packed prefix trees need a custom attention mask and custom positions. Most causal models support
-both. A model with a sliding window, or with layers that run along the row (state spaces, linear
-attention), does not: it would train on wrong outputs without an error. So `can_pack_trees` tests
+both. A model with a sliding window, or with recurrent layers (state spaces, linear attention), does
+not: it would train on wrong outputs without an error. So `can_pack_trees` tests
 the model once, at the start.
 """
 
@@ -38,7 +38,7 @@ from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
     PackedRows,
     make_micro_batches,
-    unscored_sample,
+    make_unscored_sample,
 )
 from ludus.trainer.learner.packing import RowCosts
 
@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head"
 
-_SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 8], [1, 2, 9, 4], [7, 2, 3, 1])
+_TEST_SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 8], [1, 2, 9, 4], [7, 2, 3, 1])
 """Sequences of small token ids, which every vocabulary has."""
 _MAX_TOKENS = 1024
 """Maximum number of tokens of a micro-batch; all sequences fit in a single micro-batch."""
 _SINGLE_ROW_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Maximum difference of log-probs that counts as rounding, by compute type."""
 _FULL_ATTENTION_LAYERS = {"full_attention", "attention", "global"}
 
@@ -62,7 +62,7 @@ EntropyMode = Literal["none", "value", "gradient"]
 
 
 class PolicyOutput(NamedTuple):
-    """Outputs of a policy for packed rows. A tuple, so that FSDP finds the tensors in it.
+    """Outputs of a policy for packed rows, in a tuple so that FSDP finds the tensors.
 
     Shapes: E = distinct sampled tokens, N = samples.
     """
@@ -86,7 +86,7 @@ class LogitsLoss(NamedTuple):
     token_ids: Tensor
     """int64 [B, S]"""
     attention_mask: Tensor
-    """int64 [B, S], 0 for tokens that no token attends to."""
+    """int64 [B, S], 0 for tokens that are masked out."""
     position_ids: Tensor
     """int64 [B, S]"""
     loss_function: Callable[[Tensor], Tensor]
@@ -96,11 +96,11 @@ class LogitsLoss(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model, optionally with a value head, that outputs log-probs."""
 
-    def __init__(self, language_model: PreTrainedModel, *, value_head: bool = False) -> None:
+    def __init__(self, language_model: PreTrainedModel, *, has_value_head: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
         self.value_head: nn.Linear | None = None
-        if value_head:
+        if has_value_head:
             self.value_head = nn.Linear(language_model.config.hidden_size, 1)
             # An untrained critic predicts 0, so that it does not move the policy at first.
             nn.init.zeros_(self.value_head.weight)
@@ -112,33 +112,37 @@ class PolicyModel(nn.Module):
         """Return log-probs, and values if there is a value head, of the sampled tokens."""
         with _select_head_inputs(
             self.language_model.get_output_embeddings(), rows.positions
-        ) as states:
+        ) as hidden_states:
             logits = self.language_model(
                 input_ids=rows.token_ids,
-                attention_mask=None if rows.ends is None else ancestor_mask(rows.ends),
+                attention_mask=None if rows.ends is None else make_ancestor_mask(rows.ends),
                 position_ids=None if rows.ends is None else rows.depths,
                 use_cache=False,
             ).logits[0]
         logits = logits.float() if temperature == 1 else logits.float() / temperature
         all_logprobs = logits.log_softmax(-1)
-        index = rows.position_of_target
+        target_positions = rows.position_of_target
         # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
         logprobs = all_logprobs.flatten().index_select(
-            0, index * all_logprobs.shape[1] + rows.targets
+            0, target_positions * all_logprobs.shape[1] + rows.targets
         )
         entropies = None
         if entropy_mode != "none":
-            source = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
-            entropies = entropy(source).index_select(0, index)
+            entropy_logprobs = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
+            entropies = entropy(entropy_logprobs).index_select(0, target_positions)
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
-            output = self.value_head(states[0].index_select(0, positions)).float().squeeze(-1)
-            values = output[: len(rows.positions)].index_select(0, index)
-            last_values = output[len(rows.positions) :]
+            head_output = (
+                self.value_head(hidden_states[0].index_select(0, positions)).float().squeeze(-1)
+            )
+            values = head_output[: len(rows.positions)].index_select(0, target_positions)
+            last_values = head_output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
 
-    def all_logits(self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    def compute_logits(
+        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
+    ) -> Tensor:
         """Return float32 logits [B, S, V] of whole rows of tokens [B, S]."""
         logits: Tensor = self.language_model(
             input_ids=token_ids,
@@ -149,16 +153,16 @@ class PolicyModel(nn.Module):
         return logits.float()
 
 
-def ancestor_mask(ends: Tensor) -> Tensor:
-    """Return a bool mask [R, 1, L, L], True where the column's node precedes or is the row's."""
+def make_ancestor_mask(ends: Tensor) -> Tensor:
+    """Return a bool mask [R, 1, L, L], True if the column's node is an ancestor of the row's."""
     positions = torch.arange(ends.shape[1], device=ends.device)
     is_earlier = positions <= positions[:, None]
     return (is_earlier & (positions[:, None] < ends[:, None, :]))[:, None]
 
 
-def row_costs(language_model: PreTrainedModel) -> RowCosts:
-    """Return the multiplications of a forward pass; on a CPU, time is nearly proportional."""
-    layers = [
+def estimate_row_costs(language_model: PreTrainedModel) -> RowCosts:
+    """Return costs in multiplications of a forward pass, nearly proportional to time on a CPU."""
+    layer_sizes = [
         parameter.numel()
         for name, parameter in language_model.named_parameters()
         if parameter.dim() == 2 and ".layers." in name
@@ -168,17 +172,17 @@ def row_costs(language_model: PreTrainedModel) -> RowCosts:
         config.hidden_size // config.num_attention_heads
     )
     width = head_size * config.num_attention_heads
-    return RowCosts(per_token=sum(layers), per_pair=2 * width * config.num_hidden_layers)
+    return RowCosts(per_token=sum(layer_sizes), per_pair=2 * width * config.num_hidden_layers)
 
 
 def prepare_model(
-    model: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
+    model: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offloads_parameters: bool = False
 ) -> _Module:
     """Compile, checkpoint and shard (FSDP2) a model as configured, and return it.
 
     A single rank in float32 is not wrapped, because it has nothing to shard or cast: for a tiny
-    model the hooks would add a fifth to a step's time. With `offload`, the parameters stay in main
-    memory until they are used.
+    model the hooks would add a fifth to a step's time. With `offloads_parameters`, the parameters
+    stay in main memory until they are used.
     """
     layers = [
         (modules, index)
@@ -192,18 +196,18 @@ def prepare_model(
             modules[index].forward = torch.compile(modules[index].forward, dynamic=True)
         if config.activation_checkpointing:
             modules[index] = checkpoint_wrapper(modules[index])
-    if mesh.size() == 1 and config.dtype == "float32" and not offload:
+    if mesh.size() == 1 and config.dtype == "float32" and not offloads_parameters:
         return model
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
         reduce_dtype=torch.float32,
     )
-    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy() if offloads_parameters else OffloadPolicy()
     for modules, index in layers:
         fully_shard(modules[index], mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     if isinstance(model, PolicyModel):
-        register_fsdp_forward_method(model, "all_logits")
+        register_fsdp_forward_method(model, "compute_logits")
     return model
 
 
@@ -214,18 +218,20 @@ def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device
     A collective if the policy is sharded.
     """
     config = policy.language_model.config
-    layers = set(getattr(config, "layer_types", None) or ())
-    window = None if layers else getattr(config, "sliding_window", None)
-    if window is not None or not layers <= _FULL_ATTENTION_LAYERS:
+    layer_kinds = set(getattr(config, "layer_types", None) or ())
+    sliding_window = None if layer_kinds else getattr(config, "sliding_window", None)
+    if sliding_window is not None or not layer_kinds <= _FULL_ATTENTION_LAYERS:
         _log.warning(
             "learner.packing = 'tree' does not support %s (layers %s, sliding window %s); "
             "padding sequences instead",
             type(policy.language_model).__name__,
-            sorted(layers) or "of one kind",
-            window,
+            sorted(layer_kinds) or "of one kind",
+            sliding_window,
         )
         return False
-    batch = collate([unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _SEQUENCES])
+    batch = collate(
+        [make_unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _TEST_SEQUENCES]
+    )
     policy.eval()
     logprobs = []
     for costs in (None, _SINGLE_ROW_COSTS):
@@ -234,22 +240,22 @@ def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device
         micro_batch = micro_batch.to(device)
         output = policy(micro_batch.rows, temperature=1.0)
         logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])
-    error = (logprobs[0] - logprobs[1]).abs().max().item()
-    if error <= _TOLERANCE[dtype]:
+    max_difference = (logprobs[0] - logprobs[1]).abs().max().item()
+    if max_difference <= _LOGPROB_TOLERANCES[dtype]:
         return True
     _log.warning(
         "learner.packing = 'tree' does not support %s (log-probs of packed sequences differ by "
         "%.3g); padding sequences instead",
         type(policy.language_model).__name__,
-        error,
+        max_difference,
     )
     return False
 
 
 def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """Return whether a model's attention is of the same kind as the policy's.
+    """Return whether a model has the same kind of attention as the policy; log a warning if not.
 
-    If so, the model supports packed sequences when the policy does. If not, log a warning.
+    With the same kind of attention, the model supports packed sequences if the policy does.
     """
     differences = [
         field
@@ -257,10 +263,10 @@ def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
         if getattr(policy.config, field, None) != getattr(model.config, field, None)
     ]
     # The number of layers may differ, but not their kinds.
-    policy_layers, layers = (
+    policy_layer_kinds, layer_kinds = (
         set(getattr(config, "layer_types", None) or ()) for config in (policy.config, model.config)
     )
-    if not layers <= policy_layers:
+    if not layer_kinds <= policy_layer_kinds:
         differences.append("layer_types")
     if differences:
         _log.warning(
@@ -275,38 +281,39 @@ def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
 def _select_head_inputs(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
     """Pass only `positions` to the head; yield a list that receives all hidden states.
 
-    Logits are by far the largest tensor. Only the model knows how it processes them after the
-    head, so the input of the head is reduced instead. The hidden states are [R * L, width].
+    Logits are by far the largest tensor, so the head gets only the needed positions. The logits
+    themselves cannot be selected here, because some models process them after the head. The
+    hidden states are [R * L, width].
     """
-    states: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
-    def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        states.append(args[0].flatten(0, 1))
-        return (states[0].index_select(0, positions)[None],)
+    def select_positions(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        hidden_states.append(args[0].flatten(0, 1))
+        return (hidden_states[0].index_select(0, positions)[None],)
 
-    handle = head.register_forward_pre_hook(select)
+    handle = head.register_forward_pre_hook(select_positions)
     try:
-        yield states
+        yield hidden_states
     finally:
         handle.remove()
 
 
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded; a collective if it is."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def gather_full_tensor(parameter: Tensor) -> Tensor:
+    """Return a whole tensor, gathered from all ranks if it is sharded; then a collective."""
+    return parameter.gather_full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def gather_state(
-    parameters: Iterable[tuple[str, Tensor]], *, keep: bool = True
+def gather_parameters(
+    parameters: Iterable[tuple[str, Tensor]], *, keeps_copies: bool = True
 ) -> dict[str, Tensor]:
     """Return copies of whole parameters on the CPU, by their names; a collective.
 
-    The names lose the prefixes of activation checkpointing. With `keep = False`, a rank only takes
-    part in the collective: the result is empty, and the rank needs no memory for the copies.
+    The names lose the prefixes of activation checkpointing. With `keeps_copies = False`, a rank
+    only takes part in the collective: its result is empty, and it needs no memory for copies.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in parameters:
-        tensor = full_tensor(parameter).detach()
-        if keep:
+        tensor = gather_full_tensor(parameter).detach()
+        if keeps_copies:
             state[name.replace(_CHECKPOINT_PREFIX, "")] = tensor.to("cpu", copy=True).contiguous()
     return state

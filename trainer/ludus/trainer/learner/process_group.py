@@ -1,4 +1,4 @@
-"""The start and the clean end of a process group: the device of a rank, and its threads.
+"""The device of a rank, and the clean exit from a process group.
 
 DTensor's sharding caches reference the mesh, the mesh references the group, and gloo's threads run
 as long as the group is referenced, so `destroy_process_group` alone stops none of them. If they
@@ -17,10 +17,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def select_device(rank: int) -> torch.device:
-    """Select the GPU that Ray gave this process as torch's device, and return it; else the CPU.
+    """Make the GPU that Ray gave this process torch's device; return it, or the CPU.
 
-    Call this before the ranks connect. A DeviceMesh sets a device if none is set: the one with
-    number LOCAL_RANK on the node, although Ray shows each actor only the actor's own device.
+    Call this before the ranks connect. If no device is set, a DeviceMesh selects the device with
+    the number LOCAL_RANK, which is wrong here, because Ray shows each actor only its own device.
     """
     os.environ.pop("LOCAL_RANK", None)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Metrics of a training step: sums over micro-batches and ranks, and the work for its MFU.
+"""Metrics of a training step, summed over micro-batches and ranks, and FLOPs for the MFU.
 
 Model FLOPs utilization counts only the work that training needs. Recomputed activations, reference
 models and padding do not count.
@@ -32,7 +32,7 @@ from ludus.trainer.learner.micro_batches import MicroBatch
 _NUM_TERMS = len(fields(LossTerms))
 _NUM_MOMENTS = 3
 _TERA = 1e12
-_PEAKS = (
+_GPU_PEAKS = (
     ("B200", 2250, 75),
     ("H200", 989, 67),
     ("H100 NVL", 835, 60),
@@ -54,8 +54,8 @@ class StepMetrics:
     """Metrics of a training step, over all minibatches and ranks."""
 
     loss: float
-    """Mean policy loss of the minibatches. This and other values derived from the same numbers are
-    not finite if an update was skipped because of them."""
+    """Mean policy loss of the minibatches. If an update was skipped, this and other values may be
+    infinite or NaN."""
     grad_norm: float | None
     """Mean gradient norm of the applied updates; None if all updates were skipped."""
     learning_rate: float
@@ -63,10 +63,10 @@ class StepMetrics:
     clip_ratio: float
     """Share of sampled tokens whose ratio was clipped."""
     mismatch_kl: float
-    """Mean k3 per sampled token of the sampler from the learner."""
+    """Mean per sampled token of k3, the estimated divergence of the sampler from the learner."""
     reference_kl: float
     masked_sequence_ratio: float
-    """Share of samples of which the correction or the geometric mask removed every token."""
+    """Share of samples whose tokens were all removed by the correction or the geometric mask."""
     masked_token_ratio: float
     """Share of sampled tokens that the correction or the geometric mask removed."""
     value_loss: float | None
@@ -97,7 +97,7 @@ class TrainingWork:
     per_token: float
     """FLOPs per token in matrix products with weights."""
     per_token_of_sequence: float
-    """FLOPs of attention per token and per token of the same sequence."""
+    """FLOPs of attention for each pair of tokens of a sequence."""
     peak_flops: float | None
     """Peak FLOP/s of all devices together; None if unknown."""
 
@@ -109,15 +109,15 @@ class TrainingWork:
         dtype: torch.dtype,
         num_devices: int,
     ) -> TrainingWork:
-        """Return the work per token of all models together, on devices like this one."""
-        peak = peak_flops(device, dtype)
+        """Return the work per token of all models together, for `num_devices` equal devices."""
+        peak = measure_peak_flops(device, dtype)
         return cls(
-            per_token=sum(map(_weight_flops, models)),
-            per_token_of_sequence=sum(map(_attention_flops, models)),
+            per_token=sum(map(_count_weight_flops, models)),
+            per_token_of_sequence=sum(map(_count_attention_flops, models)),
             peak_flops=None if peak is None else peak * num_devices,
         )
 
-    def flops(self, lengths: Iterable[int], num_tokens: int) -> float:
+    def compute_flops(self, lengths: Iterable[int], num_tokens: int) -> float:
         """Return the FLOPs of one update on sequences of these lengths.
 
         `num_tokens` is the number of tokens that the model computed. It is smaller than the sum of
@@ -129,38 +129,38 @@ class TrainingWork:
             return 0.0
         # Mean length of a token's sequence: long sequences have more tokens.
         mean_length = sum(length * length for length in lengths) / num_sequence_tokens
-        per_token = self.per_token + self.per_token_of_sequence * mean_length
-        return min(num_tokens, num_sequence_tokens) * per_token
+        flops_per_token = self.per_token + self.per_token_of_sequence * mean_length
+        return min(num_tokens, num_sequence_tokens) * flops_per_token
 
 
 def sum_metrics(loss: MicroBatchLoss, targets: LossTargets, micro_batch: MicroBatch) -> Tensor:
-    """Return a micro-batch's sums as one float64 vector; they add up over micro-batches and ranks.
+    """Return a micro-batch's sums as one float64 vector; vectors of micro-batches can be added.
 
-    The parts are the loss terms, the critic's loss, the moments of its targets and of its errors,
-    and the number of computed tokens.
+    The vector contains the loss terms, the critic's loss, the moments of the critic's targets and
+    of its errors, and the number of computed tokens.
     """
     terms = [getattr(loss.terms, field.name).detach() for field in fields(LossTerms)]
     mask = micro_batch.mask
     zeros = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=mask.device)
-    value_loss = zeros[:1] if loss.value is None else loss.value.detach()[None]
-    returns = errors = zeros
+    value_loss = zeros[:1] if loss.critic_loss is None else loss.critic_loss.detach()[None]
+    return_moments = error_moments = zeros
     if targets.critic is not None:
-        returns = moments(targets.critic.returns, mask)
-        errors = moments(targets.critic.returns - targets.critic.old_values, mask)
+        return_moments = moments(targets.critic.returns, mask)
+        error_moments = moments(targets.critic.returns - targets.critic.old_values, mask)
     num_tokens = torch.tensor([float(micro_batch.rows.num_tokens)], device=mask.device)
     return torch.cat(
         [
             torch.stack([term.double() for term in terms]),
             value_loss.double(),
-            returns,
-            errors,
+            return_moments,
+            error_moments,
             num_tokens.double(),
         ]
     )
 
 
 def make_step_metrics(
-    sums: Sequence[Tensor],
+    micro_batch_sums: Sequence[Tensor],
     grad_norms: Sequence[float | None],
     coefficients: Coefficients,
     lengths: Sequence[int],
@@ -172,19 +172,19 @@ def make_step_metrics(
         grad_norms: gradient norm of each update, None for skipped updates.
         lengths: number of tokens of each sample, repeated for each pass over the batch.
     """
-    total = torch.stack(list(sums)).sum(0)
-    dist.all_reduce(total)
-    term_sums, value_loss, return_moments, error_moments, num_forwarded = total.cpu().split(
-        [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]
+    summed_metrics = torch.stack(list(micro_batch_sums)).sum(0)
+    dist.all_reduce(summed_metrics)
+    term_sums, value_loss, return_moments, error_moments, num_forwarded = (
+        summed_metrics.cpu().split([_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1])
     )
     terms, num_tokens_forwarded = LossTerms(*term_sums.unbind()), int(num_forwarded)
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
-    norms = [norm for norm in grad_norms if norm is not None]
+    applied_norms = [norm for norm in grad_norms if norm is not None]
     has_critic = float(return_moments[0]) > 0
-    spread = float(variance(return_moments))
+    return_variance = float(variance(return_moments))
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
-        grad_norm=float(np.mean(norms)) if norms else None,
+        grad_norm=float(np.mean(applied_norms)) if applied_norms else None,
         learning_rate=coefficients.learning_rate,
         entropy=float(terms.entropy_sum) / num_tokens,
         clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
@@ -193,17 +193,19 @@ def make_step_metrics(
         masked_sequence_ratio=float(terms.num_masked_sequences) / max(len(lengths), 1),
         masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
         value_loss=float(value_loss) / num_updates if has_critic else None,
-        explained_variance=1 - float(variance(error_moments)) / spread if spread > 0 else None,
+        explained_variance=1 - float(variance(error_moments)) / return_variance
+        if return_variance > 0
+        else None,
         num_tokens_trained=int(terms.num_tokens),
         num_tokens_in_batch=sum(lengths),
         num_tokens_forwarded=num_tokens_forwarded,
         flops=work.flops(lengths, num_tokens_forwarded),
         peak_flops=work.peak_flops,
-        num_skipped_updates=num_updates - len(norms),
+        num_skipped_updates=num_updates - len(applied_norms),
     )
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a device; None for a GPU that is not in the table.
 
     A CPU's peak is measured with a matrix product, on the threads that this process may use,
@@ -211,27 +213,33 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """
     if device.type == "cpu":
         return _measure_cpu(dtype)
-    return gpu_peak_flops(torch.cuda.get_device_name(device), dtype)
+    return find_gpu_peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
-def gpu_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+def find_gpu_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a GPU by its name; None if it is not in the table."""
-    for part, bfloat16, float32 in _PEAKS:
-        if part in device_name:
+    for name_part, bfloat16, float32 in _GPU_PEAKS:
+        if name_part in device_name:
             return (bfloat16 if dtype is torch.bfloat16 else float32) * _TERA
     return None
 
 
-def _weight_flops(model: PreTrainedModel) -> float:
+def _count_weight_flops(model: PreTrainedModel) -> float:
     # The embedding table is only looked up, unless it is also the output head.
-    table = model.get_input_embeddings().weight
+    embedding_table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    is_looked_up = head is None or head.weight is not table
-    weights = [p for p in model.parameters() if not (is_looked_up and p is table)]
-    return float(sum((6 if p.requires_grad else 4) * p.numel() for p in weights))
+    is_looked_up = head is None or head.weight is not embedding_table
+    weights = [
+        parameter
+        for parameter in model.parameters()
+        if not (is_looked_up and parameter is embedding_table)
+    ]
+    return float(
+        sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in weights)
+    )
 
 
-def _attention_flops(model: PreTrainedModel) -> float:
+def _count_attention_flops(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     num_heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads

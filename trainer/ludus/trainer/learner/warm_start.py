@@ -1,7 +1,7 @@
 """The warm start of a model with random weights.
 
-The warm start teaches only the format. Its example responses are random valid ones, so the model
-starts as a player that answers in the right form but does not know how to play.
+The warm start teaches only the format. Its example responses are chosen at random from the valid
+responses. So the model then answers in the right format, but does not know how to play.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ludus.env import Message
 from ludus.proto.config import TinyModel
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import TrainingSample
-from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
+from ludus.trainer.learner.micro_batches import make_unscored_sample, pack_one_micro_batch
 from ludus.trainer.learner.model import PolicyModel
-from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, tool_list_message
+from ludus.trainer.models.chat import ChatTokenizer, ToolSpec, make_tool_list_message
 
 _SAMPLES_PER_UPDATE = 16
 
@@ -43,13 +43,13 @@ def warm_start(
 ) -> float:
     """Train on `samples`; return the mean cross-entropy per sampled token in the last epoch."""
     policy = PolicyModel(model).train()
-    head_only = config.warm_start_layers == "head"
-    trained_module = model.get_output_embeddings() if head_only else model
+    trains_head_only = config.warm_start_layers == "head"
+    trained_module = model.get_output_embeddings() if trains_head_only else model
     optimizer = torch.optim.AdamW(
         trained_module.parameters(), lr=config.warm_start_learning_rate, weight_decay=0.0
     )
     num_updates_per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
+    lr_schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=config.warm_start_learning_rate,
         total_steps=num_updates_per_epoch * config.warm_start_epochs,
@@ -57,46 +57,48 @@ def warm_start(
     shuffler = make_random(seed, Stream.WARM_START_ORDER)
     losses: list[float] = []
     for _ in range(config.warm_start_epochs):
-        order = shuffler.sample(range(len(samples)), len(samples))
+        sample_order = shuffler.sample(range(len(samples)), len(samples))
         losses = []
-        for start in range(0, len(order), _SAMPLES_PER_UPDATE):
-            chunk = [samples[i] for i in order[start : start + _SAMPLES_PER_UPDATE]]
-            loss = _cross_entropy(policy, chunk)
+        for start in range(0, len(sample_order), _SAMPLES_PER_UPDATE):
+            update_samples = [
+                samples[index] for index in sample_order[start : start + _SAMPLES_PER_UPDATE]
+            ]
+            loss = _compute_cross_entropy(policy, update_samples)
             policy.zero_grad()
             loss.backward()
             optimizer.step()
-            schedule.step()
+            lr_schedule.step()
             losses.append(loss.item())
     return float(np.mean(losses))
 
 
-def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample:
+def tokenize_conversation(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample:
     """Tokenize a conversation, and mark the tokens of its responses as sampled."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     for exchange in conversation:
         prompt_ids = (
-            chat.next_prompt(exchange.messages, ended=True)
+            chat.encode_next_prompt(exchange.messages, ended=True)
             if token_ids
-            else chat.first_prompt(exchange.messages, exchange.tools)
+            else chat.encode_first_prompt(exchange.messages, exchange.tools)
         )
         response_ids = chat.encode_completion(exchange.response)
         token_ids += prompt_ids + response_ids
         loss_mask += [False] * len(prompt_ids) + [True] * len(response_ids)
-    return unscored_sample(token_ids, loss_mask)
+    return make_unscored_sample(token_ids, loss_mask)
 
 
-def conversation_texts(conversations: Sequence[Conversation]) -> Iterator[str]:
+def list_conversation_texts(conversations: Sequence[Conversation]) -> Iterator[str]:
     """Yield all texts of the conversations, for training a tokenizer."""
     for conversation in conversations:
         if conversation and conversation[0].tools:
-            yield tool_list_message(conversation[0].tools)["content"]
+            yield make_tool_list_message(conversation[0].tools)["content"]
         for exchange in conversation:
             yield from (message["content"] for message in exchange.messages)
             yield exchange.response
 
 
-def _cross_entropy(policy: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Tensor:
+def _compute_cross_entropy(policy: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Tensor:
     micro_batch = pack_one_micro_batch(samples)
     output = policy(micro_batch.rows, temperature=1.0)
     return -micro_batch.gather_samples(output.logprobs)[micro_batch.mask].mean()

@@ -1,18 +1,18 @@
-"""Conversion of chat messages to tokens and back, which never encodes the same text twice.
+"""Conversion of chat messages to tokens and back, without encoding sampled tokens again.
 
 A conversation is one growing token sequence. The first messages are rendered with the chat
 template as a whole. The text of later messages is appended after the end of the assistant's turn.
 Sampled tokens are never decoded and encoded again, so every prompt is an exact prefix of the next.
 
-    first_prompt  <|user|>16 vs 10<|end|><|assistant|>
+    first prompt  <|user|>16 vs 10<|end|><|assistant|>
     sampled                                       HIT<|end|>
-    next_prompt                                             <|user|>19 vs 10<|end|><|assistant|>
+    next prompt                                             <|user|>19 vs 10<|end|><|assistant|>
 
-Without `keeps_thoughts`, a conversation is rendered again for every turn (`whole_prompt`), so
-that the template can remove earlier thoughts.
+Without `keeps_thoughts`, a conversation is rendered again for every turn (`encode_whole_prompt`),
+so that the template can remove earlier thoughts.
 
 Templates are programs and differ in several ways: in how a turn ends, in the roles that they
-refuse, and in whether they list tools. Rendering small conversations shows all of this.
+refuse, and in whether they list tools. All of this is found out by rendering small conversations.
 
     messages --form that the template accepts--> text      unchanged, merged, or all from the user
     tools    --listed by the template, or by a message--> text
@@ -59,7 +59,7 @@ _TOOL_LIST = (
     '<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
 )
 
-Form = Callable[[Sequence[Message]], list[Message]]
+MessageForm = Callable[[Sequence[Message]], list[Message]]
 
 
 class ChatTokenizer:
@@ -78,13 +78,13 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
-        """True if a conversation only grows; otherwise every turn is rendered again."""
+        """True if earlier turns stay as they are; otherwise every turn renders all messages again."""
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
-        # Environments repeat themselves: the same few texts occur thousands of times.
-        self._first = SizedCache(self._encode_first, _entry_size, self.cache_bytes)
-        self._next = SizedCache(self._encode_next, _entry_size, self.cache_bytes)
-        self._decode = SizedCache(self._decode_ids, _entry_size, self.cache_bytes)
+        # The caches help because environments repeat the same few texts thousands of times.
+        self._first_prompt_cache = SizedCache(self._encode_first, _measure_entry, self.cache_bytes)
+        self._next_prompt_cache = SizedCache(self._encode_next, _measure_entry, self.cache_bytes)
+        self._decode_cache = SizedCache(self._decode_ids, _measure_entry, self.cache_bytes)
 
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
@@ -100,36 +100,36 @@ class ChatTokenizer:
             keep_thinking=config.keep_thinking,
         )
 
-    def text_ids(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a text outside any chat template, including the BOS token."""
-        bos = self.tokenizer.bos_token
+        bos_token = self.tokenizer.bos_token
         # A rendered template already includes the BOS token, and models are not trained on two.
-        has_bos = bos is not None and text.startswith(str(bos))
+        has_bos = bos_token is not None and text.startswith(str(bos_token))
         return list(self.tokenizer.encode(text, add_special_tokens=not has_bos))
 
-    def prompt_text(self, messages: Sequence[Message]) -> str:
+    def render_prompt(self, messages: Sequence[Message]) -> str:
         """Return the text of a new conversation, up to the start of the completion."""
         return self._template.render(messages)
 
-    def first_prompt(
+    def encode_first_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:
         """Return the tokens of a new conversation, up to the start of the completion."""
-        return list(self._first((_key(messages), json.dumps(tools))))
+        return list(self._first_prompt_cache((_make_key(messages), json.dumps(tools))))
 
-    def next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+    def encode_next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """Return the tokens of the environment's `messages` between two completions.
 
-        `ended` says whether the completion has its end token; if not, the token is added here.
+        If the completion has not `ended` with its end token, the token is added here.
         """
-        token_ids = list(self._next(_key(messages)))
+        token_ids = list(self._next_prompt_cache(_make_key(messages)))
         return token_ids if ended else [self.end_token_id, *token_ids]
 
-    def whole_prompt(
+    def encode_whole_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:
-        """Return the tokens of a conversation, with earlier completions as the template shows."""
-        return list(self._encode_first((_key(messages), json.dumps(tools))))
+        """Return the tokens of a whole conversation; the template renders earlier completions too."""
+        return list(self._encode_first((_make_key(messages), json.dumps(tools))))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that the chat template has already rendered."""
@@ -149,17 +149,17 @@ class ChatTokenizer:
         """Return the text of sampled tokens, without special tokens."""
         if len(token_ids) > _MAX_CACHED_COMPLETION:
             return self._decode_ids(token_ids)
-        return self._decode(tuple(token_ids))
+        return self._decode_cache(tuple(token_ids))
 
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _encode_first(self, key: tuple[MessageKey, str]) -> tuple[int, ...]:
         messages, tools = key
-        return self._encode(self._template.render(_messages(messages), json.loads(tools)))
+        return self._encode(self._template.render(_parse_key(messages), json.loads(tools)))
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
-        text = self._template.text_after_completion(_messages(key))
+        text = self._template.text_after_completion(_parse_key(key))
         start, separator, remaining_text = text.partition(self._end_text)
         if not separator or start.strip():
             remaining_text = text  # The template does not end turns; the policy's end token does.
@@ -182,8 +182,8 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._enable_thinking = enable_thinking
-        self._form_for_roles = lru_cache(1024)(self._find_form)
-        self._lists_tool = lru_cache(1024)(self._find_whether_listed)
+        self._find_cached_form = lru_cache(1024)(self._find_form)
+        self._template_lists_tool = lru_cache(1024)(self._check_tool_listing)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = True
@@ -193,10 +193,10 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses such a conversation in every form.
         """
-        if tools and not self._lists_tool(json.dumps(tools[0])):
-            messages, tools = [tool_list_message(tools), *messages], ()
-        form = self._form_for_roles(tuple(message["role"] for message in messages))
-        return self._apply(form(messages), tools, prompt=prompt)
+        if tools and not self._template_lists_tool(json.dumps(tools[0])):
+            messages, tools = [make_tool_list_message(tools), *messages], ()
+        form = self._find_cached_form(tuple(message["role"] for message in messages))
+        return self._apply_template(form(messages), tools, prompt=prompt)
 
     def text_after_completion(self, messages: Sequence[Message]) -> str:
         """Return the text between two completions: the end of the first turn, then `messages`."""
@@ -207,7 +207,7 @@ class ChatTemplate:
         text = self.render([*conversation, *messages])
         _, separator, remaining_text = text.rpartition(_PLACEHOLDER)
         if not separator:
-            raise self._refusal("omits the assistant's messages")
+            raise self._make_refusal("omits the assistant's messages")
         return remaining_text
 
     @cached_property
@@ -216,9 +216,9 @@ class ChatTemplate:
 
         In many models the two differ (Gemma, Phi).
         """
-        _, end = self._text_around_completion
+        _, text_after = self._text_around_completion
         special_tokens = self._tokenizer.added_tokens_decoder
-        for token_id in self._tokenizer.encode(end.lstrip(), add_special_tokens=False)[:1]:
+        for token_id in self._tokenizer.encode(text_after.lstrip(), add_special_tokens=False)[:1]:
             if token_id in special_tokens and special_tokens[token_id].special:
                 return token_id
         return int(self._tokenizer.eos_token_id)
@@ -236,42 +236,44 @@ class ChatTemplate:
 
     @cached_property
     def _text_around_completion(self) -> tuple[str, str]:
-        question: list[Message] = [{"role": "user", "content": "-"}]
-        response: Message = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self.render([*question, response], prompt=False)
-        start, separator, end = text.rpartition(_PLACEHOLDER)
+        user_messages: list[Message] = [{"role": "user", "content": "-"}]
+        assistant_message: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        text = self.render([*user_messages, assistant_message], prompt=False)
+        start, separator, text_after = text.rpartition(_PLACEHOLDER)
         if not separator:
-            raise self._refusal("omits the assistant's messages")
-        prompt = self.render(question)
-        # Some prompts open a thought that the template removes once there is a response.
-        return (start[len(prompt) :] if start.startswith(prompt) else ""), end
+            raise self._make_refusal("omits the assistant's messages")
+        prompt = self.render(user_messages)
+        # Some prompts open a thought, which the template removes if there is a response.
+        return (start[len(prompt) :] if start.startswith(prompt) else ""), text_after
 
-    def _find_form(self, roles: tuple[str, ...]) -> Form:
+    def _find_form(self, roles: tuple[str, ...]) -> MessageForm:
         """Return the first form in which the template shows every message of these roles."""
         messages: list[Message] = [
-            {"role": role, "content": f"stands-for-{number}-of-them"}
-            for number, role in enumerate(roles)
+            {"role": role, "content": f"stands-for-{index}-of-them"}
+            for index, role in enumerate(roles)
         ]
         reason = "omits the messages of some roles"
         for form in (_keep_messages, _merge_neighbors, _merge_into_user):
             try:
-                text = self._apply(form(messages), ())
+                text = self._apply_template(form(messages), ())
             except TemplateError as error:
                 reason = f"reports: {error}"
                 continue
             if all(message["content"] in text for message in messages):
                 return form
-        raise self._refusal(f"refuses conversations with the roles {', '.join(roles)}; it {reason}")
+        raise self._make_refusal(
+            f"refuses conversations with the roles {', '.join(roles)}; it {reason}"
+        )
 
-    def _find_whether_listed(self, tool: str) -> bool:
+    def _check_tool_listing(self, tool: str) -> bool:
         spec: ToolSpec = json.loads(tool)
         try:
-            text = self._apply([{"role": "user", "content": "-"}], [spec])
+            text = self._apply_template([{"role": "user", "content": "-"}], [spec])
         except TemplateError:
             return False
         return spec["function"]["name"] in text
 
-    def _apply(
+    def _apply_template(
         self, messages: list[Message], tools: Sequence[ToolSpec], *, prompt: bool = True
     ) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -283,7 +285,7 @@ class ChatTemplate:
         )
         return str(text)
 
-    def _refusal(self, problem: str) -> ConfigError:
+    def _make_refusal(self, problem: str) -> ConfigError:
         return ConfigError(
             f"the chat template of '{self._tokenizer.name_or_path}' {problem}; use a model whose "
             "template renders whole conversations"
@@ -291,38 +293,39 @@ class ChatTemplate:
 
 
 class SizedCache(Generic[KeyT, ValueT]):
-    """A function with a cache of its results, bounded by the size of all entries.
+    """A function with a cache of its results, bounded by the total size of all entries.
 
-    Sizes differ 1,000-fold, so their number is no bound. Evicts the least recently used result.
+    The number of entries is no useful bound, because sizes differ 1,000-fold. The least recently
+    used result is evicted first.
     """
 
     def __init__(
         self,
         function: Callable[[KeyT], ValueT],
-        entry_size: Callable[[KeyT, ValueT], int],
+        measure_entry: Callable[[KeyT, ValueT], int],
         max_size: int,
     ) -> None:
-        """`entry_size` returns the size of an entry; `max_size` bounds the sum of all sizes."""
+        """`measure_entry` returns the size of an entry; `max_size` bounds the sum of all sizes."""
         self._function = function
-        self._entry_size = entry_size
+        self._measure_entry = measure_entry
         self._max_size = max_size
         self.size = 0
         """Sum of the sizes of all entries."""
-        self._values: OrderedDict[KeyT, ValueT] = OrderedDict()
+        self._results: OrderedDict[KeyT, ValueT] = OrderedDict()
 
     def __call__(self, key: KeyT) -> ValueT:
         """Return the function's result, from the cache if possible."""
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        value = self._function(key)
-        size = self._entry_size(key, value)
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key]
+        result = self._function(key)
+        size = self._measure_entry(key, result)
         if size <= self._max_size:
-            self._values[key] = value
+            self._results[key] = result
             self.size += size
             while self.size > self._max_size:
-                self.size -= self._entry_size(*self._values.popitem(last=False))
-        return value
+                self.size -= self._measure_entry(*self._results.popitem(last=False))
+        return result
 
 
 def strip_reasoning(text: str) -> str:
@@ -331,15 +334,15 @@ def strip_reasoning(text: str) -> str:
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Split a completion into thoughts, without their tags, and the rest."""
-    start = thoughts_end(text)
+    """Split a completion into its thoughts, without their tags, and its other text."""
+    start = find_thoughts_end(text)
     if start == 0:
         return "", text
     thoughts = text[:start].replace(_THOUGHT_START, "").replace(_THOUGHT_END, "")
     return thoughts.strip(), text[start:].strip()
 
 
-def thoughts_end(text: str) -> int:
+def find_thoughts_end(text: str) -> int:
     """Return the index at which the thoughts end; the length of the text if they do not end."""
     end = text.rfind(_THOUGHT_END)
     if end >= 0:
@@ -347,7 +350,7 @@ def thoughts_end(text: str) -> int:
     return len(text) if _THOUGHT_START in text else 0
 
 
-def tool_list_message(tools: Sequence[ToolSpec]) -> Message:
+def make_tool_list_message(tools: Sequence[ToolSpec]) -> Message:
     """Return a system message that lists tools, for templates that do not list them."""
     lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
     return {"role": "system", "content": _TOOL_LIST.format(tools=lines)}
@@ -385,20 +388,20 @@ def _to_user_message(message: Message) -> Message:
             return {"role": "user", "content": message["content"]}
 
 
-def _key(messages: Sequence[Message]) -> MessageKey:
+def _make_key(messages: Sequence[Message]) -> MessageKey:
     return tuple((message["role"], message["content"]) for message in messages)
 
 
-def _messages(key: MessageKey) -> list[Message]:
+def _parse_key(key: MessageKey) -> list[Message]:
     return [{"role": role, "content": content} for role, content in key]
 
 
-def _entry_size(*parts: object) -> int:
+def _measure_entry(*contents: object) -> int:
     """Return the approximate size of an entry of nested tuples of texts and token ids."""
-    return _BYTES_PER_ENTRY + _content_size(parts)
+    return _BYTES_PER_ENTRY + _measure_content(contents)
 
 
-def _content_size(part: object) -> int:
-    if isinstance(part, str):
-        return getsizeof(part)
-    return sum(map(_content_size, part)) if isinstance(part, tuple) else _BYTES_PER_TOKEN
+def _measure_content(content: object) -> int:
+    if isinstance(content, str):
+        return getsizeof(content)
+    return sum(map(_measure_content, content)) if isinstance(content, tuple) else _BYTES_PER_TOKEN

@@ -48,7 +48,7 @@ _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 
 
 def is_folder_path(path: str) -> bool:
-    """Return whether a model's path is a folder, not a Hugging Face id."""
+    """Return whether a model's path has the form of a folder, not of a Hugging Face id."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
@@ -60,7 +60,7 @@ def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig
     Raises:
         NotFoundError: there is no model.
     """
-    with _clear_errors(path, field) as is_local:
+    with _shorten_errors(path, field) as is_local:
         return AutoConfig.from_pretrained(path, local_files_only=is_local)
 
 
@@ -69,12 +69,12 @@ def load_language_model(
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a Hugging Face id.
 
-    `dtype` is the type of the weights; "auto" uses that of the files.
+    `dtype` is the type of the weights; "auto" uses the type in the files.
 
     Raises:
         NotFoundError: there is no model.
     """
-    with _clear_errors(path) as is_local:
+    with _shorten_errors(path) as is_local:
         return AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -111,19 +111,22 @@ def is_reward_model(path: str | Path) -> bool:
 
 
 def load_sequence_classifier(
-    path: str | Path, dtype: torch.dtype, *, new_head: bool = False
+    path: str | Path, dtype: torch.dtype, *, allows_new_head: bool = False
 ) -> PreTrainedModel:
     """Load a single-label sequence classifier from a folder or a Hugging Face id.
 
-    With `new_head`, a causal language model is accepted too, and gets a random head.
+    With `allows_new_head`, a causal language model is accepted too, and gets a random head.
 
     Raises:
         NotFoundError: there is no model.
         ConfigError: the model is of another kind.
     """
-    if not new_head:
+    if not allows_new_head:
         check_reward_model(path)
-    with _clear_errors(path, "model" if new_head else "path") as is_local, _quiet_transformers():
+    with (
+        _shorten_errors(path, "model" if allows_new_head else "path") as is_local,
+        _silence_transformers(),
+    ):
         return AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, local_files_only=is_local
         )
@@ -135,7 +138,7 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     Raises:
         NotFoundError: there is no model.
     """
-    with _clear_errors(path) as is_local:
+    with _shorten_errors(path) as is_local:
         config = AutoConfig.from_pretrained(path, local_files_only=is_local)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
@@ -144,21 +147,21 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or a Hugging Face id as it was saved.
 
-    For some model types, AutoTokenizer ignores the saved class. A tiny model of type qwen2, which
-    older runs created, would then get every number split into digits, unlike in its warm start.
+    For some model types, AutoTokenizer ignores the saved class. For a tiny model of type qwen2,
+    which older runs created, it would split every number into digits, unlike in the warm start.
 
     Raises:
         NotFoundError: there is no tokenizer.
     """
-    file = Path(path) / "tokenizer_config.json"
-    settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    config_file = Path(path) / "tokenizer_config.json"
+    settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
     is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
     loader = PreTrainedTokenizerFast if is_fast else AutoTokenizer
-    with _clear_errors(path) as is_local:
+    with _shorten_errors(path) as is_local:
         return loader.from_pretrained(path, local_files_only=is_local)
 
 
-def current_minute() -> int:
+def get_current_minute() -> int:
     """Return a number that changes every minute."""
     return int(time.monotonic() // 60)
 
@@ -167,8 +170,8 @@ def current_minute() -> int:
 def is_hub_reachable(minute: int) -> bool:
     """Return whether Hugging Face responds.
 
-    Its own client would try six times for each file, for half a minute. The result is cached for
-    one `minute` (see `current_minute`), because the network may recover.
+    The Hugging Face client would try six times for each file, for half a minute. The result is
+    cached for one `minute` (see `get_current_minute`), because the network may recover.
     """
     try:
         with urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S):
@@ -192,7 +195,7 @@ def _is_single_label_classifier(config: PretrainedConfig) -> bool:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Suppress the long warning of transformers that a new head is untrained."""
     verbosity = get_verbosity()
     set_verbosity_error()
@@ -203,14 +206,14 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def _clear_errors(path: str | Path, field: str = "model.path") -> Iterator[bool]:
-    """Yield whether to use local files only; turn errors of loading into short messages."""
-    is_path = Path(path).is_absolute() or Path(path).is_dir()
-    is_local = is_path or hub.HF_HUB_OFFLINE or not is_hub_reachable(current_minute())
+def _shorten_errors(path: str | Path, field: str = "model.path") -> Iterator[bool]:
+    """Yield whether to use local files only; replace loading errors by short messages."""
+    is_folder = Path(path).is_absolute() or Path(path).is_dir()
+    is_local = is_folder or hub.HF_HUB_OFFLINE or not is_hub_reachable(get_current_minute())
     try:
         yield is_local
     except (OSError, ValueError) as error:
-        if is_local and not is_path:
+        if is_local and not is_folder:
             reason = "is switched off (HF_HUB_OFFLINE)"
             if not hub.HF_HUB_OFFLINE:
                 reason = f"does not respond within {HUB_TIMEOUT_S:g} s"

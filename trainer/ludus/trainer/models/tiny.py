@@ -15,9 +15,9 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.core.streams import Stream, seed_torch
 
-_END, _PAD = "<|end|>", "<|pad|>"
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-_TAG = re.compile(r"</?[a-z_]+>")
+_END_TOKEN, _PAD_TOKEN = "<|end|>", "<|pad|>"
+_ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+_TAG_PATTERN = re.compile(r"</?[a-z_]+>")
 _MAX_TAGS = 32
 # A role is one token, so that a tiny model spends its capacity on the text.
 _CHAT_TEMPLATE = (
@@ -34,22 +34,22 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     Tags in the texts, such as <final_answer>, also become one token, like <think> in large models.
     """
     texts = list(texts)
-    tags = sorted({tag for text in texts for tag in _TAG.findall(text)})[:_MAX_TAGS]
+    tags = sorted({tag for text in texts for tag in _TAG_PATTERN.findall(text)})[:_MAX_TAGS]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(tags),
-        special_tokens=[_PAD, _END, *_ROLES],
+        special_tokens=[_PAD_TOKEN, _END_TOKEN, *_ROLE_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((_TAG.sub("", text) for text in texts), trainer)
+    tokenizer.train_from_iterator((_TAG_PATTERN.sub("", text) for text in texts), trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=_END,
-        pad_token=_PAD,
+        eos_token=_END_TOKEN,
+        pad_token=_PAD_TOKEN,
         chat_template=_CHAT_TEMPLATE,
     )
 
@@ -59,7 +59,7 @@ def make_model(
 ) -> LlamaForCausalLM:
     """Return a Llama model with random weights, which the run's `seed` determines.
 
-    For a saved Llama, AutoTokenizer loads the saved tokenizer; for a Qwen2 it would not.
+    The model is a Llama, because AutoTokenizer would not load the saved tokenizer of a Qwen2.
     """
     seed_torch(seed, Stream.INITIAL_WEIGHTS)
     model = LlamaForCausalLM(

@@ -32,10 +32,10 @@ from ludus.trainer.reward_model.rows import Row, read_rows
 
 _COLUMNS = "prompt, chosen, rejected; or query, sample0, sample1, ..., best"
 _MIN_PROMPTS_TO_SPLIT_BY = 20
-"""Minimum number of prompts for a split by prompts. With fewer, the shares would be inexact."""
+"""Minimum number of prompts for a split by prompts; with fewer, the split would be too coarse."""
 _BATCHES_PER_POOL = 16
-"""Number of batches whose rows are sorted by length together. A larger pool needs less padding and
-has less random batches."""
+"""Number of batches whose rows are sorted by length together. With a larger pool, there is less
+padding, but the batches are less random."""
 _NUM_COMPARISONS_AT_ONCE = 1024
 """Number of comparisons that are scored together in an evaluation."""
 
@@ -48,29 +48,29 @@ class Comparison:
     """File and row number, for messages."""
     prompt: Content
     answers: tuple[Content, ...]
-    best: int
+    best_index: int
     """Index of the preferred answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonSet:
-    """Encoded comparisons."""
+    """Comparisons as arrays of tokens."""
 
     tokens: np.ndarray
     """int32 [number of all tokens]"""
     offsets: np.ndarray
     """int64 [N * K + 1] start of each answer in `tokens`."""
-    best: np.ndarray
+    best_indices: np.ndarray
     """int64 [N] index of the preferred answer."""
     prompts: np.ndarray
-    """int64 [N] number of the prompt; equal prompts have equal numbers."""
+    """int64 [N] number of each comparison's prompt; equal prompts have the same number."""
     num_left_out: int
     """Number of skipped comparisons, whose answers are all equal."""
 
     @property
     def num_answers(self) -> int:
         """Number of answers per comparison, K."""
-        return (len(self.offsets) - 1) // len(self.best)
+        return (len(self.offsets) - 1) // len(self.best_indices)
 
     @property
     def max_lengths(self) -> np.ndarray:
@@ -87,11 +87,11 @@ class ComparisonSet:
             for answer in range(index * num_answers, (index + 1) * num_answers)
         ]
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Return a hash of all comparisons."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in (self.tokens, self.offsets, self.best):
-            digest.update(part.tobytes())
+        for array in (self.tokens, self.offsets, self.best_indices):
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
 
@@ -112,15 +112,15 @@ def read_comparisons(path: Path) -> Iterator[Comparison]:
 
 
 def _parse_row(row: Row) -> Comparison:
-    values = row.values
-    if "chosen" in values or "rejected" in values:
+    columns = row.values
+    if "chosen" in columns or "rejected" in columns:
         answers = [_read_content(row, "chosen"), _read_content(row, "rejected")]
-        prompt = _read_content(row, "prompt") if "prompt" in values else ""
+        prompt = _read_content(row, "prompt") if "prompt" in columns else ""
         return Comparison(row.location, prompt, tuple(answers), 0)
-    num_samples = sum(bool(re.fullmatch(r"sample\d+", str(name))) for name in values)
+    num_samples = sum(bool(re.fullmatch(r"sample\d+", str(name))) for name in columns)
     if not num_samples:
         raise ConfigError(
-            f"{row.location}: the row needs columns {_COLUMNS}; got {sorted(map(str, values))}"
+            f"{row.location}: the row needs columns {_COLUMNS}; got {sorted(map(str, columns))}"
         )
     answers = [_read_content(row, f"sample{index}") for index in range(num_samples)]
     best_index = _parse_best(row, num_samples)
@@ -128,15 +128,15 @@ def _parse_row(row: Row) -> Comparison:
 
 
 def _parse_best(row: Row, num_answers: int) -> int:
-    best_index = row.values.get("best")
+    best_value = row.values.get("best")
     try:
-        index = int(str(best_index))
+        index = int(str(best_value))
     except ValueError:
         index = -1
-    if isinstance(best_index, bool) or not 0 <= index < num_answers:
+    if isinstance(best_value, bool) or not 0 <= index < num_answers:
         raise ConfigError(
             f"{row.location}: column 'best' must be the number of the preferred sample, 0 to "
-            f"{num_answers - 1}, got {best_index!r}"
+            f"{num_answers - 1}, got {best_value!r}"
         )
     if num_answers < 2:
         raise ConfigError(
@@ -153,11 +153,16 @@ def encode_comparisons(
     comparisons: Iterable[Comparison], encoder: TextEncoder, on_read: Callable[[int], None]
 ) -> ComparisonSet:
     """Encode comparisons one after the other."""
-    tokens, offsets, best_indices, prompts = array("i"), array("q", [0]), array("q"), array("q")
-    prompt_numbers: dict[bytes, int] = {}
+    tokens, offsets, best_indices, prompt_numbers = (
+        array("i"),
+        array("q", [0]),
+        array("q"),
+        array("q"),
+    )
+    number_by_prompt: dict[bytes, int] = {}
     num_left_out = 0
-    for number, comparison in enumerate(comparisons, start=1):
-        on_read(number)
+    for num_read, comparison in enumerate(comparisons, start=1):
+        on_read(num_read)
         rows = _encode_answers(comparison, encoder)
         if all(row == rows[0] for row in rows):
             num_left_out += 1
@@ -165,9 +170,9 @@ def encode_comparisons(
         for row in rows:
             tokens.extend(row)
             offsets.append(len(tokens))
-        best_indices.append(comparison.best)
-        key = _hash_prompt(comparison.prompt)
-        prompts.append(prompt_numbers.setdefault(key, len(prompt_numbers)))
+        best_indices.append(comparison.best_index)
+        prompt_hash = _hash_prompt(comparison.prompt)
+        prompt_numbers.append(number_by_prompt.setdefault(prompt_hash, len(number_by_prompt)))
     if len(best_indices) < 2:
         raise ConfigError(
             "the data must have at least two comparisons with different answers, got "
@@ -177,7 +182,7 @@ def encode_comparisons(
         np.frombuffer(tokens, np.int32),
         np.frombuffer(offsets, np.int64),
         np.frombuffer(best_indices, np.int64),
-        np.frombuffer(prompts, np.int64),
+        np.frombuffer(prompt_numbers, np.int64),
         num_left_out,
     )
 
@@ -189,7 +194,7 @@ def split_comparisons(
 
     Comparisons with the same prompt stay together, unless there are very few prompts.
     """
-    num_rows = len(comparisons.best)
+    num_rows = len(comparisons.best_indices)
     num_test = round(test_size * num_rows)
     if num_test == 0:
         return list(range(num_rows)), []
@@ -201,31 +206,31 @@ def split_comparisons(
     if num_prompts < _MIN_PROMPTS_TO_SPLIT_BY:
         groups = [[row] for row in range(num_rows)]
     make_random(seed, Stream.REWARD_MODEL_SPLIT).shuffle(groups)
-    test: list[int] = []
-    train: list[int] = []
+    test_rows: list[int] = []
+    train_rows: list[int] = []
     for group in groups:
-        is_test = len(test) + len(group) <= num_test
-        (test if is_test else train).extend(group)
-    return sorted(train), sorted(test)
+        is_test = len(test_rows) + len(group) <= num_test
+        (test_rows if is_test else train_rows).extend(group)
+    return sorted(train_rows), sorted(test_rows)
 
 
 def make_epoch_batches(
     rows: Sequence[int], max_lengths: np.ndarray, batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return all rows in random batches, whose rows have similar lengths."""
-    random = make_random(seed, Stream.REWARD_MODEL_ORDER, epoch)
-    order = random.sample(rows, len(rows))
+    """Return all rows in random batches; the rows of a batch have similar lengths."""
+    generator = make_random(seed, Stream.REWARD_MODEL_ORDER, epoch)
+    shuffled_rows = generator.sample(rows, len(rows))
     batches: list[list[int]] = []
     pool_size = batch_size * _BATCHES_PER_POOL
-    for pool_start in range(0, len(order), pool_size):
-        pool = order[pool_start : pool_start + pool_size]
+    for pool_start in range(0, len(shuffled_rows), pool_size):
+        pool = shuffled_rows[pool_start : pool_start + pool_size]
         pool.sort(key=lambda row: int(max_lengths[row]))
         batches += [pool[start : start + batch_size] for start in range(0, len(pool), batch_size)]
-    random.shuffle(batches)
+    generator.shuffle(batches)
     return batches
 
 
-def rank_best(scores: Tensor, best: Tensor) -> Tensor:
+def rank_preferred(scores: Tensor, best: Tensor) -> Tensor:
     """Return the rank of the preferred answer by `scores` [N, K], int64 [N], from 1.
 
     A tie counts as the worse rank.
@@ -237,16 +242,16 @@ def rank_best(scores: Tensor, best: Tensor) -> Tensor:
 def evaluate_comparisons(
     model: RewardModel, comparisons: ComparisonSet, rows: Sequence[int], max_tokens: int
 ) -> PreferenceScores | None:
-    """Return the results on these comparisons; None if there are none."""
+    """Evaluate the model on these comparisons; return None if there are none."""
     if not rows:
         return None
     all_scores: list[float] = []
     for start in range(0, len(rows), _NUM_COMPARISONS_AT_ONCE):
-        part = comparisons.rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
-        all_scores += model.score_tokens(part, max_tokens_per_batch=max_tokens)
+        answer_tokens = comparisons.rows(rows[start : start + _NUM_COMPARISONS_AT_ONCE])
+        all_scores += model.score_tokens(answer_tokens, max_tokens_per_batch=max_tokens)
     scores = torch.tensor(all_scores, dtype=torch.float64).view(len(rows), -1)
-    best_indices = torch.from_numpy(comparisons.best[list(rows)])
-    ranks = rank_best(scores, best_indices)
+    best_indices = torch.from_numpy(comparisons.best_indices[list(rows)])
+    ranks = rank_preferred(scores, best_indices)
     return PreferenceScores(
         accuracy=float((ranks == 1).double().mean()),
         mrr=float((1 / ranks).double().mean()),

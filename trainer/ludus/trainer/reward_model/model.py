@@ -282,7 +282,7 @@ def make_reward_model(path: str, format: str, max_tokens: int | None) -> RewardM
 
     If the model is a reward model, it keeps its head.
     """
-    classifier = load_sequence_classifier(path, torch.float32, new_head=True)
+    classifier = load_sequence_classifier(path, torch.float32, allows_new_head=True)
     tokenizer = load_tokenizer(path)
     _set_padding_token(classifier, tokenizer)
     return RewardModel(

@@ -51,7 +51,7 @@ from ludus.trainer.reward_model.comparisons import (
     encode_comparisons,
     evaluate_comparisons,
     make_epoch_batches,
-    rank_best,
+    rank_preferred,
     read_comparisons,
     split_comparisons,
 )
@@ -289,12 +289,12 @@ class _Training:
         loss_sum, num_right = 0.0, 0
         for part in parts:
             rows = [batch[index] for index in part]
-            best_indices = torch.from_numpy(self._comparisons.best[rows])
+            best_indices = torch.from_numpy(self._comparisons.best_indices[rows])
             scores = self._score(rows)
             loss = cross_entropy(scores, best_indices.to(scores.device)) * len(rows)
             (loss / len(batch)).backward()
             loss_sum += loss.item()
-            num_right += int((rank_best(scores.detach().cpu(), best_indices) == 1).sum())
+            num_right += int((rank_preferred(scores.detach().cpu(), best_indices) == 1).sum())
         state.loss_sum += loss_sum
         state.num_right += num_right
         state.recent_loss = loss_sum / len(batch)
@@ -374,7 +374,7 @@ class _Training:
 
     def _restore(self) -> None:
         """Continue from the checkpoint, if the run resumes."""
-        fingerprint = self._comparisons.fingerprint()
+        fingerprint = self._comparisons.compute_fingerprint()
         if self._files.checkpoint is None:
             self._state.comparisons = fingerprint
             return

@@ -239,10 +239,10 @@ class Conversation(EpisodeRecord[Turn]):
         """Encode the messages after the last completion; decide whether they start a sequence."""
         pending, chat = self.messages[self._num_answered :], self.chat
         if not self.turns:
-            return chat.first_prompt(pending, self._tools)
+            return chat.encode_first_prompt(pending, self._tools)
         if chat.keeps_thoughts:
-            return chat.next_prompt(pending, ended=self.turns[-1].completion.has_end_token)
+            return chat.encode_next_prompt(pending, ended=self.turns[-1].completion.has_end_token)
         token_ids = join_tokens(self.turns[-1].path)
-        prompt = chat.whole_prompt(self.messages, self._tools)
+        prompt = chat.encode_whole_prompt(self.messages, self._tools)
         self._starts_sequence = prompt[: len(token_ids)] != token_ids
         return prompt if self._starts_sequence else prompt[len(token_ids) :]

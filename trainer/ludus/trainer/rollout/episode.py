@@ -51,7 +51,7 @@ from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
-from ludus.trainer.data.failures import describe, first_error
+from ludus.trainer.data.failures import describe, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import (
     ChatRenderer,
@@ -319,7 +319,7 @@ def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
     Raises:
         UserError: `error` is a UserError, which every other episode would raise too.
     """
-    cause = first_error(error)
+    cause = find_first_error(error)
     if isinstance(cause, UserError):
         raise cause
     is_lost = isinstance(cause, InfrastructureError)

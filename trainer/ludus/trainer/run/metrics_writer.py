@@ -142,11 +142,11 @@ class MetricsWriter:
         rows = tuple(
             WorkerWeightsRow(
                 worker=worker,
-                version=held_weights.canary.version,
-                content_hash=held_weights.canary.content_hash,
-                canary_error=held_weights.canary.error,
+                version=weights_by_worker.canary.version,
+                content_hash=weights_by_worker.canary.content_hash,
+                canary_error=weights_by_worker.canary.error,
             )
-            for worker, held_weights in sorted(weights.items())
+            for worker, weights_by_worker in sorted(weights.items())
         )
         values: dict[str, float] = {}
         if weights:
@@ -154,7 +154,7 @@ class MetricsWriter:
                 TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights.values()),
                 TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights.values()),
                 TrainMetric.WEIGHT_FETCH_BYTES: sum(
-                    worker.bytes_fetched for worker in weights.values()
+                    worker.num_bytes_fetched for worker in weights.values()
                 ),
             }
         self._append("weights", step, values, weights=rows)

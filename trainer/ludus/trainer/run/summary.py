@@ -69,14 +69,14 @@ def write_summary(
             "baselines": report.baselines,
             "wall_seconds_training": metrics.clock.elapsed_s,
             "wall_seconds_total": total_s,
-            "versions": installed_versions(),
+            "versions": list_installed_versions(),
         }
     )
     files.folder.write(SUMMARY_FILE, summary)
     return summary
 
 
-def installed_versions() -> dict[str, str]:
+def list_installed_versions() -> dict[str, str]:
     """Return the versions of the packages that affect a result."""
     versions = {}
     for package in _PACKAGES:

@@ -76,7 +76,7 @@ def start_local_servers(
             config.package,
             config.options,
             config.max_sessions,
-            log_folder / server_log_name(run, name),
+            log_folder / choose_server_log_name(run, name),
         )
         for name, config in run.environments.items()
         if isinstance(config, LocalEnvironment)
@@ -88,7 +88,7 @@ def start_local_servers(
         yield servers
 
 
-def server_log_name(run: LanguageModelRun, name: str) -> str:
+def choose_server_log_name(run: LanguageModelRun, name: str) -> str:
     """Return the name of the log file of an environment's server, in the run's folder."""
     if len(run.environments) == 1:
         return ENVIRONMENT_LOG_FILE

@@ -31,7 +31,7 @@ async def make_canary(
     even if the weights are correct. Without legal answers, the end of the prompt is scored.
     """
     opening, first_result = await open_first_episode(environment)
-    prompt_ids = chat.first_prompt(opening.messages, opening.tools)
+    prompt_ids = chat.encode_first_prompt(opening.messages, opening.tools)
     answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
     if not answers:
         split = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)

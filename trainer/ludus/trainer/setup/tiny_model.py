@@ -24,13 +24,13 @@ from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
-from ludus.trainer.data.failures import count_failures, describe, most_common_reason
+from ludus.trainer.data.failures import count_failures, describe, find_most_common_reason
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
     Exchange,
-    conversation_texts,
-    to_sample,
+    list_conversation_texts,
+    tokenize_conversation,
     warm_start,
 )
 from ludus.trainer.models.chat import ChatTokenizer
@@ -84,10 +84,10 @@ def make_tiny_model(
     """Write a tiny model whose vocabulary and format come from these conversations."""
     # A tiny model cannot keep several threads busy: they would only wait for each other.
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(conversation_texts(conversations), config.vocab_size)
+    tokenizer = make_tokenizer(list_conversation_texts(conversations), config.vocab_size)
     chat = ChatTokenizer(tokenizer)
     model = make_model(config, tokenizer, seed)
-    samples = [to_sample(chat, conversation) for conversation in conversations]
+    samples = [tokenize_conversation(chat, conversation) for conversation in conversations]
     short_samples = [sample for sample in samples if len(sample.token_ids) <= config.max_tokens]
     if not short_samples:
         min_length = min(len(sample.token_ids) for sample in samples)
@@ -166,7 +166,7 @@ def _report_failures(failures: Sequence[str], num_episodes: int, *, are_all: boo
     """Log the most common failure of the warm start; fail if all episodes failed."""
     message = (
         f"{len(failures)} of {num_episodes} episodes of the warm start failed; the most common "
-        f"reason: {most_common_reason(count_failures(failures))}"
+        f"reason: {find_most_common_reason(count_failures(failures))}"
     )
     if are_all:
         raise EpisodesFailedError(message)

@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights.store import call_within
+from ludus.trainer.weights.store import call_with_limit
 
 _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 5000
@@ -129,7 +129,7 @@ class BucketObjects:
             ConfigError: the bucket does not respond, or refuses access.
         """
         try:
-            call_within(self.list_locations, _CHECK_TIMEOUT_S)
+            call_with_limit(self.list_locations, _CHECK_TIMEOUT_S)
         except WeightSyncError as error:
             raise ConfigError(f"weights.bucket = '{self._config.bucket}': {error}") from error
 

@@ -117,5 +117,5 @@ class WorkerWeights:
     """Time until all tensors were fetched and checked, in seconds."""
     pause_s: float
     """Time without sampling, while the engine loaded the weights and scored the canary prompts."""
-    bytes_fetched: int
+    num_bytes_fetched: int
     """Number of fetched bytes; fewer than the tensors have if differences were fetched."""

@@ -47,9 +47,9 @@ from ludus.trainer.core.types import TensorEntry, WeightManifest
 from ludus.trainer.weights.payload import (
     Payload,
     apply_delta,
+    decode_payload,
     encode_delta,
-    from_buffers,
-    to_buffers,
+    encode_payload,
     verify,
 )
 
@@ -131,7 +131,7 @@ class VersionStore:
         operation = f"publishing weights version {manifest.version} to {self._storage.description}"
         deadline = RetryDeadline(operation, self._config.timeout_s)
         base = self._find_base(manifest)
-        buffers = to_buffers(_make_payload(manifest, state, base))
+        buffers = encode_payload(_make_payload(manifest, state, base))
         name = f"v{manifest.version:08d}-{manifest.content_hash[:12]}"
         name += ".delta.safetensors" if base else ".safetensors"
         location = deadline.call(partial(self._storage.put, name, buffers))
@@ -181,7 +181,7 @@ class VersionStore:
         changed_names: set[str] = set()
         chain: tuple[StoredPayload, ...] = published.location[num_applied:]
         for stored_version in chain:
-            payload = from_buffers(deadline.call(partial(self._read, stored_version)))
+            payload = decode_payload(deadline.call(partial(self._read, stored_version)))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
@@ -209,12 +209,12 @@ class VersionStore:
         needed = [stored_version.location for chain in self._kept for stored_version in chain]
         try:
             if self._locations is None:
-                locations = call_within(self._storage.list_locations, self.drop_timeout_s)
+                locations = call_with_limit(self._storage.list_locations, self.drop_timeout_s)
                 self._locations = list(locations)
             if newest not in self._locations:
                 self._locations.append(newest)
             for location in [each for each in self._locations if each not in needed]:
-                call_within(partial(self._storage.drop, location), self.drop_timeout_s)
+                call_with_limit(partial(self._storage.drop, location), self.drop_timeout_s)
                 self._locations.remove(location)
         except (WeightSyncError, OSError) as error:
             _log.warning("old weights are not deleted yet: %s", error)
@@ -282,7 +282,7 @@ class RetryDeadline:
         while True:
             num_attempts += 1
             try:
-                return call_within(attempt, self._timeout_s - self.elapsed_s)
+                return call_with_limit(attempt, self._timeout_s - self.elapsed_s)
             except StoreUnavailableError as error:
                 reason = error
             # Jitter, so that the workers that wait for a store do not all return at once.
@@ -296,7 +296,7 @@ class RetryDeadline:
             time.sleep(pause_s)
 
 
-def call_within(attempt: Callable[[], ResultT], timeout_s: float) -> ResultT:
+def call_with_limit(attempt: Callable[[], ResultT], timeout_s: float) -> ResultT:
     """Return the result of `attempt`; its thread is abandoned if it does not finish in time.
 
     Raises:

@@ -87,7 +87,7 @@ class Generation:
         Raises:
             ConfigError: a parameter is unknown, or the prompt leaves no room for a completion.
         """
-        return await self._complete(self._policy.prompt_ids(prompt), sampling_params)
+        return await self._complete(self._policy.encode_prompt(prompt), sampling_params)
 
     async def route(
         self, prompt: str, *, sampling_params: Mapping[str, Any] | None = None

@@ -273,11 +273,11 @@ def _refuse_other_fields(config: Any) -> None:
 
 def _prompt_length(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
     if not isinstance(prompt, str):
-        return len(chat.first_prompt(prompt))
+        return len(chat.encode_first_prompt(prompt))
     # A rollout function may send the text unchanged, or as a user message.
     return max(
-        len(chat.text_ids(prompt)),
-        len(chat.first_prompt([{"role": "user", "content": prompt}])),
+        len(chat.encode_text(prompt)),
+        len(chat.encode_first_prompt([{"role": "user", "content": prompt}])),
     )
 
 

@@ -191,7 +191,9 @@ class ToolRollout:
                 names = tool_methods(type(environment))
                 tools |= {name: getattr(environment, name) for name in names}
             specs = [function_spec(tool) for tool in tools.values()]
-            episodes.append(_ToolEpisode(environment, tools, chat.first_prompt(messages, specs)))
+            episodes.append(
+                _ToolEpisode(environment, tools, chat.encode_first_prompt(messages, specs))
+            )
         return episodes
 
     def _instance(self, name: str | None, number: int, *, is_evaluation: bool) -> Any:
@@ -219,7 +221,7 @@ class ToolRollout:
             episode.add(ids, output["logprobs"][:room], sampled=True)
             results = self._call_all(episode, chat.decode(ids))
             has_ended = ids[-1] == chat.end_token_id
-            added_ids = chat.next_prompt(results, ended=has_ended) if results else []
+            added_ids = chat.encode_next_prompt(results, ended=has_ended) if results else []
             is_last = self.max_rounds is not None and episode.num_rounds >= self.max_rounds
             fits = len(episode.completion_ids) + len(added_ids) < max_tokens
             if not results or is_last or not fits:

@@ -1,6 +1,6 @@
 """The two loops of a run, and its recovery from failures.
 
-                     at most (held version + S + 1) * B groups in total
+                     at most (delivered version + S + 1) * B groups
     sampling loop -------------------------------------------------------+
       consumes   capacity of GroupAdmission     (waits; unblocked by a   |
       produces   finished groups, to the buffer  delivery, or a group    |
@@ -11,8 +11,8 @@
       produces   weights version + 1            (waits for the previous delivery)
                           |
     delivery <------------+
-      brings the version to every rollout worker while the next step trains; then it is the
-      held version
+      brings the version to every rollout worker during the next training step; the version is then
+      the delivered version
 
     environment watch: restarts local servers that died. Nothing waits for it: the sessions of a
       dead server are lost, and clients reconnect automatically.
@@ -28,21 +28,21 @@ With S = 0, only version t + 1 plays batch t + 1: learner and workers take turns
 Each loop waits for the other only through GroupAdmission and the buffer. GroupAdmission keeps
 sampling at most S versions ahead. Through the buffer, training waits for B groups. A group that
 will not be trained on gives its capacity back, so the buffer always fills again and there is no
-deadlock. If no worker loads a delivery, the run ends with its error at once. If only some workers
-fail to load it, they get no traffic.
+deadlock. If no worker loads the delivered weights, the run ends with an error at once. If only some
+workers fail to load them, these workers get no groups.
 
 When the learner is lost, all tasks above end. Its ranks restart from the newest checkpoint, and the
 tasks start again as after a resume, in the same process. Groups that were started since are not
 trained on: `GroupBuffer.restore` keeps only the groups of the checkpoint and refuses late ones. No
-group index is used twice. Versions repeat with other contents, but no group of an old version can
-be in the buffer, and workers distinguish contents by their hash.
+group index is used twice. Version numbers are used again with different weights. But no group of an
+old version can be in the buffer, and workers distinguish weights by their hash.
 
 When anything else ends the run, the learner finishes its current step. If the learner is alive, the
-controller then saves a checkpoint, without the buffer's groups if the buffer is lost. The first
-error is raised, whatever else fails during the checkpoint.
+controller then saves a checkpoint, without the buffer's groups if the buffer is lost. It raises the
+first error, even if the checkpoint fails too.
 
-The run pauses for a checkpoint between two steps. The learner contains everything that was trained.
-Waiting groups and groups being played are listed; a resumed run plays the latter again.
+Training pauses for a checkpoint between two steps. The checkpoint contains the learner's state and
+the waiting groups, and lists the groups being played, which a resumed run plays again.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class Components:
 
 @dataclass(eq=False, slots=True)
 class _RunningStep:
-    """A learner's step from its batch to its row; it cannot be interrupted."""
+    """A training step from its batch to its row of metrics; it cannot be interrupted."""
 
     batch: TakenBatch
     times: StepTimes
     metrics: StepMetrics | None = None
-    """None until the step succeeds."""
-    training: asyncio.Task[None] | None = None
+    """Metrics of the step; None until the learner has trained on the batch."""
+    training_task: asyncio.Task[None] | None = None
 
 
 class Controller:
@@ -126,7 +126,7 @@ class Controller:
 
     Args:
         state: state from which the run starts; updated in place.
-        pause: awaited before the first step, with None, and after each step. Training waits for it.
+        pause: function that is awaited before the first step, with None, and after each step.
     """
 
     learner_ping_timeout_s = 60.0
@@ -151,10 +151,10 @@ class Controller:
         """The learner's current step; None between two steps."""
         self._saved_step = state.step
         """Step of the newest checkpoint, or the first step."""
-        self._deliver_s = 0.0
+        self._delivery_duration_s = 0.0
         """Duration of the deliveries that finished since the last step."""
         self._num_counted_breaches = 0
-        """Wrong canary log-probs of the workers that `state` already counts."""
+        """Number of failed canary checks that `state` already counts."""
         self._has_started = False
 
     @property
@@ -195,15 +195,15 @@ class Controller:
         await self._write_checkpoint()
 
     async def _run_with_restarts(self) -> None:
-        is_lost = False
+        is_learner_lost = False
         while True:
             try:
-                if is_lost:
+                if is_learner_lost:
                     await self._restart_from_checkpoint()
                 return await self._run_loops()
             except LearnerLostError as error:
                 self._count_learner_loss(error)
-                is_lost = True
+                is_learner_lost = True
 
     async def _run_loops(self) -> None:
         components, metrics, state = self.components, self.components.metrics, self.state
@@ -266,19 +266,19 @@ class Controller:
     async def _train(self, batch: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
         """Train on a batch, start the delivery of the new weights, and return the step."""
         step = self._step = _RunningStep(batch, StepTimes(wait_s))
-        step.training = asyncio.create_task(self._train_on(step))
+        step.training_task = asyncio.create_task(self._train_on_batch(step))
         # If something else fails now, the learner still finishes this step.
-        await asyncio.shield(step.training)
+        await asyncio.shield(step.training_task)
         start_s = time.monotonic()
         num_bytes = await self._delivery.publish(self.state.step, tasks)
         publish_s = time.monotonic() - start_s
         step.times = replace(step.times, publish_s=publish_s, sync_bytes=num_bytes)
-        result = self._record(step)
+        trained_step = self._record_step(step)
         assert step.metrics is not None
         self._check_updates(step.metrics)
-        return result
+        return trained_step
 
-    async def _train_on(self, step: _RunningStep) -> None:
+    async def _train_on_batch(self, step: _RunningStep) -> None:
         assert step.batch.batch is not None
         start_s = time.monotonic()
         coefficients = compute_coefficients(self.components.run, self.state.step)
@@ -288,7 +288,7 @@ class Controller:
         step.times = replace(step.times, train_s=time.monotonic() - start_s)
         self.state.step += 1
 
-    def _record(self, step: _RunningStep) -> Step:
+    def _record_step(self, step: _RunningStep) -> Step:
         """Count a trained step, write its metrics, and return it."""
         assert step.metrics is not None
         self._step = None
@@ -301,28 +301,32 @@ class Controller:
         state.num_groups_rolled_back += counts.num_rolled_back_groups
         staleness = [group.staleness for group in batch.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
-        unlocked = self._mixture.observe(batch.counts)
+        unlocked_environment = self._mixture.observe(batch.counts)
         times = replace(
-            step.times, deliver_s=self._deliver_s, rollout_idle_s=self.sampling.take_idle_s()
+            step.times,
+            deliver_s=self._delivery_duration_s,
+            rollout_idle_s=self.sampling.take_idle_s(),
         )
-        self._deliver_s = 0.0
-        values, environments = compute_step_values(
+        self._delivery_duration_s = 0.0
+        run_values, environment_values = compute_step_values(
             batch, step.metrics, times, state.canary_max_error, self._mixture.num_open
         )
-        metrics.log_step(state.step, state.games_trained, values, environments)
-        if unlocked is not None:
-            _log.info("step %d: the curriculum opens environment '%s'", state.step, unlocked)
+        metrics.log_step(state.step, state.games_trained, run_values, environment_values)
+        if unlocked_environment is not None:
+            _log.info(
+                "step %d: the curriculum opens environment '%s'", state.step, unlocked_environment
+            )
             metrics.log_event(
                 state.step,
                 {TrainMetric.NUM_UNLOCKS: 1},
                 num_games_trained=state.games_trained,
-                environment=unlocked,
+                environment=unlocked_environment,
             )
         transcripts = metrics.log_transcripts(
             state.step,
             [transcript for group in batch.groups for transcript in group.transcripts],
         )
-        return Step(state.step, values, environments, transcripts, evaluation=None)
+        return Step(state.step, run_values, environment_values, transcripts, evaluation=None)
 
     def _check_updates(self, metrics: StepMetrics) -> None:
         """Log skipped updates; fail after too many in a row."""
@@ -344,14 +348,14 @@ class Controller:
         state = self.state
         state.weight_syncs += 1
         state.canary_max_error = max(state.canary_max_error, max_canary_error)
-        self._deliver_s += duration_s
+        self._delivery_duration_s += duration_s
         self._count_breaches()
-        held_weights = self.components.workers.held_weights
-        self.components.metrics.log_delivery(version, held_weights)
-        await self.sampling.set_held_version(version)
+        weights_by_worker = self.components.workers.weights_by_worker
+        self.components.metrics.log_delivery(version, weights_by_worker)
+        await self.sampling.set_delivered_version(version)
 
     def _count_breaches(self) -> None:
-        """Count the canary prompts that workers scored with other weights since the last call."""
+        """Count the canary checks that failed since the last call."""
         while self._num_counted_breaches < self.components.workers.num_breaches:
             self._num_counted_breaches += 1
             self.state.canary_failures += 1
@@ -384,7 +388,7 @@ class Controller:
         reports = await self.components.evaluator.evaluate(num_games)
         if state.step == 0:
             state.start = {name: report.policy for name, report in reports.items()}
-            self._mixture.warn_without_success(state.start)
+            self._mixture.warn_if_success_is_missing(state.start)
         for name, report in reports.items():
             metrics.log_evaluation(state.step, state.games_trained, name, report)
         metrics.log_phase(Phase.TRAIN, state.step)
@@ -407,7 +411,7 @@ class Controller:
         metrics.log_checkpoint(state.step, time.monotonic() - start_s)
 
     async def _save_after_failure(self) -> str:
-        """Save a checkpoint if the learner is alive; return how the run can continue.
+        """Save a checkpoint if the learner is alive; return a note on how to continue the run.
 
         The tasks of the run have ended. A batch that was taken but not started is lost.
         """
@@ -429,15 +433,15 @@ class Controller:
     async def _finish_step(self) -> None:
         """Wait until the learner has finished its current step, and record the step."""
         step = self._step
-        if step is not None and step.training is not None:
-            await asyncio.shield(step.training)
-            self._record(step)
+        if step is not None and step.training_task is not None:
+            await asyncio.shield(step.training_task)
+            self._record_step(step)
 
     def _discard_step(self) -> None:
         """Stop waiting for the learner's current step."""
         step, self._step = self._step, None
-        if step is not None and step.training is not None:
-            step.training.cancel()
+        if step is not None and step.training_task is not None:
+            step.training_task.cancel()
 
     def _count_learner_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; fail if it may not restart again."""
@@ -459,15 +463,15 @@ class Controller:
         self._discard_step()
         # Until the restart is complete, no checkpoint may be written.
         self._saved_step = state.step
-        earlier = await self._restart_learner()
-        self._saved_step = earlier.step
-        num_lost_steps = state.step - earlier.step
+        checkpoint_state = await self._restart_learner()
+        self._saved_step = checkpoint_state.step
+        num_lost_steps = state.step - checkpoint_state.step
         state.num_groups_rolled_back += num_lost_steps * components.run.training.groups_per_step
-        self._mixture.roll_back(earlier.mixture)
-        state.roll_back(earlier)
+        self._mixture.roll_back(checkpoint_state.mixture)
+        state.roll_back(checkpoint_state)
         # New indices, so that late groups with old indices are not mistaken for the replayed ones.
         state.unfinished_groups = [
-            self._mixture.reissue_group(spec) for spec in earlier.unfinished_groups
+            self._mixture.reissue_group(spec) for spec in checkpoint_state.unfinished_groups
         ]
         components.metrics.rewind(state.step)
         components.metrics.log_event(state.step, {TrainMetric.NUM_LEARNER_RESTARTS: 1})

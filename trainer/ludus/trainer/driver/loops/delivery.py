@@ -3,10 +3,10 @@
     training loop    step t        publish v = t + 1    step t + 1      publish v + 1
     delivery         v - 1 ...  |  ........ v: workers fetch, load, run the canary  |  v + 1
                                 ^                                                   ^
-                     waits for the previous delivery                      held version = v
+                     waits for the previous delivery                      delivered version = v
 
 At most one delivery runs at a time, so `publish` waits for the previous delivery. Otherwise only
-evaluations and checkpoints wait for a delivery. GroupAdmission counts from the held version. With a
+evaluations and checkpoints wait for a delivery. Admission uses the delivered version. With a
 staleness limit of 0 the next batch therefore waits for the delivery. With a limit of 1, training
 continues during the delivery.
 """
@@ -35,7 +35,7 @@ class Delivery:
     """
 
     grace_s = 10.0
-    """Extra time in which a store may report a more exact reason for its failure."""
+    """Extra time in which the store may report a more exact reason for its failure."""
 
     def __init__(
         self,
@@ -50,31 +50,31 @@ class Delivery:
         self._canary = canary
         self._timeout_s = timeout_s
         self._on_delivered = on_delivered
-        self._running: asyncio.Task[None] | None = None
+        self._delivery_task: asyncio.Task[None] | None = None
 
     async def publish(self, version: int, tasks: Tasks) -> int:
         """Publish a version, start its delivery as one of `tasks`, and return its size in bytes."""
         await self.wait()
         try:
             async with asyncio.timeout(self._timeout_s + self.grace_s):
-                published_version = await self._learners.publish(version, self._canary)
+                published_weights = await self._learners.publish(version, self._canary)
         except TimeoutError:
             raise WeightSyncError(
                 f"weights version {version} could not be published within weights.timeout_s = "
                 f"{self._timeout_s:g}; check that the store responds, or raise the limit"
             ) from None
-        self._running = tasks.start(self._deliver(published_version))
-        return published_version.manifest.num_bytes
+        self._delivery_task = tasks.start(self._deliver(published_weights))
+        return published_weights.manifest.num_bytes
 
     async def wait(self) -> None:
         """Wait until no delivery is running."""
-        if self._running is not None:
-            await asyncio.shield(self._running)
+        if self._delivery_task is not None:
+            await asyncio.shield(self._delivery_task)
 
-    async def _deliver(self, published: PublishedWeights) -> None:
+    async def _deliver(self, published_weights: PublishedWeights) -> None:
         start_s = time.monotonic()
         try:
-            weights = await self._workers.load_weights(published, self._timeout_s)
+            loaded_weights = await self._workers.load_weights(published_weights, self._timeout_s)
         except CanaryError:
             raise
         except WeightSyncError:
@@ -82,8 +82,8 @@ class Delivery:
             await self._raise_if_learner_is_lost()
             raise
         duration_s = time.monotonic() - start_s
-        max_error = max((worker.canary.error for worker in weights), default=0.0)
-        await self._on_delivered(published.manifest.version, duration_s, max_error)
+        max_error = max((weights.canary.error for weights in loaded_weights), default=0.0)
+        await self._on_delivered(published_weights.manifest.version, duration_s, max_error)
 
     async def _raise_if_learner_is_lost(self) -> None:
         with suppress(TimeoutError):

@@ -1,18 +1,18 @@
-"""The sampling loop: has groups played as fast as workers and staleness limit allow.
+"""The sampling loop, which has groups played as fast as workers and staleness limit allow.
 
     replacements -----+                                       +--> finished: in the buffer
                       +--> admitted --> slot on a worker -----+
     the mixture ------+       ^                               +--> zero-variance, void or lost:
                               |                                    replaced
-                  capacity for the version that all workers hold
+                  capacity for the delivered version
 
 The loop waits for capacity, then for a free slot on a worker. A delivery of weights and a group
 that must be replaced both give new capacity. A group starts only when it has its slot, so that it
 uses the newest possible weights.
 
-Groups go from the workers straight to the buffer, so only the buffer knows what became of a group.
-This loop knows which groups are being played. `_changed` is held while the two must agree. A
-refused group is replaced by the first that learns of it: the task that played it, or a checkpoint.
+Groups go from the workers straight to the buffer, so only the buffer knows whether it took a group.
+This loop knows which groups are being played. `_change_condition` is held while the two must agree.
+A refused group is replaced by the task that played it, or by a checkpoint if that comes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ludus.trainer.run.checkpoint import RunState
 
 
 class SamplingLoop:
-    """Admits groups and has them played until it is cancelled."""
+    """A loop that admits groups and has them played until it is cancelled."""
 
     def __init__(
         self, run: LanguageModelRun, mixture: Mixture, workers: Workers, buffer: Buffer
@@ -49,12 +49,12 @@ class SamplingLoop:
             training.max_staleness,
             num_groups=None if training.num_epochs is None else num_groups,
         )
-        self._held_version: int | None = None
-        self._waiting: deque[GroupSpec] = deque()
+        self._delivered_version: int | None = None
+        self._waiting_groups: deque[GroupSpec] = deque()
         """Groups to start before new groups: resumed groups and replacements."""
-        self._playing: dict[int, GroupSpec] = {}
+        self._playing_groups: dict[int, GroupSpec] = {}
         """Groups being played and not yet replaced, by index."""
-        self._changed = asyncio.Condition()
+        self._change_condition = asyncio.Condition()
         self._idle_s = 0.0
         self._idle_since_s: float | None = time.monotonic()
 
@@ -63,7 +63,7 @@ class SamplingLoop:
         num_kept = await self._buffer.restore(state.buffered_groups, state.counts, state.step)
         self._admission.num_admitted = state.step * self._admission.groups_per_step + num_kept
         # A resumed run may have other environments.
-        self._waiting.extend(
+        self._waiting_groups.extend(
             spec for spec in state.unfinished_groups if spec.environment in self._environments
         )
 
@@ -71,8 +71,8 @@ class SamplingLoop:
         """Admit groups until cancelled; each slot of groups is played as one of `tasks`."""
         self.take_idle_s()
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._capacity > 0)
+            async with self._change_condition:
+                await self._change_condition.wait_for(lambda: self._capacity > 0)
             slot = await self._workers.acquire_slot()
             try:
                 specs = await self._admit(slot.size)
@@ -81,11 +81,11 @@ class SamplingLoop:
                 raise
             tasks.start(self._play(slot, specs))
 
-    async def set_held_version(self, version: int) -> None:
+    async def set_delivered_version(self, version: int) -> None:
         """Admit groups for `version`, which all workers now sample from."""
-        async with self._changed:
-            self._held_version = version
-            self._changed.notify_all()
+        async with self._change_condition:
+            self._delivered_version = version
+            self._change_condition.notify_all()
 
     async def copy_state(self, state: RunState) -> RunState:
         """Return a copy of the state with the groups that were started and not yet trained on.
@@ -93,27 +93,34 @@ class SamplingLoop:
         If the buffer is lost, its groups are missing. Groups being played then get new indices,
         because some of them may have been trained on.
         """
-        async with self._changed:
+        async with self._change_condition:
             try:
-                buffer = await self._buffer.state()
+                buffer_state = await self._buffer.state()
             except BufferLostError:
-                playing = [self._mixture.reissue_group(spec) for spec in self._playing.values()]
-                copy = state.model_copy(deep=True)
-                copy.unfinished_groups += [*playing, *self._waiting]
-                return copy
-            playing = [self._playing[index] for index in buffer.played]
-            self._replace(buffer.refused)
-            self._changed.notify_all()
-            copy = state.model_copy(deep=True)
-            copy.unfinished_groups = [*playing, *self._waiting]
-            copy.buffered_groups, copy.counts = buffer.groups, buffer.counts
-            return copy
+                playing_groups = [
+                    self._mixture.reissue_group(spec) for spec in self._playing_groups.values()
+                ]
+                state_copy = state.model_copy(deep=True)
+                state_copy.unfinished_groups += [*playing_groups, *self._waiting_groups]
+                return state_copy
+            playing_groups = [self._playing_groups[index] for index in buffer_state.playing_indices]
+            self._replace_refused_groups(buffer_state.refusals)
+            self._change_condition.notify_all()
+            state_copy = state.model_copy(deep=True)
+            state_copy.unfinished_groups = [*playing_groups, *self._waiting_groups]
+            state_copy.buffered_groups, state_copy.counts = buffer_state.groups, buffer_state.counts
+            return state_copy
 
     def describe(self) -> str:
         """Describe which groups are being played, and the state of the workers."""
-        playing = Counter(spec.environment for spec in self._playing.values())
-        groups = ", ".join(f"{number} in '{name}'" for name, number in sorted(playing.items()))
-        return f"groups being played: {groups or 'none'}; {self._workers.describe()}"
+        num_groups_by_environment = Counter(
+            spec.environment for spec in self._playing_groups.values()
+        )
+        group_text = ", ".join(
+            f"{num_groups} in '{name}'"
+            for name, num_groups in sorted(num_groups_by_environment.items())
+        )
+        return f"groups being played: {group_text or 'none'}; {self._workers.describe()}"
 
     def take_idle_s(self) -> float:
         """Return the seconds since the last call in which no group was played."""
@@ -126,42 +133,48 @@ class SamplingLoop:
 
     @property
     def _capacity(self) -> int:
-        if self._held_version is None:
+        if self._delivered_version is None:
             return 0
-        return self._admission.capacity(self._held_version)
+        return self._admission.compute_capacity(self._delivered_version)
 
     async def _admit(self, max_groups: int) -> list[GroupSpec]:
         """Start between one and `max_groups` groups and return them."""
-        async with self._changed:
-            assert self._held_version is not None
-            specs = [self._next_group() for _ in range(min(max_groups, self._capacity))]
+        async with self._change_condition:
+            assert self._delivered_version is not None
+            specs = [self._take_next_group() for _ in range(min(max_groups, self._capacity))]
             self._admission.admit(len(specs))
-            self._playing.update({spec.index: spec for spec in specs})
+            self._playing_groups.update({spec.index: spec for spec in specs})
             self._update_idle_time()
-            await self._buffer.begin([spec.index for spec in specs], self._held_version)
+            await self._buffer.begin([spec.index for spec in specs], self._delivered_version)
         return specs
 
     async def _play(self, slot: Slot, specs: Sequence[GroupSpec]) -> None:
         refusals = await slot.play(specs)
-        async with self._changed:
-            self._replace(refusals)
+        async with self._change_condition:
+            self._replace_refused_groups(refusals)
             for spec in specs:
-                self._playing.pop(spec.index, None)
+                self._playing_groups.pop(spec.index, None)
             self._update_idle_time()
-            self._changed.notify_all()
+            self._change_condition.notify_all()
 
-    def _next_group(self) -> GroupSpec:
-        return self._waiting.popleft() if self._waiting else self._mixture.next_group()
+    def _take_next_group(self) -> GroupSpec:
+        return (
+            self._waiting_groups.popleft()
+            if self._waiting_groups
+            else self._mixture.take_next_group()
+        )
 
-    def _replace(self, refusals: Sequence[Refusal]) -> None:
+    def _replace_refused_groups(self, refusals: Sequence[Refusal]) -> None:
         for refusal in sorted(refusals, key=lambda refusal: refusal.index):
-            spec = self._playing.pop(refusal.index, None)
+            spec = self._playing_groups.pop(refusal.index, None)
             if spec is not None:
                 self._admission.release(1)
-                self._waiting.append(self._mixture.replace_group(spec, is_lost=refusal.is_lost))
+                self._waiting_groups.append(
+                    self._mixture.replace_group(spec, is_lost=refusal.is_lost)
+                )
 
     def _update_idle_time(self) -> None:
-        if self._playing:
+        if self._playing_groups:
             self._idle_s = self.take_idle_s()
             self._idle_since_s = None
         elif self._idle_since_s is None:

@@ -30,7 +30,7 @@ _LEARNER_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Durations of the parts of a training step."""
+    """Durations of the phases of a training step."""
 
     wait_s: float
     """Time for which the learner waited for the batch."""
@@ -39,8 +39,8 @@ class StepTimes:
     publish_s: float = 0.0
     """Time from the last update until workers could fetch its weights. The learner is idle."""
     deliver_s: float = 0.0
-    """Time until every worker had loaded the published weights. The next step runs meanwhile, so
-    this belongs to the deliveries that finished since the last step."""
+    """Duration of the deliveries that finished since the last step. The next step runs during a
+    delivery."""
     rollout_idle_s: float = 0.0
     """Time in which no group was played, because the staleness limit admitted none."""
     sync_bytes: int = 0
@@ -57,7 +57,7 @@ def compute_step_values(
     metrics: StepMetrics,
     times: StepTimes,
     canary_error: float,
-    num_open: int | None = None,
+    num_open_environments: int | None = None,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return the values of a training step: of the whole run, and by environment.
 
@@ -68,33 +68,39 @@ def compute_step_values(
     staleness: dict[str, list[int]] = {}
     for group in batch.groups:
         staleness.setdefault(group.environment, []).append(group.staleness)
-    environments = {
-        name: _environment_values(batch.counts.get(name, RolloutCounts()), staleness.get(name, []))
+    environment_values = {
+        name: _compute_environment_values(
+            batch.counts.get(name, RolloutCounts()), staleness.get(name, [])
+        )
         for name in sorted(batch.counts.keys() | staleness.keys())
     }
-    combined = combine_metrics(environments.values())
+    combined_values = combine_metrics(environment_values.values())
     # Reward terms of the same name in two environments may mean different things.
-    run = {
-        name: value for name, value in combined.items() if not name.startswith(REWARD_TERM_PREFIX)
+    run_values = {
+        name: value
+        for name, value in combined_values.items()
+        if not name.startswith(REWARD_TERM_PREFIX)
     }
-    run |= _learner_values(metrics, times)
-    run |= {
-        TrainMetric.BUFFER_DEPTH_GROUPS: batch.depth,
+    run_values |= _compute_learner_values(metrics, times)
+    run_values |= {
+        TrainMetric.BUFFER_DEPTH_GROUPS: batch.num_waiting_groups,
         TrainMetric.CANARY_ERROR: canary_error,
     }
-    if num_open is not None:
-        run[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open
+    if num_open_environments is not None:
+        run_values[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open_environments
     if times.total_s > 0:
-        for rate, num in (
+        for rate_metric, count_metric in (
             (TrainMetric.TOKENS_PER_SECOND, TrainMetric.NUM_TOKENS_GENERATED),
             (TrainMetric.EPISODES_PER_SECOND, TrainMetric.NUM_EPISODES),
         ):
-            run[rate] = run[num] / times.total_s
-    return run, environments
+            run_values[rate_metric] = run_values[count_metric] / times.total_s
+    return run_values, environment_values
 
 
-def _environment_values(counts: RolloutCounts, staleness: Sequence[int]) -> dict[str, float]:
-    """Return the values of one environment, without means of nothing."""
+def _compute_environment_values(
+    counts: RolloutCounts, staleness: Sequence[int]
+) -> dict[str, float]:
+    """Return the values of one environment; a mean over no elements is left out."""
     num_finished = counts.num_wins + counts.num_draws + counts.num_losses
     values: dict[str, float] = {
         TrainMetric.NUM_EPISODES: counts.num_episodes,
@@ -131,10 +137,10 @@ def _environment_values(counts: RolloutCounts, staleness: Sequence[int]) -> dict
     if staleness:
         values[TrainMetric.STALENESS_MEAN] = sum(staleness) / len(staleness)
         values[TrainMetric.STALENESS_MAX] = max(staleness)
-    return values | _reward_values(counts)
+    return values | _compute_reward_values(counts)
 
 
-def _reward_values(counts: RolloutCounts) -> dict[str, float]:
+def _compute_reward_values(counts: RolloutCounts) -> dict[str, float]:
     values: dict[str, float] = {}
     if counts.num_scored:
         mean = counts.reward_sum / counts.num_scored
@@ -147,7 +153,7 @@ def _reward_values(counts: RolloutCounts) -> dict[str, float]:
     return values
 
 
-def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
+def _compute_learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
     values: dict[str, float] = {
         TrainMetric.STEP_S: times.total_s,
         TrainMetric.WAIT_FOR_BATCH_S: times.wait_s,

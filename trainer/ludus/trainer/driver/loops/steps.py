@@ -33,18 +33,18 @@ class StepGate:
     """
 
     def __init__(self) -> None:
-        self._requested = asyncio.Event()
+        self._request_event = asyncio.Event()
         self._steps: asyncio.Queue[Step | None] = asyncio.Queue()
         self._is_open = False
         self.is_waiting = False
         """True while the training loop waits here."""
         self.has_reported_end = False
-        """True after the program learned how training ended."""
+        """True after the program was told how training ended."""
 
     def open(self) -> None:
         """Let the training loop pass without waiting from now on."""
         self._is_open = True
-        self._release()
+        self._request_step()
 
     async def wait(self, step: Step | None) -> None:
         """Wait, in the training loop, until the next step is requested."""
@@ -52,32 +52,32 @@ class StepGate:
             return
         self._steps.put_nowait(step)
         self.is_waiting = True
-        await self._requested.wait()
-        self._requested.clear()
+        await self._request_event.wait()
+        self._request_event.clear()
 
-    async def receive(self, training: asyncio.Task[None]) -> Step | None:
-        """Return the next step that the training loop brings; None before the first and at the end.
+    async def receive(self, training_task: asyncio.Task[None]) -> Step | None:
+        """Return the next step that passes the gate; None before the first step and after the last.
 
         Raises:
-            BaseException: the failure of `training`.
+            BaseException: the failure of `training_task`.
         """
-        receiving = asyncio.ensure_future(self._steps.get())
+        receive_task = asyncio.ensure_future(self._steps.get())
         try:
-            await asyncio.wait([receiving, training], return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return receiving.result()
+            await asyncio.wait([receive_task, training_task], return_when=asyncio.FIRST_COMPLETED)
+            if receive_task.done():
+                return receive_task.result()
         finally:
-            receiving.cancel()
+            receive_task.cancel()
         self.has_reported_end = True
-        await training
+        await training_task
         return None
 
-    async def next(self, training: asyncio.Task[None]) -> Step | None:
-        """Request the next step and return it; None when there is none."""
-        self._release()
-        return await self.receive(training)
+    async def request_next(self, training_task: asyncio.Task[None]) -> Step | None:
+        """Request the next step and return it; None after the last step."""
+        self._request_step()
+        return await self.receive(training_task)
 
-    def _release(self) -> None:
+    def _request_step(self) -> None:
         # Reset here, because the training loop only wakes up later.
         self.is_waiting = False
-        self._requested.set()
+        self._request_event.set()

@@ -39,7 +39,7 @@ from ludus.env import Message
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Turn, join_tokens
-from ludus.trainer.models.chat import ChatTokenizer, split_reasoning, thoughts_end
+from ludus.trainer.models.chat import ChatTokenizer, find_thoughts_end, split_reasoning
 from ludus.trainer.rollout.adapters.tool_adapter import first_call_end, read_calls, remove_calls
 from ludus.trainer.rollout.agents.endpoint.exchange import (
     ApiError,
@@ -134,7 +134,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             if self.chat.keeps_thoughts:
                 return self._encode_in_pieces(request)
             messages = [self._restore_reasoning(message) for message in request.messages]
-            return self.chat.whole_prompt(messages, request.tools)
+            return self.chat.encode_whole_prompt(messages, request.tools)
         except ConfigError as error:
             raise ApiError(str(error), param="messages") from error
 
@@ -142,7 +142,7 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         """Encode the agent's messages, and insert sampled completions as their tokens."""
         chat = self.chat
         head, parts = _split_at_completions(request.messages)
-        token_ids = chat.first_prompt([message.plain for message in head], request.tools)
+        token_ids = chat.encode_first_prompt([message.plain for message in head], request.tools)
         for message, following in parts:
             completion = self._find_completion(message, token_ids)
             if completion is None:
@@ -150,7 +150,9 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
             else:
                 token_ids += completion.token_ids
             has_ended = completion is None or completion.has_end_token
-            token_ids += chat.next_prompt([each.plain for each in following], ended=has_ended)
+            token_ids += chat.encode_next_prompt(
+                [each.plain for each in following], ended=has_ended
+            )
         return token_ids
 
     def _find_completion(
@@ -302,7 +304,7 @@ def parse_response(text: str, *, with_calls: bool) -> PolicyResponse:
 
 def _find_cut(text: str, request: PolicyRequest) -> tuple[int, int]:
     """Return the end of the response's text, and the end of the text that is kept."""
-    start = thoughts_end(text)
+    start = find_thoughts_end(text)
     cuts = [
         (index, index + len(stop))
         for stop in request.stop

@@ -96,7 +96,7 @@ class RLTrainer(ForgeActor):
     @endpoint
     def push_weights(self, policy_version: int) -> None:
         """Publish the policy for the Generators of this process."""
-        state = self.learner.full_state()
+        state = self.learner.gather_weights()
         logprobs = self.learner.score_completions(_CANARY)
         process_exchange().push(make_manifest(policy_version, state, _CANARY, logprobs), state)
 

@@ -125,8 +125,8 @@ class CompletionService:
         """Return the tokens of a prompt; `as_chat` None applies the template to messages only."""
         if isinstance(prompt, str):
             if as_chat:
-                return self._chat.first_prompt([{"role": "user", "content": prompt}])
-            return self._chat.text_ids(prompt)
+                return self._chat.encode_first_prompt([{"role": "user", "content": prompt}])
+            return self._chat.encode_text(prompt)
         if isinstance(prompt, Sequence) and prompt:
             if all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
                 if as_chat is False:
@@ -134,7 +134,7 @@ class CompletionService:
                         "as_chat = False needs a prompt of text or token ids, but the prompt is "
                         "messages, which need the chat template; remove as_chat, or send text"
                     )
-                return self._chat.first_prompt(prompt)  # type: ignore[arg-type]
+                return self._chat.encode_first_prompt(prompt)  # type: ignore[arg-type]
             if all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
                 return self._check_vocabulary(list(prompt))  # type: ignore[arg-type]
         raise RolloutFunctionError(

@@ -258,7 +258,7 @@ class BatchFunctionRunner:
         has_images = self._signature is RolloutSignature.ONCE_WITH_IMAGES
         images = {"images": None} if has_images else {}
         texts = [
-            each.prompt if isinstance(each.prompt, str) else self._chat.prompt_text(each.prompt)
+            each.prompt if isinstance(each.prompt, str) else self._chat.render_prompt(each.prompt)
             for each in prompts
         ]
         return partial(self._function, texts, args=args, processing_class=tokenizer, **images)
