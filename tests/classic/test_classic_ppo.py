@@ -193,7 +193,7 @@ def test_example_can_start(example: str) -> None:
 def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
     folder = train(make_run(tmp_path), resume=Resume.NEVER, overwrite=False)
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
-    assert summary.is_finished and summary.num_steps == 6
+    assert summary.finished and summary.num_steps == 6
     assert summary.baselines["random"].num_games == 5
     rows = read_metrics(folder)
     assert [row.step for row in rows if row.kind == "train"] == [1, 2, 3, 4, 5, 6]

@@ -122,7 +122,7 @@ def test_resumed_call_equals_an_uninterrupted_call(tmp_path: Path) -> None:
     assert first_half == uninterrupted[:12]
     folder = tmp_path / "resumed" / "cart"
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
-    assert summary.is_finished and summary.games_trained >= 24
+    assert summary.finished and summary.games_trained >= 24
     assert list((folder / "checkpoints").iterdir())
     assert list(folder.rglob("events.out.tfevents*"))
     assert [row.step for row in read_metrics(folder) if row.kind == "train"] == list(

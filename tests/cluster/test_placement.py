@@ -46,9 +46,9 @@ def demand(
 
 def test_on_one_machine_only_gpus_are_requested() -> None:
     placement = place_on_one_machine(config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4}))
-    assert placement.driver_node_options() == {"num_cpus": 0}
-    assert placement.rank_options(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
-    assert placement.worker_options() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
+    assert placement.make_driver_node_options() == {"num_cpus": 0}
+    assert placement.make_rank_options(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+    assert placement.make_worker_options() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
 
 
 def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
@@ -57,14 +57,14 @@ def test_in_a_cluster_actors_request_cpus_and_gpus() -> None:
         rollout={"num_threads": 2},
     )
     placement = place_in_cluster(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
-    assert placement.rank_options(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
-    assert placement.worker_options() == {
+    assert placement.make_rank_options(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
+    assert placement.make_worker_options() == {
         "num_cpus": 2.0,
         "num_gpus": 0,
         "resources": {},
         "scheduling_strategy": "SPREAD",
     }
-    strategy = placement.driver_node_options()["scheduling_strategy"]
+    strategy = placement.make_driver_node_options()["scheduling_strategy"]
     assert isinstance(strategy, NodeAffinitySchedulingStrategy)
     assert (strategy.node_id, strategy.soft) == (DRIVER_NODE, False)
 

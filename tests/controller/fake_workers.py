@@ -20,7 +20,7 @@ from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.actors import roster, supervisor
-from ludus.trainer.actors.placement import ANY_NUMBER, place_on_one_machine
+from ludus.trainer.actors.placement import UNLIMITED_ACTORS, place_on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
@@ -166,7 +166,10 @@ class FakeFleet:
 
     @asynccontextmanager
     async def running(
-        self, patch: pytest.MonkeyPatch, settings: dict[str, Any], max_workers: int = ANY_NUMBER
+        self,
+        patch: pytest.MonkeyPatch,
+        settings: dict[str, Any],
+        max_workers: int = UNLIMITED_ACTORS,
     ) -> AsyncIterator[RolloutWorkers]:
         """Yield the workers of a run with these settings."""
         patch.setattr(roster, "make_actor", self._make_actor)

@@ -301,7 +301,7 @@ class SimulatedRun:
         components = Components(
             run=run,
             metrics=metrics,
-            checkpoints=CheckpointFolder(folder.path / "checkpoints", keep=2),
+            checkpoints=CheckpointFolder(folder.path / "checkpoints", num_kept=2),
             learners=self.learner,
             workers=workers,
             buffer=buffer,

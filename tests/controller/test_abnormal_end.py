@@ -23,9 +23,9 @@ from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.run.checkpoint import (
     RunState,
-    checkpoint_step,
     find_newest_checkpoint,
     list_checkpoints,
+    parse_checkpoint_step,
     read_state,
 )
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, next_iteration
@@ -109,7 +109,9 @@ class Failure:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints."""
-    return [checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")]
+    return [
+        parse_checkpoint_step(path) for path in list_checkpoints(folder / "run" / "checkpoints")
+    ]
 
 
 @pytest.mark.parametrize(

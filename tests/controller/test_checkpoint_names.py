@@ -29,7 +29,7 @@ async def test_resume_with_other_random_numbers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LanguageModelRun(output_dir=str(tmp_path))
-    checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
+    checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, num_kept=1)
     with checkpoints.prepare(5) as folder:
         saved = await checkpoints.commit(folder, RunState(step=5), [])
     previous = sorted(path for path in tmp_path.rglob("*"))

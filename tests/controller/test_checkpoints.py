@@ -35,9 +35,9 @@ def write(folder: Path) -> list[SavedFile]:
     return [SavedFile.from_path(folder / name) for name in NAMES]
 
 
-async def save(folder: Path, step: int, keep: int = 2) -> Path:
+async def save(folder: Path, step: int, num_kept: int = 2) -> Path:
     """Write a checkpoint of `step`."""
-    checkpoints = CheckpointFolder(folder, keep)
+    checkpoints = CheckpointFolder(folder, num_kept)
     with checkpoints.prepare(step) as folder:
         return await checkpoints.commit(folder, RunState(step=step), write(folder))
 
@@ -61,8 +61,8 @@ async def test_incomplete_checkpoint_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
     monkeypatch.setattr("ludus.trainer.run.checkpoint.VISIBLE_TIMEOUT_S", 0.0)
-    await save(tmp_path, 5, keep=1)
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    await save(tmp_path, 5, num_kept=1)
+    checkpoints = CheckpointFolder(tmp_path, num_kept=1)
     with (
         pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"),
         checkpoints.prepare(10) as folder,
@@ -84,7 +84,7 @@ async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, steps: lis
     message = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
     with (
         pytest.raises(CheckpointError, match=message),
-        CheckpointFolder(tmp_path, keep=1).prepare(10) as folder,
+        CheckpointFolder(tmp_path, num_kept=1).prepare(10) as folder,
     ):
         write(folder)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -94,7 +94,7 @@ async def test_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, steps: lis
 async def test_commit_waits_for_a_late_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, num_kept=1)
     with checkpoints.prepare(10) as folder:
         written = write(folder)
         late = folder / "learner" / "__1_0.distcp"
@@ -131,15 +131,15 @@ async def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
 async def test_new_checkpoints_replace_a_skipped_one(
     tmp_path: Path,
 ) -> None:
-    await save(tmp_path, 5, keep=1)
+    await save(tmp_path, 5, num_kept=1)
     (tmp_path / "step-00000010").mkdir()
-    await save(tmp_path, 6, keep=1)
+    await save(tmp_path, 6, num_kept=1)
     assert steps_in(tmp_path) == [6]
 
 
 async def test_oldest_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in (5, 10, 15, 15):
-        await save(tmp_path, step, keep=2)
+        await save(tmp_path, step, num_kept=2)
     assert steps_in(tmp_path) == [10, 15]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015"]
 
@@ -163,7 +163,7 @@ def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]
         async def in_step(number: int) -> None:
             if number in to_come:
                 to_come.discard(number)
-                damage(controller.components.checkpoints.newest_first()[0])
+                damage(controller.components.checkpoints.list_newest_first()[0])
                 run.learner.die()
 
         run.learner.in_step = in_step

@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
 from ludus.trainer.core.stopping import StopRequest
-from ludus.trainer.run.lifecycle import follow_control
+from ludus.trainer.run.lifecycle import apply_control_files
 from tests.env.polling import eventually
 
 
@@ -29,7 +29,7 @@ class ControlledRun:
 async def follow(folder: Path) -> AsyncIterator[ControlledRun]:
     run = ControlledRun(folder)
     task = asyncio.create_task(
-        follow_control(folder, run.sizes.append, run.stop_request, interval_s=0.01)
+        apply_control_files(folder, run.sizes.append, run.stop_request, interval_s=0.01)
     )
     yield run
     task.cancel()

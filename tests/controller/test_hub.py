@@ -58,7 +58,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
     monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(load, "HUB_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(load, "current_minute", lambda: 0)
+    monkeypatch.setattr(load, "get_current_minute", lambda: 0)
     load.is_hub_reachable.cache_clear()
     yield silent
     silent.close()
@@ -99,7 +99,7 @@ def test_dry_run_reports_a_silent_hub(tmp_path: Path) -> None:
 
 def test_hub_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch, hub: SilentHub) -> None:
     for minute in (0, 0, 1):
-        monkeypatch.setattr(load, "current_minute", lambda minute=minute: minute)
+        monkeypatch.setattr(load, "get_current_minute", lambda minute=minute: minute)
         with pytest.raises(NotFoundError):
             check_model_path(MODEL)
     assert hub.num_requests == 2

@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path) -> None:
 async def test_resume_with_other_random_numbers_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
+    checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, num_kept=1)
     with checkpoints.prepare(5) as folder:
         await checkpoints.commit(folder, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)

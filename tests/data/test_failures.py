@@ -10,7 +10,7 @@ from ludus.trainer.data.failures import (
     MAX_REASON_CHARACTERS,
     add_failures,
     count_failures,
-    describe,
+    describe_error,
     find_first_error,
     find_most_common_reason,
     mask_numbers,
@@ -26,16 +26,16 @@ def raise_and_catch(error: Exception) -> Exception:
 
 
 def test_reason_is_one_line_with_a_location() -> None:
-    assert describe(raise_and_catch(KeyError("answer"))).startswith(
+    assert describe_error(raise_and_catch(KeyError("answer"))).startswith(
         "KeyError: 'answer' (in raise_and_catch, test_failures.py:"
     )
-    assert describe(raise_and_catch(ExecutionError("step failed:\n  no luck"))) == (
+    assert describe_error(raise_and_catch(ExecutionError("step failed:\n  no luck"))) == (
         "ExecutionError: step failed: no luck"
     )
 
 
 def test_reason_has_a_maximum_length() -> None:
-    assert len(describe(raise_and_catch(ValueError("x" * 100_000)))) == MAX_REASON_CHARACTERS
+    assert len(describe_error(raise_and_catch(ValueError("x" * 100_000)))) == MAX_REASON_CHARACTERS
 
 
 def test_error_without_a_message_has_a_reason() -> None:
@@ -43,14 +43,14 @@ def test_error_without_a_message_has_a_reason() -> None:
         def __str__(self) -> str:
             raise RuntimeError("cannot be printed")
 
-    assert describe(raise_and_catch(Broken())).startswith("Broken: no message")
+    assert describe_error(raise_and_catch(Broken())).startswith("Broken: no message")
 
 
 def test_first_error_of_a_group_is_the_reason() -> None:
     lost = SessionLostError("the server died")
     group = ExceptionGroup("two", [ExceptionGroup("one", [lost]), ValueError("later")])
     assert find_first_error(group) is lost
-    assert describe(group) == "SessionLostError: the server died"
+    assert describe_error(group) == "SessionLostError: the server died"
 
 
 def test_reasons_that_differ_in_numbers_are_one_kind() -> None:

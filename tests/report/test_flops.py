@@ -57,21 +57,21 @@ def test_forward_work_is_what_torch_counts() -> None:
     forward_work = dataclasses.replace(
         make_work(tested), per_token_of_sequence=2 * make_work(tested).per_token_of_sequence
     )
-    expected = forward_work.flops([num_tokens], num_tokens) / 3
+    expected = forward_work.compute_flops([num_tokens], num_tokens) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
 
 
 def test_padding_and_shared_prefixes_are_not_counted() -> None:
     training_work = make_work(model())
-    alone = training_work.flops([30, 10], num_tokens=40)
-    assert training_work.flops([30, 10], num_tokens=64) == alone
-    assert training_work.flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
-    assert training_work.flops([], num_tokens=0) == 0
+    alone = training_work.compute_flops([30, 10], num_tokens=40)
+    assert training_work.compute_flops([30, 10], num_tokens=64) == alone
+    assert training_work.compute_flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
+    assert training_work.compute_flops([], num_tokens=0) == 0
 
 
 def test_long_sequences_need_more_flops_per_token() -> None:
     training_work = make_work(model())
-    assert training_work.flops([40], 40) > training_work.flops([20, 20], 40) > 0
+    assert training_work.compute_flops([40], 40) > training_work.compute_flops([20, 20], 40) > 0
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["first_prompt", "next_prompt"])
+@pytest.mark.parametrize("method", ["first_prompt", "encode_next_prompt"])
 def test_long_prompts_are_kept_up_to_a_bound(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -58,7 +58,7 @@ def test_long_prompts_are_kept_up_to_a_bound(
     chat = ChatTokenizer(tokenizer)
     ask: Callable[[list[Message]], list[int]] = {
         "first_prompt": chat.encode_first_prompt,
-        "next_prompt": lambda messages: chat.encode_next_prompt(messages, ended=True),
+        "encode_next_prompt": lambda messages: chat.encode_next_prompt(messages, ended=True),
     }[method]
 
     def ask_much() -> None:

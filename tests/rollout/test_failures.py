@@ -139,7 +139,7 @@ async def test_a_conversation_that_the_chat_template_refuses_voids_its_episode(
     def refuse(*_: object, **__: object) -> list[int]:
         raise ConfigError("the chat template refuses roles user, user")
 
-    monkeypatch.setattr(chat, "next_prompt", refuse)
+    monkeypatch.setattr(chat, "encode_next_prompt", refuse)
     player, _ = make_player(fragile, chat, itertools.repeat("ADD 2"))
     failed = await player.play_episode(2)
     assert failed.status is FAILED

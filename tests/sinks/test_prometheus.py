@@ -216,8 +216,10 @@ def test_closed_exporter_does_not_listen() -> None:
 
 
 def test_resumed_run_continues_its_counters() -> None:
-    past = [row for step in (1, 2, 3) for row in step_rows(step)]
-    sinks = open_sinks(run_config(prometheus={}), Path("unused"), resume_from=3, past=past)
+    earlier_rows = [row for step in (1, 2, 3) for row in step_rows(step)]
+    sinks = open_sinks(
+        run_config(prometheus={}), Path("unused"), resume_from=3, earlier_rows=earlier_rows
+    )
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
     exporter.set_environment_options(OPTIONS)

@@ -59,7 +59,9 @@ def make_batch(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) ->
         counts[each.environment] = total(
             [counts.get(each.environment, RolloutCounts()), count_group(each)]
         )
-    return TakenBatch(tuple(summarize(each, version=2) for each in groups), counts, depth=3)
+    return TakenBatch(
+        tuple(summarize(each, version=2) for each in groups), counts, num_waiting_groups=3
+    )
 
 
 MIXED = make_batch(
@@ -90,7 +92,7 @@ def test_values_of_the_run_combine_all_environments() -> None:
     values = compute_step_values(MIXED, METRICS, TIMES, canary_error=1e-7)[0]
     alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
     counts = {"one": total(MIXED.counts.values())}
-    as_one = TakenBatch(alone, counts, depth=3)
+    as_one = TakenBatch(alone, counts, num_waiting_groups=3)
     assert values == pytest.approx(
         compute_step_values(as_one, METRICS, TIMES, canary_error=1e-7)[0]
     )

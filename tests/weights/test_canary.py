@@ -76,7 +76,7 @@ def test_float32_tolerance_does_not_grow() -> None:
     judge = CanaryJudge(CanaryConfig())
     for _ in range(100):
         judge.check(report(0.9e-4, is_exact=True), worker=0)
-    assert judge.max_error(report(0.0, is_exact=True)) == 1e-4
+    assert judge.compute_max_error(report(0.0, is_exact=True)) == 1e-4
 
 
 def test_bfloat16_compares_the_mean() -> None:
@@ -106,7 +106,7 @@ def test_jump_above_the_usual_error_does_not_pass() -> None:
     judge = CanaryJudge(CanaryConfig(floor=0.05, factor=4.0, window=8))
     for error in (0.02, 0.03, 0.025, 0.02, 0.04):
         assert passes(judge, report(error)), "errors below the floor pass"
-    assert judge.max_error(report(0.0)) == pytest.approx(0.1), "4 times the median of 0.025"
+    assert judge.compute_max_error(report(0.0)) == pytest.approx(0.1), "4 times the median of 0.025"
     assert passes(judge, report(0.09))
     assert not passes(judge, report(0.2))
     for _ in range(8):

@@ -122,7 +122,7 @@ class Mixture:
         weight_sum = sum(weights.values())
         for name, weight in weights.items():
             credits[name] += weight / weight_sum
-        # Rounding makes a tie always go to the first environment, in spite of float errors.
+        # Rounding makes a tie always go to the first environment, despite float errors.
         chosen_name = max(weights, key=lambda name: round(credits[name], 9))
         credits[chosen_name] -= 1.0
         return self._make_group(chosen_name)

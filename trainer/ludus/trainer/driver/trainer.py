@@ -48,7 +48,7 @@ from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.policy_chart import make_policy_chart
 from ludus.trainer.run.checkpoint import RunState
-from ludus.trainer.run.lifecycle import follow_control, open_run
+from ludus.trainer.run.lifecycle import apply_control_files, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
 from ludus.trainer.run.summary import write_summary
@@ -218,7 +218,7 @@ class Trainer:
             )
         if not self._started_task.done():
             await self._controller.save_checkpoint()
-        return self.components.checkpoints.newest_first()[0]
+        return self.components.checkpoints.list_newest_first()[0]
 
     @property
     def _started_task(self) -> asyncio.Task[None]:
@@ -261,7 +261,7 @@ class Trainer:
         """Run the controller, and apply changes of the run's control file."""
         async with Tasks() as tasks:
             resize = self.components.workers.resize
-            tasks.start(follow_control(self.folder, resize, self.stop_request))
+            tasks.start(apply_control_files(self.folder, resize, self.stop_request))
             await self._controller.run()
 
     async def _end_training(self) -> None:

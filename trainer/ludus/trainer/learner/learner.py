@@ -302,7 +302,7 @@ class Learner:
 
     @torch.no_grad()
     def _gather_parameters(self, module: nn.Module | None) -> dict[str, Tensor]:
-        """Return copies of a module's parameters on rank 0; a collective unless there is no module."""
+        """Return copies of a module's parameters on rank 0; a collective if there is a module."""
         if module is None:
             return {}
         return gather_parameters(module.named_parameters(), keeps_copies=self._rank == 0)

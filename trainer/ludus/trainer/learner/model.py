@@ -300,7 +300,7 @@ def _select_head_inputs(head: nn.Module, positions: Tensor) -> Iterator[list[Ten
 
 def gather_full_tensor(parameter: Tensor) -> Tensor:
     """Return a whole tensor, gathered from all ranks if it is sharded; then a collective."""
-    return parameter.gather_full_tensor() if isinstance(parameter, DTensor) else parameter
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_parameters(

@@ -199,7 +199,7 @@ def make_step_metrics(
         num_tokens_trained=int(terms.num_tokens),
         num_tokens_in_batch=sum(lengths),
         num_tokens_forwarded=num_tokens_forwarded,
-        flops=work.flops(lengths, num_tokens_forwarded),
+        flops=work.compute_flops(lengths, num_tokens_forwarded),
         peak_flops=work.peak_flops,
         num_skipped_updates=num_updates - len(applied_norms),
     )

@@ -78,7 +78,7 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
-        """True if earlier turns stay as they are; otherwise every turn renders all messages again."""
+        """True if a conversation only grows; otherwise every turn renders all messages again."""
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # The caches help because environments repeat the same few texts thousands of times.
@@ -128,7 +128,7 @@ class ChatTokenizer:
     def encode_whole_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:
-        """Return the tokens of a whole conversation; the template renders earlier completions too."""
+        """Return the tokens of a conversation, in which the template renders all completions."""
         return list(self._encode_first((_make_key(messages), json.dumps(tools))))
 
     def encode(self, text: str) -> list[int]:

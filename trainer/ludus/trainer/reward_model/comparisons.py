@@ -90,8 +90,8 @@ class ComparisonSet:
     def compute_fingerprint(self) -> str:
         """Return a hash of all comparisons."""
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self.tokens, self.offsets, self.best_indices):
-            digest.update(array.tobytes())
+        for field_array in (self.tokens, self.offsets, self.best_indices):
+            digest.update(field_array.tobytes())
         return digest.hexdigest()
 
 
@@ -112,7 +112,7 @@ def read_comparisons(path: Path) -> Iterator[Comparison]:
 
 
 def _parse_row(row: Row) -> Comparison:
-    columns = row.values
+    columns = row.columns
     if "chosen" in columns or "rejected" in columns:
         answers = [_read_content(row, "chosen"), _read_content(row, "rejected")]
         prompt = _read_content(row, "prompt") if "prompt" in columns else ""
@@ -128,7 +128,7 @@ def _parse_row(row: Row) -> Comparison:
 
 
 def _parse_best(row: Row, num_answers: int) -> int:
-    best_value = row.values.get("best")
+    best_value = row.columns.get("best")
     try:
         index = int(str(best_value))
     except ValueError:
@@ -146,7 +146,7 @@ def _parse_best(row: Row, num_answers: int) -> int:
 
 
 def _read_content(row: Row, name: str) -> Content:
-    return parse_content(row.values.get(name), f"{row.location}: column '{name}'")
+    return parse_content(row.columns.get(name), f"{row.location}: column '{name}'")
 
 
 def encode_comparisons(

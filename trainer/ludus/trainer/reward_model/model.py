@@ -3,7 +3,7 @@
     tokens --language model--> hidden states --last token--> head --> score
 
 Rows are padded on the right, so padding does not change the positions of tokens. The last token is
-found by the length of the row and not by the padding token, which may also occur in the text.
+found from the length of the row. The padding token would not do, because it may occur in the text.
 
     format "chat"   messages --chat template--> text --tokenizer--> tokens
     format "text"   concatenated contents ---------> tokenizer --> tokens
@@ -29,9 +29,9 @@ from ludus.trainer.core.output import describe_write_error, replace_folder
 from ludus.trainer.models.chat import ChatTemplate
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 
-Format = Literal["chat", "text"]
+TextFormat = Literal["chat", "text"]
 Content: TypeAlias = str | Sequence[Message] | Sequence[int]
-"""A text, messages, or token ids."""
+"""A text, messages, or token ids: the content of a prompt or an answer."""
 
 _FORMAT_KEY = "ludus_format"
 """Key of the text format in the model's config.json."""
@@ -41,13 +41,15 @@ _DEFAULT_MAX_TOKENS = 1 << 20
 
 
 class TextEncoder:
-    """Encodes prompts and answers.
+    """An encoder of prompts and answers.
 
     Args:
         max_tokens: maximum number of tokens; longer sequences lose their beginning.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format, max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, format: TextFormat, max_tokens: int
+    ) -> None:
         self._tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.format = format
@@ -63,13 +65,13 @@ class TextEncoder:
         if not (prompt or answer):
             raise ConfigError("the prompt and the answer are both empty; give at least one")
         if _is_tokens(prompt) or _is_tokens(answer):
-            token_ids = [*self._encode_part(prompt), *self._encode_part(answer)]
+            token_ids = [*self._encode_content(prompt), *self._encode_content(answer)]
             self._check_token_ids(token_ids)
         else:
             text = self._join(
                 cast("str | Sequence[Message]", prompt), cast("str | Sequence[Message]", answer)
             )
-            token_ids = self._encode_text(text, special=self._template is None)
+            token_ids = self._encode_text(text, adds_special_tokens=self._template is None)
         if not token_ids:
             raise ConfigError("the prompt and the answer have no tokens; give at least one token")
         if len(token_ids) > self.max_tokens:
@@ -78,29 +80,35 @@ class TextEncoder:
 
     def _join(self, prompt: str | Sequence[Message], answer: str | Sequence[Message]) -> str:
         if self._template is None:
-            return _text(prompt) + _text(answer)
+            return _join_contents(prompt) + _join_contents(answer)
         messages = [*_make_messages(prompt, "user"), *_make_messages(answer, "assistant")]
         return self._template.render(messages, prompt=False)
 
-    def _encode_part(self, content: Content) -> Sequence[int]:
+    def _encode_content(self, content: Content) -> Sequence[int]:
         if _is_tokens(content):
             return content
-        return self._encode_text(_text(cast("str | Sequence[Message]", content)), special=False)
+        return self._encode_text(
+            _join_contents(cast("str | Sequence[Message]", content)), adds_special_tokens=False
+        )
 
-    def _encode_text(self, text: str, *, special: bool) -> list[int]:
+    def _encode_text(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         try:
-            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+            token_ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=adds_special_tokens
+            )
         except TypeError:
             # JSON can contain lone surrogates, which tokenizers reject.
             raise ConfigError(f"the text contains half of a character: {text!r:.60}") from None
         return token_ids
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        bad_ids = [token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)]
-        if bad_ids:
+        invalid_ids = [
+            token_id for token_id in token_ids if not 0 <= token_id < len(self._tokenizer)
+        ]
+        if invalid_ids:
             raise ConfigError(
                 f"token ids must be below {len(self._tokenizer)}, the size of the model's "
-                f"vocabulary, got {bad_ids[0]}; leave padding out, or give texts"
+                f"vocabulary, got {invalid_ids[0]}; leave padding out, or give texts"
             )
 
 
@@ -114,10 +122,10 @@ class PaddedRows(NamedTuple):
 
 
 class RewardModel(nn.Module):
-    """Scores texts, and answers to prompts.
+    """A model that scores texts, and answers to prompts.
 
     Args:
-        max_tokens: maximum number of tokens of a text. None takes the limit of the model.
+        max_tokens: maximum number of tokens of a text. Default: the limit of the model.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class RewardModel(nn.Module):
         classifier: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        format: Format,
+        format: TextFormat,
         max_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -133,14 +141,17 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self.head = _find_head(classifier)
         """Layer that computes the score from a hidden state."""
-        limit = getattr(classifier.config, "max_position_embeddings", None) or _DEFAULT_MAX_TOKENS
+        max_positions = (
+            getattr(classifier.config, "max_position_embeddings", None) or _DEFAULT_MAX_TOKENS
+        )
         if max_tokens is not None and max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
-        if max_tokens is not None and max_tokens > limit:
+        if max_tokens is not None and max_tokens > max_positions:
             raise ConfigError(
-                f"max_tokens = {max_tokens} is more than the model's {limit} positions; lower it"
+                f"max_tokens = {max_tokens} is more than the model's {max_positions} positions; "
+                "lower it"
             )
-        self.encoder = TextEncoder(tokenizer, format, max_tokens or limit)
+        self.encoder = TextEncoder(tokenizer, format, max_tokens or max_positions)
 
     @property
     def device(self) -> torch.device:
@@ -153,8 +164,8 @@ class RewardModel(nn.Module):
         positions = torch.arange(token_ids.shape[1], device=self.device)
         mask = (positions < lengths[:, None]).long()
         # In all families of causal models, the base model has no head.
-        body = self.classifier.base_model
-        hidden_states = body(input_ids=token_ids, attention_mask=mask).last_hidden_state
+        base_model = self.classifier.base_model
+        hidden_states = base_model(input_ids=token_ids, attention_mask=mask).last_hidden_state
         last_states = hidden_states[torch.arange(len(lengths), device=self.device), lengths - 1]
         return self.head(last_states).float().squeeze(-1)
 
@@ -197,9 +208,9 @@ class RewardModel(nn.Module):
         scores: dict[bytes, float] = {}
         lengths = [len(unique_rows[key]) for key in sorted_keys]
         for indices in split_by_budget(lengths, max_tokens_per_batch):
-            batch = [sorted_keys[index] for index in indices]
-            batch_scores = self(pad_rows([unique_rows[key] for key in batch])).tolist()
-            scores.update(zip(batch, batch_scores, strict=True))
+            batch_keys = [sorted_keys[index] for index in indices]
+            batch_scores = self(pad_rows([unique_rows[key] for key in batch_keys])).tolist()
+            scores.update(zip(batch_keys, batch_scores, strict=True))
         self.train(was_training)
         return [scores[key] for key in keys]
 
@@ -221,33 +232,33 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PaddedRows:
     """Return the rows in one tensor. The padding token is arbitrary, because it is masked."""
     lengths = torch.tensor([len(row) for row in rows])
     token_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for row, target in zip(rows, token_ids, strict=True):
-        target[: len(row)] = torch.as_tensor(row)
+    for row, padded_row in zip(rows, token_ids, strict=True):
+        padded_row[: len(row)] = torch.as_tensor(row)
     return PaddedRows(token_ids, lengths)
 
 
 def split_by_budget(
     lengths: Sequence[int], max_tokens: int, rows_per_item: int = 1
 ) -> Iterator[list[int]]:
-    """Yield the indices of consecutive items in parts of at most `max_tokens` padded tokens.
+    """Yield batches of indices of consecutive items, of at most `max_tokens` padded tokens each.
 
-    An item with more tokens is a separate part.
+    An item with more tokens is a separate batch.
 
     Args:
         lengths: length of each item's longest row.
         rows_per_item: number of rows of an item.
     """
-    part: list[int] = []
+    batch_indices: list[int] = []
     max_length = 0
     for index, length in enumerate(lengths):
         new_max_length = max(max_length, length)
-        if part and new_max_length * rows_per_item * (len(part) + 1) > max_tokens:
-            yield part
-            part, new_max_length = [], length
-        part.append(index)
+        if batch_indices and new_max_length * rows_per_item * (len(batch_indices) + 1) > max_tokens:
+            yield batch_indices
+            batch_indices, new_max_length = [], length
+        batch_indices.append(index)
         max_length = new_max_length
-    if part:
-        yield part
+    if batch_indices:
+        yield batch_indices
 
 
 def load_reward_model(
@@ -261,8 +272,8 @@ def load_reward_model(
 
     Args:
         path: folder or Hugging Face id.
-        device: None takes a GPU if there is one.
-        max_tokens: maximum number of tokens of a text. None takes the limit of the model.
+        device: device of the model. Default: a GPU if there is one.
+        max_tokens: maximum number of tokens of a text. Default: the limit of the model.
 
     Raises:
         NotFoundError: there is no such model.
@@ -290,36 +301,38 @@ def make_reward_model(path: str, format: str, max_tokens: int | None) -> RewardM
     )
 
 
-def choose_format(tokenizer: PreTrainedTokenizerBase, format: str) -> Format:
+def choose_format(tokenizer: PreTrainedTokenizerBase, format: str) -> TextFormat:
     """Return the format; "auto" is "chat" if the tokenizer has a chat template."""
     if format == "auto":
         return "text" if tokenizer.chat_template is None else "chat"
-    return cast(Format, format)
+    return cast(TextFormat, format)
 
 
-def parse_content(value: object, name: str) -> Content:
-    """Return a text, messages or token ids.
+def parse_content(content: object, name: str) -> Content:
+    """Check that a content is a text, messages or token ids, and return it.
 
     Raises:
-        ConfigError: the value is something else.
+        ConfigError: the content is something else.
     """
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence):
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-            return value
-        if all(_is_message(item) for item in value):
-            return [Message(role=item["role"], content=item["content"]) for item in value]
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        if all(isinstance(element, int) and not isinstance(element, bool) for element in content):
+            return content
+        if all(_is_message(element) for element in content):
+            return [
+                Message(role=element["role"], content=element["content"]) for element in content
+            ]
     raise ConfigError(
         f"{name} must be a text, a list of messages "
-        f'{{"role": ..., "content": ...}}, or a list of token ids, got {value!r:.60}'
+        f'{{"role": ..., "content": ...}}, or a list of token ids, got {content!r:.60}'
     )
 
 
 def _set_padding_token(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the model a padding token that differs from the EOS token.
 
-    transformers finds the last token of a text by the padding token.
+    transformers finds the last token of a text by looking for the padding token.
     """
     if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": _PAD_TOKEN})
@@ -332,10 +345,13 @@ def _set_padding_token(classifier: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _find_head(classifier: PreTrainedModel) -> nn.Linear:
     head: Any = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
-        kind = type(classifier).__name__
-        shape = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no such head"
+        class_name = type(classifier).__name__
+        description = (
+            f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no such head"
+        )
         raise ConfigError(
-            f"a reward model needs a head `score` with one output, but {kind} has {shape}; use a "
+            f"a reward model needs a head `score` with one output, but {class_name} has "
+            f"{description}; use a "
             "causal model, such as Llama, Qwen or GPT-2"
         )
     return head
@@ -345,7 +361,7 @@ def _is_tokens(content: Content) -> TypeGuard[Sequence[int]]:
     return not isinstance(content, str) and bool(content) and isinstance(content[0], int)
 
 
-def _text(content: str | Sequence[Message]) -> str:
+def _join_contents(content: str | Sequence[Message]) -> str:
     if isinstance(content, str):
         return content
     return "".join(message["content"] for message in content)
@@ -357,9 +373,9 @@ def _make_messages(content: str | Sequence[Message], role: str) -> list[Message]
     return list(content)
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(content: Any) -> bool:
     return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str)
+        isinstance(content, Mapping)
+        and isinstance(content.get("role"), str)
+        and isinstance(content.get("content"), str)
     )

@@ -1,7 +1,7 @@
-"""Reading the rows of a data set on disk, without loading whole files.
+"""Reading the rows of a data set on disk, if possible without loading whole files.
 
-.jsonl, .json, .csv     read here
-.parquet, datasets'     read by pyarrow, in parts
+.jsonl, .json, .csv     read by this module
+.parquet, .arrow        read by pyarrow, in batches
 folder                  a data set saved by `datasets`, or all such files in it, in order of name
 """
 
@@ -29,11 +29,11 @@ _MAX_FIELD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row and its location."""
+    """A row of a data set."""
 
     location: str
     """File and row number, for messages."""
-    values: Mapping[str, Any]
+    columns: Mapping[str, Any]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -41,14 +41,15 @@ def read_rows(path: Path) -> Iterator[Row]:
     for file in _list_files(path):
         reader = _READERS.get(file.suffix, _read_arrow)
         try:
-            for number, values in enumerate(reader(file), start=1):
-                if not isinstance(values, Mapping):
-                    kind = type(values).__name__
+            for row_number, columns in enumerate(reader(file), start=1):
+                if not isinstance(columns, Mapping):
+                    class_name = type(columns).__name__
                     raise ConfigError(
-                        f"{file}, row {number}: a row must be an object with columns, got {kind}; "
+                        f"{file}, row {row_number}: a row must be an object with columns, got "
+                        f"{class_name}; "
                         'for example {"prompt": ..., "chosen": ..., "rejected": ...}'
                     )
-                yield Row(f"{file}, row {number}", values)
+                yield Row(f"{file}, row {row_number}", columns)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"'{file}' cannot be read: {error}; expected UTF-8 text") from error
 
@@ -93,16 +94,16 @@ def _find_training_split(path: Path) -> Path:
 
 def _read_json_lines(file: Path) -> Iterator[Any]:
     with file.open(encoding=_ENCODING) as lines:
-        number = 0
+        row_number = 0
         for line in lines:
             if not line.strip():
                 continue
-            number += 1
+            row_number += 1
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{file}, row {number}: expected one JSON object per line, got "
+                    f"{file}, row {row_number}: expected one JSON object per line, got "
                     f"{line.strip()[:60]!r} ({error})"
                 ) from None
 
@@ -145,8 +146,8 @@ def _import_pyarrow(file: Path) -> Iterator[Any]:
     """Yield the module; turn its errors, mostly ValueErrors, into a ConfigError with the file."""
     try:
         arrow = importlib.import_module("pyarrow")
-        for part in ("pyarrow.ipc", "pyarrow.parquet"):
-            importlib.import_module(part)
+        for module_name in ("pyarrow.ipc", "pyarrow.parquet"):
+            importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"reading '{file}' needs pyarrow, which is not installed ({error}); run `pip install "

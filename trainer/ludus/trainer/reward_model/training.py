@@ -4,10 +4,10 @@
                                                           |        |
                         batches of similar length in each |        | evaluated after each
                         epoch                             v        v epoch
-    scores [n, K] --log softmax at the preferred--> loss, AdamW -> metrics.json, model folder
+    scores [n, K] --cross-entropy of the preferred--> loss, AdamW -> metrics.json, model folder
 
-The run's folder (`ludus.proto.reward_models`) exists during training only. All random numbers
-follow from the seed and from counters, so a resumed run is identical to an uninterrupted one.
+The run's folder (`ludus.proto.reward_models`) exists only during training. All random numbers are
+derived from the seed and from counters, so a resumed run is identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ from ludus.trainer.reward_model.model import (
 from ludus.trainer.run.checkpoint import SavedState, load_learner_state
 from ludus.trainer.run.lifecycle import OpenRun, find_start, open_run
 
-OnProgress = Callable[[RewardModelProgress], None]
+ProgressCallback = Callable[[RewardModelProgress], None]
 
-_REPORT_EVERY_S = 1.0
-_CHECKPOINT_EVERY_S = 600.0
+_REPORT_INTERVAL_S = 1.0
+_CHECKPOINT_INTERVAL_S = 600.0
 
 
 class RewardModelState(SavedState):
@@ -83,8 +83,7 @@ class RewardModelState(SavedState):
     loss_sum: float = 0.0
     """Sum of the losses of the current epoch's comparisons."""
     num_right: int = 0
-    """Number of the current epoch's comparisons in which the preferred answer had the highest
-    score."""
+    """Number of comparisons of the current epoch whose preferred answer got the highest score."""
     recent_loss: float | None = None
     num_skipped: int = 0
     """Number of steps that were skipped because their gradient was not finite."""
@@ -110,9 +109,9 @@ def train(run: RewardModelRun, *, resume: Resume, overwrite: bool) -> Path:
         UserError: the run cannot start as configured.
         RunStopped: SIGINT or SIGTERM stopped the run.
     """
-    request = StopRequest()
-    with stop_on_signals(request):
-        train_reward_model(run, resume=resume, overwrite=overwrite, stop_request=request)
+    stop_request = StopRequest()
+    with stop_on_signals(stop_request):
+        train_reward_model(run, resume=resume, overwrite=overwrite, stop_request=stop_request)
     return run.output
 
 
@@ -130,13 +129,13 @@ def train_reward_model(
     *,
     resume: Resume = Resume.NEVER,
     overwrite: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: ProgressCallback = lambda progress: None,
     stop_request: StopRequest | None = None,
 ) -> tuple[RewardModel, RewardModelMetrics]:
     """Train a reward model, write its folder, and return the model and its metrics.
 
     Args:
-        overwrite: whether to replace a reward model in the output folder, or a stopped run.
+        overwrite: whether to replace a reward model in the output folder, or a run that stopped.
         on_progress: called about once a second.
         stop_request: stops the run after its current step. Default: none.
 
@@ -152,10 +151,10 @@ def train_reward_model(
             run, RewardModelState, resume=resume, overwrite=overwrite, num_checkpoints=1
         ) as files,
     ):
-        training = _Training(run, files, on_progress, stop_request or StopRequest())
+        training = _RewardModelTraining(run, files, on_progress, stop_request or StopRequest())
         metrics = training.train()
         files.folder.discard()
-        return training.finished_model(), metrics
+        return training.load_finished_model(), metrics
 
 
 def check_training(run: RewardModelRun, *, overwrite: bool = False) -> tuple[int, int]:
@@ -165,18 +164,18 @@ def check_training(run: RewardModelRun, *, overwrite: bool = False) -> tuple[int
     with _training_environment(run):
         model = make_reward_model(run.model, run.format, run.max_tokens)
     comparisons = encode_comparisons(read_comparisons(run.data), model.encoder, lambda number: None)
-    train, test = split_comparisons(comparisons, run.test_size, run.seed)
-    return len(train), len(test)
+    train_rows, test_rows = split_comparisons(comparisons, run.test_size, run.seed)
+    return len(train_rows), len(test_rows)
 
 
-class _Training:
-    """A training, from the data to the model folder."""
+class _RewardModelTraining:
+    """The training of one reward model, from the data to the model folder."""
 
     def __init__(
         self,
         run: RewardModelRun,
         files: OpenRun[RewardModelState],
-        on_progress: OnProgress,
+        on_progress: ProgressCallback,
         stop_request: StopRequest,
     ) -> None:
         self._run, self._files, self._state = run, files, files.state
@@ -186,11 +185,11 @@ class _Training:
         device = choose_device(run.device)
         self._model = make_reward_model(run.model, run.format, run.max_tokens)
         self._model.to(device)
-        self._comparisons = self._read_data()
-        self._train_rows, self._test_rows = split_comparisons(
+        self._comparisons = self._read_comparisons()
+        self._train_indices, self._test_indices = split_comparisons(
             self._comparisons, run.test_size, run.seed
         )
-        self._num_steps = math.ceil(len(self._train_rows) / run.batch_size) * run.epochs
+        self._num_steps = math.ceil(len(self._train_indices) / run.batch_size) * run.epochs
         self._warmup_steps = self._choose_warmup_steps()
         self._num_texts_cut = self._model.encoder.num_cut
         if run.freeze_backbone:
@@ -202,14 +201,14 @@ class _Training:
             weight_decay=run.weight_decay,
         )
         self._last_checkpoint_s = time.monotonic()
-        self._restore()
+        self._restore_checkpoint()
 
     def train(self) -> RewardModelMetrics:
         """Train the remaining epochs, write the model, and return the metrics."""
         while self._state.epoch < self._run.epochs:
             self._run_epoch()
             self._end_epoch()
-        self._report("save")
+        self._report_progress("save")
         if self._run.keep == "last":
             self._model.save(self._run.output)
         metrics = self._make_metrics()
@@ -217,8 +216,8 @@ class _Training:
         write_atomically(path, metrics.model_dump_json(indent=2) + "\n")
         return metrics
 
-    def finished_model(self) -> RewardModel:
-        """Return the model with the weights in its folder."""
+    def load_finished_model(self) -> RewardModel:
+        """Return the model with the weights that were written to its folder."""
         if self._state.kept_epoch == len(self._state.epochs):
             return self._model.eval()
         return load_reward_model(
@@ -228,7 +227,7 @@ class _Training:
     def _run_epoch(self) -> None:
         run, state = self._run, self._state
         batches = make_epoch_batches(
-            self._train_rows,
+            self._train_indices,
             self._comparisons.max_lengths,
             run.batch_size,
             run.seed,
@@ -238,32 +237,32 @@ class _Training:
             self._train_batch(batch)
             state.batch += 1
             state.step += 1
-            self._report("train")
+            self._report_progress("train")
             if self._stop_request.is_set:
                 self._save_checkpoint()
                 raise RunStopped(
                     f"stopped after step {state.step} of {self._num_steps}; continue with "
                     f"--resume, or resume_checkpoint = '{self._run.folder}'"
                 )
-            if time.monotonic() - self._last_checkpoint_s > _CHECKPOINT_EVERY_S:
+            if time.monotonic() - self._last_checkpoint_s > _CHECKPOINT_INTERVAL_S:
                 self._save_checkpoint()
 
     def _end_epoch(self) -> None:
         state = self._state
-        self._report("judge")
-        test = self._evaluate()
-        num_rows = len(self._train_rows)
+        self._report_progress("judge")
+        test_scores = self._evaluate()
+        num_rows = len(self._train_indices)
         epoch = RewardModelEpoch(
             epoch=state.epoch + 1,
             train_loss=state.loss_sum / num_rows,
             train_accuracy=state.num_right / num_rows,
-            test=test,
+            test=test_scores,
             elapsed_s=self._elapsed_s,
         )
         state.end_epoch(epoch, is_kept=self._is_best(epoch))
         if state.kept_epoch == state.epoch and self._run.keep == "best":
             self._model.save(self._run.output)
-        self._report("train", epoch)
+        self._report_progress("train", epoch)
         if state.epoch < self._run.epochs:
             self._save_checkpoint()
 
@@ -281,14 +280,14 @@ class _Training:
             self._model.eval()  # no dropout in the frozen layers
         state = self._state
         for group in self._optimizer.param_groups:
-            group["lr"] = self._run.learning_rate * self._rate_factor(state.step)
+            group["lr"] = self._run.learning_rate * self._compute_rate_factor(state.step)
         max_lengths = self._comparisons.max_lengths[batch].tolist()
-        parts = split_by_budget(
+        micro_batches = split_by_budget(
             max_lengths, self._run.max_tokens_per_micro_batch, self._comparisons.num_answers
         )
         loss_sum, num_right = 0.0, 0
-        for part in parts:
-            rows = [batch[index] for index in part]
+        for micro_batch in micro_batches:
+            rows = [batch[index] for index in micro_batch]
             best_indices = torch.from_numpy(self._comparisons.best_indices[rows])
             scores = self._score(rows)
             loss = cross_entropy(scores, best_indices.to(scores.device)) * len(rows)
@@ -298,21 +297,21 @@ class _Training:
         state.loss_sum += loss_sum
         state.num_right += num_right
         state.recent_loss = loss_sum / len(batch)
-        self._step_optimizer()
+        self._take_optimizer_step()
 
     def _score(self, rows: list[int]) -> Tensor:
         """Return the scores of all answers, float32 [n, K]."""
-        with self._autocast():
+        with self._make_autocast_context():
             scores: Tensor = self._model(pad_rows(self._comparisons.rows(rows)))
         return scores.view(len(rows), -1)
 
-    def _step_optimizer(self) -> None:
+    def _take_optimizer_step(self) -> None:
         state = self._state
         parameters = [
             parameter for parameter in self._model.parameters() if parameter.grad is not None
         ]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._run.max_grad_norm)
-        if torch.isfinite(norm):
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._run.max_grad_norm)
+        if torch.isfinite(grad_norm):
             self._optimizer.step()
             state.num_skipped_in_a_row = 0
         else:
@@ -324,42 +323,46 @@ class _Training:
             f"lower learning_rate = {self._run.learning_rate:g}, or set dtype = 'float32'",
         )
 
-    def _rate_factor(self, step: int) -> float:
-        """Return the share of the peak learning rate: a linear rise, then a linear decay to 0."""
+    def _compute_rate_factor(self, step: int) -> float:
+        """Return the factor of the peak learning rate, which rises linearly, then decays to 0."""
         if step < self._warmup_steps:
             return (step + 1) / self._warmup_steps
         return (self._num_steps - step) / max(1, self._num_steps - self._warmup_steps)
 
     def _choose_warmup_steps(self) -> int:
-        num_steps = self._run.warmup_steps
-        if num_steps is None:
+        warmup_steps = self._run.warmup_steps
+        if warmup_steps is None:
             return min(MAX_DEFAULT_WARMUP_STEPS, self._num_steps // 10)
-        if num_steps >= self._num_steps:
-            rate = self._run.learning_rate
+        if warmup_steps >= self._num_steps:
+            learning_rate = self._run.learning_rate
             warn_user(
-                f"warmup_steps = {num_steps}, but training has only {self._num_steps} steps: the "
-                f"learning rate rises until the end, to {rate * self._num_steps / num_steps:.2g} "
-                f"of {rate:.2g}; lower warmup_steps, or leave it out"
+                f"warmup_steps = {warmup_steps}, but training has only {self._num_steps} steps: "
+                "the "
+                "learning rate rises until the end, to "
+                f"{learning_rate * self._num_steps / warmup_steps:.2g} "
+                f"of {learning_rate:.2g}; lower warmup_steps, or leave it out"
             )
-        return num_steps
+        return warmup_steps
 
     def _evaluate(self) -> PreferenceScores | None:
-        with self._autocast():
+        with self._make_autocast_context():
             max_tokens = self._run.max_tokens_per_micro_batch
-            return evaluate_comparisons(self._model, self._comparisons, self._test_rows, max_tokens)
+            return evaluate_comparisons(
+                self._model, self._comparisons, self._test_indices, max_tokens
+            )
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _make_autocast_context(self) -> AbstractContextManager[Any]:
         if self._run.dtype == "float32":
             return nullcontext()
         return torch.autocast(self._model.device.type, torch.bfloat16)
 
-    def _read_data(self) -> ComparisonSet:
-        def report(number: int) -> None:
-            if time.monotonic() - self._last_report_s > _REPORT_EVERY_S:
-                self._report("read")
+    def _read_comparisons(self) -> ComparisonSet:
+        def report_reading(num_read: int) -> None:
+            if time.monotonic() - self._last_report_s > _REPORT_INTERVAL_S:
+                self._report_progress("read")
 
         encoder = self._model.encoder
-        comparisons = encode_comparisons(read_comparisons(self._run.data), encoder, report)
+        comparisons = encode_comparisons(read_comparisons(self._run.data), encoder, report_reading)
         if encoder.num_cut:
             warn_user(
                 f"{encoder.num_cut} texts are longer than max_tokens = {encoder.max_tokens} and "
@@ -372,7 +375,7 @@ class _Training:
             )
         return comparisons
 
-    def _restore(self) -> None:
+    def _restore_checkpoint(self) -> None:
         """Continue from the checkpoint, if the run resumes."""
         fingerprint = self._comparisons.compute_fingerprint()
         if self._files.checkpoint is None:
@@ -383,12 +386,12 @@ class _Training:
                 f"data = '{self._run.data}' has changed since the training started; restore "
                 "the old data, or start again without --resume"
             )
-        saved = load_learner_state(self._files.checkpoint)
-        self._model.load_state_dict(saved["model"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["torch_random"])
-        if self._model.device.type == "cuda" and saved["cuda_random"] is not None:
-            torch.cuda.set_rng_state(saved["cuda_random"], self._model.device)
+        learner_state = load_learner_state(self._files.checkpoint)
+        self._model.load_state_dict(learner_state["model"])
+        self._optimizer.load_state_dict(learner_state["optimizer"])
+        torch.set_rng_state(learner_state["torch_random"])
+        if self._model.device.type == "cuda" and learner_state["cuda_random"] is not None:
+            torch.cuda.set_rng_state(learner_state["cuda_random"], self._model.device)
         self._files.folder.write(CONFIG_FILE, self._run)
 
     def _save_checkpoint(self) -> None:
@@ -409,9 +412,9 @@ class _Training:
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    def _report(self, phase: Any, epoch: RewardModelEpoch | None = None) -> None:
+    def _report_progress(self, phase: Any, epoch: RewardModelEpoch | None = None) -> None:
         """Report the progress, during an epoch at most once a second."""
-        is_due = time.monotonic() - self._last_report_s > _REPORT_EVERY_S
+        is_due = time.monotonic() - self._last_report_s > _REPORT_INTERVAL_S
         if phase == "train" and epoch is None and not is_due:
             return
         self._last_report_s = time.monotonic()
@@ -432,21 +435,21 @@ class _Training:
 
     def _make_metrics(self) -> RewardModelMetrics:
         state, comparisons = self._state, self._comparisons
-        test = state.epochs[state.kept_epoch - 1].test
+        test_scores = state.epochs[state.kept_epoch - 1].test
         return RewardModelMetrics(
             model=self._run.model,
             data=str(self._run.data),
-            num_train=len(self._train_rows),
-            num_test=len(self._test_rows),
+            num_train=len(self._train_indices),
+            num_test=len(self._test_indices),
             num_answers=comparisons.num_answers,
             num_left_out=comparisons.num_left_out,
             num_texts_cut=self._num_texts_cut,
             num_steps=self._num_steps,
             num_steps_skipped=state.num_skipped,
             kept_epoch=state.kept_epoch,
-            accuracy=None if test is None else test.accuracy,
-            mrr=None if test is None else test.mrr,
-            loss=None if test is None else test.loss,
+            accuracy=None if test_scores is None else test_scores.accuracy,
+            mrr=None if test_scores is None else test_scores.mrr,
+            loss=None if test_scores is None else test_scores.loss,
             epochs=tuple(state.epochs),
             elapsed_s=self._elapsed_s,
         )

@@ -51,7 +51,7 @@ from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm
-from ludus.trainer.data.failures import describe, find_first_error
+from ludus.trainer.data.failures import describe_error, find_first_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import (
     ChatRenderer,
@@ -324,7 +324,7 @@ def void_rollout(environment: str, seed: int, error: BaseException) -> Rollout:
         raise cause
     is_lost = isinstance(cause, InfrastructureError)
     status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
-    rollout = Rollout(environment, seed, (), None, None, (), status, 0, describe(error))
+    rollout = Rollout(environment, seed, (), None, None, (), status, 0, describe_error(error))
     return replace(rollout, agent_died=isinstance(cause, AgentError))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to continue as if it had not stopped.
+"""Checkpoints, which contain everything that a run needs to continue as if it had not stopped.
 
     checkpoints/step-00000050/
         learner/     weights, optimizer and random state: one part per rank, or agent.pt
@@ -6,7 +6,8 @@
         state.json   SavedState of the run's kind
         files.json   the size of every other file, as its writer reported it
 
-    ranks --write--> step-00000050.partial --the driver sees every file--> rename, remove old ones
+    ranks --write--> step-00000050.partial --driver sees all files--> rename, remove older
+    checkpoints
 
 Ranks may write on other nodes. A checkpoint gets its name only when the driver sees all of its
 files, and older checkpoints are removed only after that. A checkpoint that was damaged later is
@@ -51,9 +52,9 @@ class SavedState(BaseModel):
     step: int = 0
     """Number of training steps done."""
     streams: int = STREAMS_VERSION
-    """Version of the random streams that the run draws from."""
+    """Version of the scheme that derives the run's random streams."""
     start: dict[str, PolicyResult] = {}
-    """Results of the policy before training, by environment, after they were measured."""
+    """Results of the policy before training, by environment; empty until they are measured."""
 
 
 StateT = TypeVar("StateT", bound=SavedState)
@@ -68,7 +69,7 @@ class RunState(SavedState):
     mixture: MixtureState = Field(default_factory=MixtureState)
     """State from which the next groups are chosen."""
     unfinished_groups: list[GroupSpec] = []
-    """Groups that were being played or were about to be; a resumed run plays them again."""
+    """Groups that were being played or were about to start; a resumed run plays them again."""
     buffered_groups: list[RolloutGroup] = []
     """Groups that waited for training."""
     counts: dict[str, RolloutCounts] = {}
@@ -87,15 +88,15 @@ class RunState(SavedState):
     the checkpoint from which it restarted."""
     max_staleness_seen: int = 0
 
-    def roll_back(self, earlier: RunState) -> None:
-        """Return to the training state of `earlier`.
+    def roll_back(self, earlier_state: RunState) -> None:
+        """Return to the training state of `earlier_state`.
 
-        Counts of episodes, servers and weights keep their values, because these things happened.
+        Counts of events, such as played episodes and restarts, keep their values.
         """
-        self.step = earlier.step
-        self.games_trained = earlier.games_trained
-        self.unfinished_groups = earlier.unfinished_groups
-        self.buffered_groups = earlier.buffered_groups
+        self.step = earlier_state.step
+        self.games_trained = earlier_state.games_trained
+        self.unfinished_groups = earlier_state.unfinished_groups
+        self.buffered_groups = earlier_state.buffered_groups
 
     @property
     def summary_counts(self) -> dict[str, float]:
@@ -112,9 +113,9 @@ class RunState(SavedState):
 class CheckpointFolder:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, num_kept: int) -> None:
         self._folder = folder
-        self._keep = keep
+        self._num_kept = num_kept
 
     @contextmanager
     def prepare(self, step: int) -> Iterator[Path]:
@@ -129,7 +130,7 @@ class CheckpointFolder:
             temporary_folder.mkdir(parents=True)
             yield temporary_folder
         except (CheckpointError, OSError) as error:
-            # The text of an error that crossed a Ray actor contains its traceback.
+            # Ray adds the traceback to the message of an error from an actor, but not to its cause.
             cause = getattr(error, "cause", None) or error
             is_described = isinstance(cause, CheckpointError)
             reason = str(cause) if is_described else describe_write_error(temporary_folder, cause)
@@ -140,7 +141,7 @@ class CheckpointFolder:
     async def commit(
         self, temporary_folder: Path, state: SavedState, files: Iterable[SavedFile]
     ) -> Path:
-        """Wait until all files are visible, then give the checkpoint its name; return its path.
+        """Wait until all files are visible, then rename the checkpoint's folder; return its path.
 
         Checkpoints beyond the number to keep are removed.
         """
@@ -159,11 +160,11 @@ class CheckpointFolder:
             path.parent.mkdir()
             try:
                 torch.save(dict(learner_state), path)
-            except RuntimeError as error:  # of torch's writer, if the disk is full
+            except RuntimeError as error:  # torch raises it if the disk is full
                 raise CheckpointError(describe_write_error(path, error)) from error
             self._commit(folder, state, _list_sizes(folder, [SavedFile.from_path(path)]))
 
-    def newest_first(self) -> list[Path]:
+    def list_newest_first(self) -> list[Path]:
         """Return all checkpoints, including damaged ones."""
         return list_checkpoints(self._folder)[::-1]
 
@@ -173,23 +174,26 @@ class CheckpointFolder:
         sizes[_STATE_FILE] = state_path.stat().st_size
         file_list = json.dumps({"num_bytes": sizes}, indent=2)
         (temporary_folder / _FILES_FILE).write_text(file_list, encoding="utf-8")
-        target = temporary_folder.with_suffix("")
-        rename_folder(temporary_folder, target)
-        self._remove_obsolete(target)
-        return target
+        checkpoint = temporary_folder.with_suffix("")
+        rename_folder(temporary_folder, checkpoint)
+        self._remove_obsolete(checkpoint)
+        return checkpoint
 
     def _describe_newest(self) -> str:
-        for checkpoint in self.newest_first():
+        for checkpoint in self.list_newest_first():
             with suppress(CheckpointError):
                 check_complete(checkpoint)
                 return f"the newest complete checkpoint is '{checkpoint}'"
         return "there is no earlier checkpoint"
 
-    def _remove_obsolete(self, newest: Path) -> None:
-        """Remove the oldest checkpoints, and later ones that the run did not resume from."""
+    def _remove_obsolete(self, newest_checkpoint: Path) -> None:
+        """Remove the oldest checkpoints, and checkpoints of later steps from before a rollback."""
         checkpoints = list_checkpoints(self._folder)
-        end = checkpoints.index(newest) + 1
-        for checkpoint in [*checkpoints[: max(0, end - self._keep)], *checkpoints[end:]]:
+        end_index = checkpoints.index(newest_checkpoint) + 1
+        for checkpoint in [
+            *checkpoints[: max(0, end_index - self._num_kept)],
+            *checkpoints[end_index:],
+        ]:
             shutil.rmtree(checkpoint)
 
 
@@ -209,11 +213,11 @@ def load_learner_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises many types of errors
-        raise _unreadable_error(checkpoint, path.name, error) from error
+        raise _make_unreadable_error(checkpoint, path.name, error) from error
     return state
 
 
-def checkpoint_step(checkpoint: Path) -> int:
+def parse_checkpoint_step(checkpoint: Path) -> int:
     """Return the number of training steps before the checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
@@ -244,7 +248,7 @@ def find_newest_checkpoint(folder: Path) -> Path:
 
 
 def find_checkpoint(path: Path | None, checkpoints: Path) -> Path:
-    """Return the checkpoint with a path or a name, or the newest checkpoint, as absolute path."""
+    """Return the absolute path of a checkpoint; None stands for the newest checkpoint."""
     if path is None:
         return find_newest_checkpoint(checkpoints).absolute()
     named_checkpoint = checkpoints / path
@@ -263,9 +267,11 @@ def check_complete(checkpoint: Path) -> None:
     try:
         sizes: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["num_bytes"]
     except (OSError, ValueError, KeyError) as error:
-        raise _damaged_error(checkpoint, f"{path.name}: {str(error).splitlines()[0]}") from error
+        raise _make_damaged_error(
+            checkpoint, f"{path.name}: {str(error).splitlines()[0]}"
+        ) from error
     if (defect := _find_defect(checkpoint, sizes)) is not None:
-        raise _damaged_error(checkpoint, defect)
+        raise _make_damaged_error(checkpoint, defect)
 
 
 def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
@@ -276,15 +282,15 @@ def read_state(checkpoint: Path, state_type: type[StateT]) -> StateT:
     """
     path = checkpoint / _STATE_FILE
     if not checkpoint.is_dir():
-        existing = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
+        existing_checkpoints = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
         raise CheckpointError(
             f"no checkpoint '{checkpoint}'; expected a folder like "
-            f"{existing or 'runs/NAME/checkpoints/step-00000100'}"
+            f"{existing_checkpoints or 'runs/NAME/checkpoints/step-00000100'}"
         )
     try:
         return state_type.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise _unreadable_error(checkpoint, path.name, error) from error
+        raise _make_unreadable_error(checkpoint, path.name, error) from error
 
 
 def check_streams(checkpoint: Path, state: SavedState) -> None:
@@ -300,7 +306,7 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
         )
 
 
-def _unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> CheckpointError:
+def _make_unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> CheckpointError:
     reason = str(error).partition("\n")[0]
     return CheckpointError(
         f"checkpoint '{checkpoint}' cannot be read: {file_name}: {reason}; remove its folder "
@@ -308,7 +314,7 @@ def _unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> Che
     )
 
 
-def _damaged_error(checkpoint: Path, reason: str) -> CheckpointError:
+def _make_damaged_error(checkpoint: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint '{checkpoint}' cannot be read: {reason}; the previous checkpoint is used if "
         "there is one, otherwise start again with --overwrite"

@@ -1,11 +1,12 @@
-"""The lifecycle of a run of any kind: its folder (`ludus.proto.runs`) opens, resumes and closes.
+"""The lifecycle of a run of any kind: opening, resuming and closing its folder.
 
     find_start --> RunFolder, locked --> trainer.log --> OpenRun: the state, and the checkpoints
 
-`core/stopping.py` has the rules for stopping. The user changes a running run by its control files:
+For stopping see `core/stopping.py`. The user changes a running run through its control files:
 
-    ludus scale --> control.json in the run's folder -------+--(once a second)--> `follow_control`
-    in a cluster --> a ConfigMap, mounted as a file --------+    --> resize the workers, or stop
+    ludus scale --> control.json in the run's folder -------+--(once a second)-->
+    `apply_control_files` in a cluster --> a ConfigMap, mounted as a file --------+    --> resize
+    the workers, or stop
 
 A control file states the desired state, not a command. It may be rewritten, and it still applies
 when a stopped run resumes.
@@ -55,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenRun(Generic[StateT]):
-    """A run whose folder is locked."""
+    """A run with its locked folder, its checkpoints and its state."""
 
     folder: RunFolder
     checkpoints: CheckpointFolder
@@ -82,7 +83,7 @@ def open_run(
     """
     checkpoint, state, changes = find_start(run, resume, state_type)
     if checkpoint is None:
-        # An automatic restart replaces a run that stopped before its first checkpoint.
+        # resume=auto also replaces a run that stopped before its first checkpoint.
         folder = RunFolder.create(run, overwrite=overwrite or resume is Resume.AUTO)
     else:
         folder = RunFolder.reopen(run)
@@ -107,7 +108,7 @@ def find_start(
 ) -> tuple[Path | None, StateT, list[Change]]:
     """Return the checkpoint that the run resumes from, its state, and the changes; write nothing.
 
-    A new run has no checkpoint. The changes are those of the configuration since the last start.
+    A new run has no checkpoint. The changes are the differences from the previous configuration.
     """
     checkpoints = run.folder / CHECKPOINTS_FOLDER
     if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
@@ -141,7 +142,7 @@ class RunFolder:
     def create(cls, run: AnyRunConfig, *, overwrite: bool) -> RunFolder:
         """Create the folder of a new run and write its configuration."""
         with _lock_folder(run.folder) as lock:
-            _clear_for_new_run(run.folder, overwrite=overwrite)
+            _prepare_new_folder(run.folder, overwrite=overwrite)
             folder = cls(run.folder, lock)
             folder.write(CONFIG_FILE, run)
             return folder
@@ -150,7 +151,7 @@ class RunFolder:
     def reopen(cls, run: AnyRunConfig) -> RunFolder:
         """Open the folder of a run that resumes.
 
-        The start may still fail, so the configuration in it is written afterwards.
+        The new configuration is written later, when the start can no longer fail.
         """
         with _lock_folder(run.folder) as lock:
             return cls(run.folder, lock)
@@ -175,13 +176,13 @@ class RunFolder:
 def ensure_run_id(path: Path) -> str:
     """Return the id of the run in a folder; create the id if there is none.
 
-    The id distinguishes runs of the same name in different folders. It survives a resume and an
-    overwrite, so that the next run can remove what this run left in a shared store.
+    The id distinguishes runs of the same name in different folders. It does not change if the run
+    is resumed or overwritten, so that the next run can delete this run's data in a shared store.
     """
-    file = path / RUN_ID_FILE
-    if not file.exists():
-        write_atomically(file, make_run_id())
-    return file.read_text(encoding="utf-8")
+    id_file = path / RUN_ID_FILE
+    if not id_file.exists():
+        write_atomically(id_file, make_run_id())
+    return id_file.read_text(encoding="utf-8")
 
 
 def make_run_id() -> str:
@@ -193,24 +194,24 @@ def make_run_id() -> str:
 def log_to_folder(path: Path, level: str) -> Iterator[None]:
     """Log to the run's folder within the block.
 
-    A program that configured logging itself keeps its configuration, including its level.
+    If the program has configured logging, its configuration and log level are kept.
     """
     handler = logging.FileHandler(path / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    previous_level = root.level
-    if not root.handlers:
-        root.setLevel(level.upper())
-    root.addHandler(handler)
+    root_logger = logging.getLogger()
+    previous_level = root_logger.level
+    if not root_logger.handlers:
+        root_logger.setLevel(level.upper())
+    root_logger.addHandler(handler)
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        root.setLevel(previous_level)
+        root_logger.removeHandler(handler)
+        root_logger.setLevel(previous_level)
         handler.close()
 
 
-async def follow_control(
+async def apply_control_files(
     run_folder: Path,
     resize: Callable[[int], None],
     stop_request: StopRequest,
@@ -223,13 +224,13 @@ async def follow_control(
     """
     mounted_path = os.environ.get(CONTROL_VARIABLE)
     paths = [run_folder / CONTROL_FILE, *([Path(mounted_path)] if mounted_path else [])]
-    texts: dict[Path, str] = {}
+    text_by_path: dict[Path, str] = {}
     while True:
         for path in paths:
             text = await asyncio.to_thread(_read_text, path)
-            if text is not None and text != texts.get(path):
-                texts[path] = text
-                _apply(text, path, resize, stop_request)
+            if text is not None and text != text_by_path.get(path):
+                text_by_path[path] = text
+                _apply_control(text, path, resize, stop_request)
         await asyncio.sleep(interval_s)
 
 
@@ -253,7 +254,7 @@ def _lock_folder(path: Path) -> Iterator[RunLock]:
         ) from error
 
 
-def _clear_for_new_run(path: Path, *, overwrite: bool) -> None:
+def _prepare_new_folder(path: Path, *, overwrite: bool) -> None:
     if not _list_entries(path):
         return
     config_path = path / CONFIG_FILE
@@ -277,7 +278,7 @@ def _list_entries(path: Path) -> list[Path]:
 def _empty_folder(path: Path) -> None:
     """Remove the entries of a run's folder, the configuration last.
 
-    If the removal is interrupted, the configuration still marks the folder as a run's.
+    If the removal is interrupted, the configuration still shows that this is the folder of a run.
     """
     for entry in sorted(_list_entries(path), key=lambda entry: entry.name == CONFIG_FILE):
         if entry.is_dir() and not entry.is_symlink():
@@ -293,7 +294,9 @@ def _read_text(path: Path) -> str | None:
         return None  # usually there is no such file
 
 
-def _apply(text: str, path: Path, resize: Callable[[int], None], stop_request: StopRequest) -> None:
+def _apply_control(
+    text: str, path: Path, resize: Callable[[int], None], stop_request: StopRequest
+) -> None:
     try:
         control = RunControl.model_validate_json(text)
     except ValidationError as error:

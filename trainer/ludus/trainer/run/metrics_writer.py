@@ -45,8 +45,8 @@ class Clock:
     @property
     def elapsed_s(self) -> float:
         """Seconds of training so far."""
-        running_s = 0.0 if self._start_s is None else time.monotonic() - self._start_s
-        return self._elapsed_s + running_s
+        current_s = 0.0 if self._start_s is None else time.monotonic() - self._start_s
+        return self._elapsed_s + current_s
 
     def start(self) -> None:
         """Start or restart the clock."""
@@ -71,7 +71,8 @@ class MetricsWriter:
         """Open the files and the sinks.
 
         Args:
-            resume_from: step from which the run resumes. Rows of later steps are dropped.
+            resume_from: step from which the run resumes. Default: a new run. Rows of later steps
+                are dropped.
             job_log: stream that also receives the rows. Default: none.
         """
         self._path = path
@@ -80,7 +81,9 @@ class MetricsWriter:
         has_epochs = isinstance(run, LanguageModelRun) and run.training.num_epochs is not None
         self.num_steps = None if has_epochs else run.training.num_steps
         """Length of the run in steps; None until the size of the data set is known."""
-        self._sinks = open_sinks(run, path, resume_from=resume_from, past=rows, job_log=job_log)
+        self._sinks = open_sinks(
+            run, path, resume_from=resume_from, earlier_rows=rows, job_log=job_log
+        )
         self._open_files()
 
     def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
@@ -88,9 +91,9 @@ class MetricsWriter:
         self._sinks.set_environment_options(options)
 
     def log_phase(self, phase: Phase, step: int = 0) -> None:
-        """Write the phase that the run enters."""
+        """Write that the run enters a phase."""
         _log.info("phase %s, step %d", phase, step)
-        self._append("phase", step, phase=phase, num_steps=self.num_steps)
+        self._append_row("phase", step, phase=phase, num_steps=self.num_steps)
 
     def log_step(
         self,
@@ -99,10 +102,10 @@ class MetricsWriter:
         values: Mapping[str, float],
         environments: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Write the values of a training step: of the whole run, then of each environment."""
-        self._append("train", step, values, num_games_trained=num_games_trained)
+        """Write the values of a training step, for the whole run and for each environment."""
+        self._append_row("train", step, values, num_games_trained=num_games_trained)
         for name, environment_values in environments.items():
-            self._append(
+            self._append_row(
                 "environment",
                 step,
                 environment_values,
@@ -114,50 +117,56 @@ class MetricsWriter:
         self, step: int, transcripts: Iterable[Transcript]
     ) -> tuple[Transcript, ...]:
         """Write the transcripts of a training step; return them with the step's number."""
-        numbered = tuple(transcript.model_copy(update={"step": step}) for transcript in transcripts)
-        for transcript in numbered:
-            self._transcripts.write(transcript.model_dump_json() + "\n")
-        return numbered
+        numbered_transcripts = tuple(
+            transcript.model_copy(update={"step": step}) for transcript in transcripts
+        )
+        for transcript in numbered_transcripts:
+            self._transcripts_file.write(transcript.model_dump_json() + "\n")
+        return numbered_transcripts
 
     def log_evaluation(
         self, step: int, num_games_trained: int, environment: str, report: EvalReport
     ) -> None:
         """Write the results of an evaluation in one environment."""
-        values = _eval_values(report.policy, report.gap_closed)
-        self._append(
+        values = _make_eval_values(report.policy, report.gap_closed)
+        self._append_row(
             "eval", step, values, num_games_trained=num_games_trained, environment=environment
         )
         for policy, result in report.baselines.items():
-            self._append(
+            self._append_row(
                 "baseline",
                 step,
-                _eval_values(result),
+                _make_eval_values(result),
                 num_games_trained=num_games_trained,
                 environment=environment,
                 policy=policy,
             )
 
     def log_delivery(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
-        """Write the weights that each worker, by its number, samples from now on."""
-        rows = tuple(
+        """Write the weights that each worker now samples from, by worker number."""
+        worker_rows = tuple(
             WorkerWeightsRow(
-                worker=worker,
+                worker=worker_weights,
                 version=weights_by_worker.canary.version,
                 content_hash=weights_by_worker.canary.content_hash,
                 canary_error=weights_by_worker.canary.error,
             )
-            for worker, weights_by_worker in sorted(weights.items())
+            for worker_weights, weights_by_worker in sorted(weights.items())
         )
         values: dict[str, float] = {}
         if weights:
             values = {
-                TrainMetric.WEIGHT_FETCH_S: max(worker.fetch_s for worker in weights.values()),
-                TrainMetric.SAMPLER_PAUSE_S: max(worker.pause_s for worker in weights.values()),
+                TrainMetric.WEIGHT_FETCH_S: max(
+                    worker_weights.fetch_s for worker_weights in weights.values()
+                ),
+                TrainMetric.SAMPLER_PAUSE_S: max(
+                    worker_weights.pause_s for worker_weights in weights.values()
+                ),
                 TrainMetric.WEIGHT_FETCH_BYTES: sum(
-                    worker.num_bytes_fetched for worker in weights.values()
+                    worker_weights.num_bytes_fetched for worker_weights in weights.values()
                 ),
             }
-        self._append("weights", step, values, weights=rows)
+        self._append_row("weights", step, values, weights=worker_rows)
 
     def log_event(
         self,
@@ -167,13 +176,13 @@ class MetricsWriter:
         num_games_trained: int = 0,
         environment: str | None = None,
     ) -> None:
-        """Write an event: the metrics that count it, of an environment or of the whole run."""
-        self._append(
+        """Write an event as the metrics that count it, for an environment or the whole run."""
+        self._append_row(
             "event", step, values, num_games_trained=num_games_trained, environment=environment
         )
 
     def log_checkpoint(self, step: int, duration_s: float) -> None:
-        """Write that a checkpoint was saved, and for how long training paused."""
+        """Write that a checkpoint was saved, and how long training paused."""
         self.log_event(step, {TrainMetric.NUM_CHECKPOINTS: 1, TrainMetric.CHECKPOINT_S: duration_s})
 
     def rewind(self, step: int) -> None:
@@ -189,15 +198,17 @@ class MetricsWriter:
         self._close_files()
 
     def _open_files(self) -> None:
-        # Buffered by line, so that a reader always sees whole rows.
-        self._metrics = (self._path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
-        self._transcripts = (self._path / TRANSCRIPTS_FILE).open("a", encoding="utf-8", buffering=1)
+        # The files are buffered by line, so that readers always see whole rows.
+        self._metrics_file = (self._path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._transcripts_file = (self._path / TRANSCRIPTS_FILE).open(
+            "a", encoding="utf-8", buffering=1
+        )
 
     def _close_files(self) -> None:
-        self._metrics.close()
-        self._transcripts.close()
+        self._metrics_file.close()
+        self._transcripts_file.close()
 
-    def _append(
+    def _append_row(
         self,
         kind: RowKind,
         step: int,
@@ -215,22 +226,22 @@ class MetricsWriter:
             values={str(name): float(value) for name, value in (values or {}).items()},
             **fields,
         )
-        self._metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")
+        self._metrics_file.write(row.model_dump_json(exclude_defaults=True) + "\n")
         self._sinks.write(row)
 
 
 def _drop_later_rows(path: Path, step: int) -> list[MetricsRow]:
     """Drop the rows and transcripts after `step`; return the rows that remain."""
     rows = [row for row in read_metrics(path) if row.step <= step]
-    text = "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows)
-    write_atomically(path / METRICS_FILE, text)
+    content = "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows)
+    write_atomically(path / METRICS_FILE, content)
     transcripts = [transcript for transcript in read_transcripts(path) if transcript.step <= step]
-    text = "".join(transcript.model_dump_json() + "\n" for transcript in transcripts)
-    write_atomically(path / TRANSCRIPTS_FILE, text)
+    content = "".join(transcript.model_dump_json() + "\n" for transcript in transcripts)
+    write_atomically(path / TRANSCRIPTS_FILE, content)
     return rows
 
 
-def _eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:
+def _make_eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:
     values: dict[str, float] = {
         EvalMetric.NUM_GAMES: result.num_games,
         EvalMetric.NUM_GAMES_VOID: result.num_void,

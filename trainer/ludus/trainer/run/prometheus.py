@@ -4,11 +4,11 @@
                                                            (a thread for each request)
 
 Metrics that add up over rows are counters, all others are gauges. Every series has the label `run`,
-the run's name. Metrics of one environment also have labels for its name and its opponent; their sum
-or mean is the metric of the whole run. Counters start at zero, so that rates include the first
-event. Counters of environments start when their servers have reported the opponent. A gauge appears
-after its first measurement. After a resume, counters continue from the earlier rows. Times are
-those of this process only.
+the run's name. Metrics of one environment also have labels for its name and its opponent. Their sum
+or mean over environments is the metric of the whole run. Counters start at zero, so that rates
+include the first event. Counters of environments start when their servers have reported the
+opponent. A gauge appears after its first measurement. After a resume, counters continue from the
+earlier rows, but times start again.
 
 Label values come from the configuration and from closed sets: environments, opponents, reward
 terms, fixed policies, phases, and worker numbers. The content hash of a worker's weights is
@@ -52,9 +52,9 @@ TRAINED_POLICY = "trained"
 NO_OPPONENT = "environment"
 """Value of the label `opponent` if the environment's options name no opponent."""
 _IDLE_TIMEOUT_S = 10.0
-"""Time after which the server closes a connection that sends nothing, which occupies a thread."""
+"""Time after which the server closes an idle connection, which would occupy a thread."""
 _HASH_DIGITS = 12
-"""Hexadecimal digits of a content hash that a float64 represents exactly: 48 bits."""
+"""Number of exported hexadecimal digits of a content hash; a float64 represents them exactly."""
 _ENVIRONMENT_LABELS = ("environment", "opponent")
 _TRAIN_NAMES = {str(metric): prometheus_name(metric) for metric in TrainMetric}
 _EVAL_NAMES = {str(metric): prometheus_name(metric) for metric in EvalMetric}
@@ -64,22 +64,22 @@ _EVAL_NAMES = {str(metric): prometheus_name(metric) for metric in EvalMetric}
 class Series:
     """The samples of one metric name, by their label values."""
 
-    text: str
+    help_text: str
     labels: tuple[str, ...] = ()
     """Label names in addition to `run`."""
     is_counter: bool = False
     samples: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """Samples by label values, without `opponent`, which follows from the environment."""
+    """Samples by label values without `opponent`, which depends on the environment only."""
 
-    def record(self, value: float, *labels: str) -> None:
+    def record(self, value: float, *label_values: str) -> None:
         """Add the value to a counter, or set a gauge to it."""
-        previous_value = self.samples.get(labels, 0.0) if self.is_counter else 0.0
-        self.samples[labels] = previous_value + value
+        previous_value = self.samples.get(label_values, 0.0) if self.is_counter else 0.0
+        self.samples[label_values] = previous_value + value
 
     def make_family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
-        """Return the samples for a scrape, without environments whose opponent is unknown."""
-        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
-        family = kind(name, self.text, labels=("run", *self.labels))
+        """Return the samples for Prometheus, without environments whose opponent is unknown."""
+        family_class = CounterMetricFamily if self.is_counter else GaugeMetricFamily
+        family = family_class(name, self.help_text, labels=("run", *self.labels))
         is_per_environment = self.labels[:2] == _ENVIRONMENT_LABELS
         for labels, value in self.samples.items():
             if not is_per_environment:
@@ -95,10 +95,10 @@ class RunSeries(MetricsSink, Collector):
 
     name = "prometheus"
 
-    def __init__(self, run: RunConfig, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: RunConfig, get_time_s: Callable[[], float] = time.time) -> None:
         self._lock = threading.Lock()
         self._run = run.name
-        self._now = now
+        self._get_time_s = get_time_s
         self._opponents: dict[str, str] = {}
         self._series = make_series()
         self._series[TrainSeries.RUN].record(1)
@@ -111,10 +111,10 @@ class RunSeries(MetricsSink, Collector):
                     self._series[_TRAIN_NAMES[metric]].record(0, *labels)
         self._record_phase(None)
         for series in (TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT):
-            self._series[series].record(now())
+            self._series[series].record(get_time_s())
 
     def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Export the series of the environments, whose opponents are in these options."""
+        """Start exporting the series of the environments, with the opponents in these options."""
         with self._lock:
             self._opponents = {
                 name: find_opponent(environment_options)
@@ -131,24 +131,24 @@ class RunSeries(MetricsSink, Collector):
                 case "train":
                     self._series[TrainSeries.STEP].record(row.step)
                     self._series[TrainSeries.STEPS].record(1)
-                    self._series[TrainSeries.LAST_STEP].record(self._now())
+                    self._series[TrainSeries.LAST_STEP].record(self._get_time_s())
                     self._series[TrainSeries.GAMES_TRAINED].record(row.num_games_trained)
-                    self._record_run(row.values)
+                    self._record_run_metrics(row.values)
                 case "environment":
-                    self._record_environment(row.values, row.environment or "")
+                    self._record_environment_metrics(row.values, row.environment or "")
                 case "eval" | "baseline":
                     labels = (row.environment or "", row.policy or TRAINED_POLICY)
                     for name, value in row.values.items():
                         self._series[_EVAL_NAMES[name]].record(value, *labels)
                 case "weights":
-                    self._record_run(row.values)
+                    self._record_run_metrics(row.values)
                     self._record_weights(row.weights)
                 case "event" if row.environment is not None:
-                    self._record_environment(row.values, row.environment)
+                    self._record_environment_metrics(row.values, row.environment)
                 case "event":
-                    self._record_run(row.values)
+                    self._record_run_metrics(row.values)
                     if TrainMetric.NUM_CHECKPOINTS in row.values:
-                        self._series[TrainSeries.LAST_CHECKPOINT].record(self._now())
+                        self._series[TrainSeries.LAST_CHECKPOINT].record(self._get_time_s())
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by prometheus_client."""
@@ -159,13 +159,13 @@ class RunSeries(MetricsSink, Collector):
             ]
         yield from families
 
-    def _record_run(self, values: Mapping[str, float]) -> None:
+    def _record_run_metrics(self, values: Mapping[str, float]) -> None:
         for metric in TrainMetric:
             # Metrics of environments have separate rows.
             if not metric.spec.is_per_environment and metric in values:
                 self._series[_TRAIN_NAMES[metric]].record(values[metric])
 
-    def _record_environment(self, values: Mapping[str, float], environment: str) -> None:
+    def _record_environment_metrics(self, values: Mapping[str, float], environment: str) -> None:
         for name, value in values.items():
             if name.startswith(REWARD_TERM_PREFIX):
                 term = name.removeprefix(REWARD_TERM_PREFIX)
@@ -173,29 +173,29 @@ class RunSeries(MetricsSink, Collector):
             else:
                 self._series[_TRAIN_NAMES[name]].record(value, environment)
 
-    def _record_phase(self, current: Phase | None, num_steps: int | None = None) -> None:
+    def _record_phase(self, current_phase: Phase | None, num_steps: int | None = None) -> None:
         if num_steps is not None:
             self._series[TrainSeries.TARGET_STEPS].record(num_steps)
         for phase in Phase:
-            self._series[TrainSeries.PHASE].record(phase is current, phase)
-        self._series[TrainSeries.PHASE_START].record(self._now())
+            self._series[TrainSeries.PHASE].record(phase is current_phase, phase)
+        self._series[TrainSeries.PHASE_START].record(self._get_time_s())
 
     def _record_weights(self, weights: tuple[WorkerWeightsRow, ...]) -> None:
-        readers = {
+        value_readers = {
             TrainSeries.WORKER_VERSION: lambda worker: worker.version,
             TrainSeries.WORKER_HASH: lambda worker: int(worker.content_hash[:_HASH_DIGITS], 16),
             TrainSeries.WORKER_CANARY_ERROR: lambda worker: worker.canary_error,
         }
         self._series[TrainSeries.WORKERS].record(len(weights))
-        for name, read in readers.items():
+        for name, read_value in value_readers.items():
             # Workers that no longer exist are removed.
             self._series[name].samples.clear()
             for worker in weights:
-                self._series[name].record(read(worker), str(worker.worker))
+                self._series[name].record(read_value(worker), str(worker.worker))
 
 
 class PrometheusExporter(RunSeries):
-    """Serves the series of a run over HTTP until it is closed."""
+    """An exporter that serves the series of a run over HTTP until it is closed."""
 
     def __init__(self, run: RunConfig, config: PrometheusSink) -> None:
         """Start the server."""
@@ -234,7 +234,7 @@ def find_opponent(options: JsonObject) -> str:
 
 def make_series() -> dict[str, Series]:
     """Return all series that a run exports, by name and without samples."""
-    worker = ("worker",)
+    worker_label = ("worker",)
     series = {
         _TRAIN_NAMES[metric]: Series(
             metric.spec.help,
@@ -268,11 +268,13 @@ def make_series() -> dict[str, Series]:
             "Mean reward term of an episode, before it is weighted.", (*_ENVIRONMENT_LABELS, "term")
         ),
         TrainSeries.WORKERS: Series("Rollout workers that have loaded weights."),
-        TrainSeries.WORKER_VERSION: Series("Weights version that a worker has loaded.", worker),
+        TrainSeries.WORKER_VERSION: Series(
+            "Weights version that a worker has loaded.", worker_label
+        ),
         TrainSeries.WORKER_HASH: Series(
-            "First 48 bits of the content hash of a worker's weights.", worker
+            "First 48 bits of the content hash of a worker's weights.", worker_label
         ),
         TrainSeries.WORKER_CANARY_ERROR: Series(
-            "Canary error of a worker's newest weights, in nats.", worker
+            "Canary error of a worker's newest weights, in nats.", worker_label
         ),
     }

@@ -47,7 +47,7 @@ class MetricsSink(ABC):
 
 
 class JobLog(MetricsSink):
-    """Writes a line for each phase, step, evaluation and event into the log of a job."""
+    """A sink that writes a line per phase, step, evaluation and event into the log of a job."""
 
     name = "the job's log"
 
@@ -62,7 +62,7 @@ class JobLog(MetricsSink):
 
 
 class Sinks:
-    """All sinks of a run; passes rows to those that have not failed."""
+    """All sinks of a run that have not failed."""
 
     def __init__(self, sinks: list[MetricsSink]) -> None:
         self._sinks = sinks
@@ -94,10 +94,10 @@ class Sinks:
                 _log.warning("closing %s failed: %r", sink.name, error)
         self._sinks = []
 
-    def _call_each(self, call: Callable[[MetricsSink], None]) -> None:
+    def _call_each(self, call_sink: Callable[[MetricsSink], None]) -> None:
         for sink in tuple(self._sinks):
             try:
-                call(sink)
+                call_sink(sink)
             except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 _log.warning(
                     "%s failed and gets no more metrics; metrics.jsonl has all of them: %r",
@@ -112,14 +112,14 @@ def open_sinks(
     folder: Path,
     *,
     resume_from: int | None = None,
-    past: Sequence[MetricsRow] = (),
+    earlier_rows: Sequence[MetricsRow] = (),
     job_log: TextIO | None = None,
 ) -> Sinks:
     """Open the sinks of a run's configuration.
 
     Args:
         resume_from: step from which the run resumes; None for a new run.
-        past: rows up to that step, for sinks that do not store rows.
+        earlier_rows: rows up to that step, for sinks that do not store rows.
 
     Raises:
         ConfigError: a sink cannot start as configured. All sinks are closed.
@@ -137,7 +137,7 @@ def open_sinks(
             from ludus.trainer.run.prometheus import PrometheusExporter
 
             sinks.append(PrometheusExporter(run, run.metrics.prometheus))
-            for row in past:
+            for row in earlier_rows:
                 sinks[-1].write(row)
         if run.metrics.wandb is not None:
             from ludus.trainer.run.wandb import WandbWriter
@@ -158,6 +158,6 @@ def tag_values(row: MetricsRow) -> Mapping[str, float]:
     eval/blackjack/random/win_rate  result of a fixed policy
     """
     section = "eval" if row.kind in ("eval", "baseline") else "train"
-    parts = (section, row.environment, row.policy)
-    prefix = "/".join(part for part in parts if part is not None)
+    tag_parts = (section, row.environment, row.policy)
+    prefix = "/".join(tag_part for tag_part in tag_parts if tag_part is not None)
     return {f"{prefix}/{name}": value for name, value in row.values.items()}

@@ -38,15 +38,15 @@ def write_summary(
         total_s: seconds since the start of the run.
     """
     state = files.state
-    results = {}
+    environment_results = {}
     for name, (target, options) in environments.items():
         metrics.log_evaluation(state.step, int(counts["games_trained"]), name, reports[name])
-        results[name] = EnvironmentResult(
+        environment_results[name] = EnvironmentResult(
             environment=f"{target} {json.dumps(options)}",
             start=state.start.get(name),
             report=reports[name],
         )
-    first_result = next(iter(results.values()))
+    first_result = next(iter(environment_results.values()))
     report = first_result.report
     summary = Summary.model_validate(
         {
@@ -54,7 +54,7 @@ def write_summary(
             **counts,
             "name": run.name,
             "environment": first_result.environment,
-            "results": results,
+            "results": environment_results,
             "finished": True,
             "seed": run.seed,
             "num_steps": state.step,

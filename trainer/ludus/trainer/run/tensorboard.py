@@ -17,7 +17,7 @@ _FLUSH_S = 5
 
 
 class TensorboardWriter(MetricsSink):
-    """Writes an event file; a resumed run adds another file."""
+    """A sink that writes an event file; a resumed run adds another file."""
 
     name = "tensorboard"
 
@@ -33,17 +33,17 @@ class TensorboardWriter(MetricsSink):
         ]
         if not values:
             return
-        self._add(Event(step=row.step, summary=Summary(value=values)))
+        self._add_event(Event(step=row.step, summary=Summary(value=values)))
 
     def rewind(self, step: int) -> None:
         """Make readers drop the values of later steps."""
         # Readers drop all values from the step of a session start onwards.
-        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
         """Write pending values and close the file."""
         self._writer.close()
 
-    def _add(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.add_event(event)

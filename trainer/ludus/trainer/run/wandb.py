@@ -13,13 +13,13 @@ from ludus.trainer.run.sinks import MetricsSink, tag_values
 _KEY_VARIABLE = "WANDB_API_KEY"
 _TIMEOUT_S = 60.0
 """Time limit for the service to respond, when a run starts and when it stops."""
-_STEP, _GAMES, _ELAPSED = "step", "num_games_trained", "elapsed_s"
+_STEP_KEY, _GAMES_KEY, _ELAPSED_KEY = "step", "num_games_trained", "elapsed_s"
 
 
 class WandbWriter(MetricsSink):
-    """Logs to a run of a Weights & Biases project; a resumed run keeps its id.
+    """A sink that logs to a run of a Weights & Biases project; a resumed run keeps its id.
 
-    A rewound run repeats steps, which Weights & Biases shows next to the earlier ones.
+    If a run is rewound and repeats steps, Weights & Biases shows both values of a step.
     """
 
     name = "wandb"
@@ -71,8 +71,8 @@ class WandbWriter(MetricsSink):
                 f"project '{config.project}' and the network, or use mode = 'offline'"
             ) from error
         # A resumed run repeats steps, which W&B's default counter would drop.
-        self._session.define_metric(_STEP)
-        self._session.define_metric("*", step_metric=_STEP)
+        self._session.define_metric(_STEP_KEY)
+        self._session.define_metric("*", step_metric=_STEP_KEY)
 
     def write(self, row: MetricsRow) -> None:
         """Send the row's values."""
@@ -81,9 +81,9 @@ class WandbWriter(MetricsSink):
             self._session.log(
                 {
                     **values,
-                    _STEP: row.step,
-                    _GAMES: row.num_games_trained,
-                    _ELAPSED: row.elapsed_s,
+                    _STEP_KEY: row.step,
+                    _GAMES_KEY: row.num_games_trained,
+                    _ELAPSED_KEY: row.elapsed_s,
                 }
             )
 

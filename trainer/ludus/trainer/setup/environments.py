@@ -1,10 +1,10 @@
-"""The environments of a run, started and connected.
+"""Start of a run's local environment servers, and connections to all environments.
 
     local:   a server process for each environment, started here and stopped with the run
     remote:  a server that already runs
 
-Local servers start first. They refuse invalid options before anything expensive starts, and
-processes that are forked later, such as Ray's, must exist before this process uses gRPC.
+Local servers start first, so that invalid options are refused before anything expensive starts. The
+connections are opened later, because processes must be forked before this process uses gRPC.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def start_local_servers(
         for name, config in run.environments.items()
         if isinstance(config, LocalEnvironment)
     }
-    with ExitStack() as stack:
-        # In this thread, because a server stops when the thread that started it ends.
+    with ExitStack() as exit_stack:
+        # The servers start in this thread, because a server stops when its starting thread ends.
         for server in servers.values():
-            stack.enter_context(server)
+            exit_stack.enter_context(server)
         yield servers
 
 
@@ -101,7 +101,7 @@ async def connect_environments(
     run: LanguageModelRun, servers: Mapping[str, LocalServer]
 ) -> AsyncIterator[dict[str, ConnectedEnvironment]]:
     """Connect to the environments of a run, in its order; disconnect after the block."""
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as exit_stack:
         environments = {}
         for name, config in run.environments.items():
             if isinstance(config, RemoteEnvironment):
@@ -110,8 +110,8 @@ async def connect_environments(
                 addresses = servers[name].addresses
                 assert addresses is not None
                 address = addresses.grpc
-            client = await stack.enter_async_context(
-                await _connect(run.environment_section(name), config, address)
+            client = await exit_stack.enter_async_context(
+                await _connect_client(run.environment_section(name), config, address)
             )
             description = await client.describe()
             if config.resume:
@@ -140,8 +140,8 @@ def make_connect_options(config: EnvironmentConfig | ServerConnection) -> Connec
     )
 
 
-async def _connect(section: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
-    """Connect to a server; an unreachable server is an error of the configuration."""
+async def _connect_client(section: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
+    """Connect to a server; raise ConfigError if it is unreachable."""
     try:
         return await AsyncEnvClient.connect(address, make_connect_options(config))
     except (UnavailableError, AuthenticationError) as error:

@@ -1,4 +1,4 @@
-"""The first prompts of an environment, and the canary that is made from them."""
+"""The first prompts of an environment, and the canary prompts that are made from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_OBSERVATION_CHARACTERS = 1000
 async def make_canary(
     environment: ConnectedEnvironment, chat: ChatTokenizer
 ) -> tuple[ScoringRequest, ...]:
-    """Return the environment's first prompt with each legal answer.
+    """Return the canary prompts: the environment's first prompt with each legal answer.
 
     These are likely completions. In reduced precision, the log-probs of unlikely tokens differ most
     even if the weights are correct. Without legal answers, the end of the prompt is scored.
@@ -34,8 +34,8 @@ async def make_canary(
     prompt_ids = chat.encode_first_prompt(opening.messages, opening.tools)
     answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
     if not answers:
-        split = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
-        return (ScoringRequest(prompt_ids[:split], prompt_ids[split:]),)
+        prompt_length = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
+        return (ScoringRequest(prompt_ids[:prompt_length], prompt_ids[prompt_length:]),)
     return tuple(
         ScoringRequest(
             prompt_ids, chat.encode_completion(answer, rendered=True)[:_MAX_CANARY_TOKENS]

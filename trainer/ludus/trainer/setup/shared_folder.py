@@ -1,7 +1,7 @@
 """A check that actors on other nodes see the run's folder, not another folder of the same name.
 
-driver    writes a token   --> [ run's folder ] --> every actor reads it before it starts to load
-          reads the replies <-- [              ] <-- actors that will write there reply to it
+driver    writes a token   --> [ run's folder ] --> every actor looks for the token when it starts
+          reads the replies <-- [              ] <-- actors that will write there reply to the token
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FolderToken:
     @classmethod
     def write(cls, folder: Path) -> FolderToken:
         """Write a new token, and remove the tokens of killed runs."""
-        for old_token in folder.glob(f"{_TOKEN_PREFIX}*"):
-            old_token.unlink()
+        for old_token_path in folder.glob(f"{_TOKEN_PREFIX}*"):
+            old_token_path.unlink()
         token = cls(folder, _TOKEN_PREFIX + uuid.uuid4().hex)
         (folder / token.name).touch()
         return token
@@ -48,7 +48,7 @@ class FolderToken:
         """Reply to the token from a learner rank, which will write into the folder."""
         self.check()
         try:
-            self._reply_path(rank).touch()
+            self._make_reply_path(rank).touch()
         except OSError as error:
             raise ConfigError(
                 f"output_dir: node '{socket.gethostname()}' cannot write checkpoints into the "
@@ -59,20 +59,20 @@ class FolderToken:
     def check_replies(self, num_ranks: int) -> None:
         """Check, in the driver, that the replies of all ranks are visible, and remove them."""
         for rank in range(num_ranks):
-            reply = self._reply_path(rank)
-            if not _wait_until_visible(reply):
+            reply_path = self._make_reply_path(rank)
+            if not _wait_until_visible(reply_path):
                 raise ConfigError(
                     f"output_dir: files that learner rank {rank} writes into the run's folder "
                     f"'{self.folder}' do not reach the driver; set output_dir to a folder that "
                     "all nodes share"
                 )
-            reply.unlink()
+            reply_path.unlink()
 
     def remove(self) -> None:
         """Remove the token, because no more actors will start."""
         (self.folder / self.name).unlink(missing_ok=True)
 
-    def _reply_path(self, rank: int) -> Path:
+    def _make_reply_path(self, rank: int) -> Path:
         return self.folder / f"{self.name}-{rank}"
 
 

@@ -1,4 +1,4 @@
-"""The model that training starts from; a tiny model is made and warmed up here.
+"""The model that training starts from; a tiny model is created and warmed up here.
 
 A tiny model learns the format of completions from episodes with random legal answers.
 """
@@ -24,7 +24,7 @@ from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.streams import Stream, make_random, warm_start_seed
-from ludus.trainer.data.failures import count_failures, describe, find_most_common_reason
+from ludus.trainer.data.failures import count_failures, describe_error, find_most_common_reason
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
@@ -63,8 +63,7 @@ async def prepare_model(
 ) -> str:
     """Return the id or folder of the model that training starts from; make a tiny model.
 
-    A tiny model is made only once, so that a resumed run still measures its distance from the
-    model that it started from.
+    A tiny model is made only once, so that a resumed run has the same reference model.
     """
     match run.model:
         case PretrainedModel(path=path, lora=lora):
@@ -82,7 +81,7 @@ def make_tiny_model(
     config: TinyModel, conversations: Sequence[Conversation], seed: int, folder: Path
 ) -> None:
     """Write a tiny model whose vocabulary and format come from these conversations."""
-    # A tiny model cannot keep several threads busy: they would only wait for each other.
+    # For a tiny model, several threads are slower, because they mostly wait for each other.
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(list_conversation_texts(conversations), config.vocab_size)
     chat = ChatTokenizer(tokenizer)
@@ -113,14 +112,14 @@ async def _play_warm_start(
     Failed episodes are left out.
     """
     weights = [environment.config.weight for environment in environments.values()]
-    shares = _split_by_weight(config.warm_start_games, weights)
-    slots = asyncio.Semaphore(_NUM_CONCURRENT_EPISODES)
+    num_episodes_by_environment = _split_by_weight(config.warm_start_games, weights)
+    semaphore = asyncio.Semaphore(_NUM_CONCURRENT_EPISODES)
     failures: list[str] = []
 
-    async def play(
+    async def play_or_record_failure(
         environment_index: int, environment: ConnectedEnvironment, episode_index: int
     ) -> _WarmStartEpisode | None:
-        async with slots:
+        async with semaphore:
             try:
                 agent = agents.get(environment_index)
                 return await _play_episode(
@@ -129,24 +128,32 @@ async def _play_warm_start(
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-                failures.append(describe(error))
+                failures.append(describe_error(error))
                 return None
 
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as exit_stack:
         agents = {
-            index: await AgentHost.start(environment.config.agent, stack)
+            index: await AgentHost.start(environment.config.agent, exit_stack)
             for index, environment in enumerate(environments.values())
             if environment.config.agent is not None
         }
-        results = await asyncio.gather(
+        episodes_or_failures = await asyncio.gather(
             *(
-                asyncio.gather(*(play(index, environment, episode) for episode in range(share)))
-                for index, (environment, share) in enumerate(
-                    zip(environments.values(), shares, strict=True)
+                asyncio.gather(
+                    *(
+                        play_or_record_failure(index, environment, episode)
+                        for episode in range(num_episodes)
+                    )
+                )
+                for index, (environment, num_episodes) in enumerate(
+                    zip(environments.values(), num_episodes_by_environment, strict=True)
                 )
             )
         )
-    episodes = [[episode for episode in result if episode is not None] for result in results]
+    episodes = [
+        [episode for episode in environment_results if episode is not None]
+        for environment_results in episodes_or_failures
+    ]
     conversations = [
         conversation
         for environment_episodes in episodes
@@ -154,21 +161,23 @@ async def _play_warm_start(
         for conversation in episode.conversations
     ]
     if failures:
-        _report_failures(failures, sum(shares), are_all=not conversations)
+        _report_failures(
+            failures, sum(num_episodes_by_environment), has_no_episode=not conversations
+        )
     for (name, environment), environment_episodes in zip(
         environments.items(), episodes, strict=True
     ):
-        _log_episodes(name, environment_episodes, _max_turns(run, environment))
+        _log_episodes(name, environment_episodes, _get_max_turns(run, environment))
     return conversations
 
 
-def _report_failures(failures: Sequence[str], num_episodes: int, *, are_all: bool) -> None:
+def _report_failures(failures: Sequence[str], num_episodes: int, *, has_no_episode: bool) -> None:
     """Log the most common failure of the warm start; fail if all episodes failed."""
     message = (
         f"{len(failures)} of {num_episodes} episodes of the warm start failed; the most common "
         f"reason: {find_most_common_reason(count_failures(failures))}"
     )
-    if are_all:
+    if has_no_episode:
         raise EpisodesFailedError(message)
     _log.warning("%s", message)
 
@@ -188,7 +197,7 @@ def _log_episodes(name: str, episodes: Sequence[_WarmStartEpisode], max_turns: i
     returns = {episode.episode_return for episode in episodes}
     if any(map(math.isnan, returns)):
         return
-    # Episodes with one question each also end after one step, but some random answers are right.
+    # Episodes with one question end after one step too, but some random answers to it are right.
     if len(episodes) == 1 or max_turns == 1 or max(num_turns) > 1 or len(returns) > 1:
         return
     warn_user(
@@ -199,9 +208,9 @@ def _log_episodes(name: str, episodes: Sequence[_WarmStartEpisode], max_turns: i
     )
 
 
-def _split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` into whole numbers in proportion to the weights."""
-    bounds = [round(total * weight_sum / sum(weights)) for weight_sum in accumulate(weights)]
+def _split_by_weight(total_count: int, weights: Sequence[float]) -> list[int]:
+    """Split `total_count` into whole numbers in proportion to the weights."""
+    bounds = [round(total_count * weight_sum / sum(weights)) for weight_sum in accumulate(weights)]
     return [end - start for start, end in pairwise([0, *bounds])]
 
 
@@ -216,7 +225,7 @@ async def _play_episode(
     seed = warm_start_seed(run.seed, environment_index, episode_index)
     open_session = partial(environment.client.open, seed=seed)
     session, first_result = await retry_while_full(open_session, run.rollout.group_timeout_s)
-    max_turns = _max_turns(run, environment)
+    max_turns = _get_max_turns(run, environment)
     try:
         if agent is not None:
             adapter = make_adapter(environment, session, first_result)
@@ -229,7 +238,7 @@ async def _play_episode(
         await close_session(session)
 
 
-def _max_turns(run: LanguageModelRun, environment: ConnectedEnvironment) -> int:
+def _get_max_turns(run: LanguageModelRun, environment: ConnectedEnvironment) -> int:
     return environment.config.max_turns or run.rollout.max_turns
 
 

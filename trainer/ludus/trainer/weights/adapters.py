@@ -2,8 +2,8 @@
 
     learner            base W (frozen), A, B  --  A, B  -->  worker: W + (alpha / rank) B A
 
-Merging at the worker supports every engine, unlike an engine's own adapter support, and does not
-slow sampling down. The base weights stay in the worker's memory, in the type of their file.
+Merging in the worker works with every engine, even without adapter support, and does not slow down
+sampling. The base weights stay in the worker's memory, in the type of their file.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.models.load import load_language_model
 
-DOWN, UP = "lora_A.weight", "lora_B.weight"
+DOWN_SUFFIX, UP_SUFFIX = "lora_A.weight", "lora_B.weight"
 """Suffixes of the names under which A [rank, in] and B [out, rank] of a layer are published."""
 
 
 class AdapterMerger:
-    """Base weights to which adapters are added."""
+    """A merger that adds adapters to base weights."""
 
-    def __init__(self, base: StateDict, config: LoraConfig) -> None:
-        self._base = base
+    def __init__(self, base_weights: StateDict, config: LoraConfig) -> None:
+        self._base_weights = base_weights
         self._scale = config.alpha / config.rank
 
     @classmethod
@@ -39,15 +39,25 @@ class AdapterMerger:
         Raises:
             WeightSyncError: the adapters belong to a different model.
         """
-        weights = dict(self._base)
+        weights = dict(self._base_weights)
         layers = {name.rpartition(".lora_")[0] for name in adapters}
         for layer in layers:
-            down, up = adapters.get(f"{layer}.{DOWN}"), adapters.get(f"{layer}.{UP}")
-            base = self._base.get(f"{layer}.weight")
-            if down is None or up is None or base is None or base.shape != (len(up), len(down.T)):
+            down_weight, up_weight = (
+                adapters.get(f"{layer}.{DOWN_SUFFIX}"),
+                adapters.get(f"{layer}.{UP_SUFFIX}"),
+            )
+            base_weight = self._base_weights.get(f"{layer}.weight")
+            if (
+                down_weight is None
+                or up_weight is None
+                or base_weight is None
+                or base_weight.shape != (len(up_weight), len(down_weight.T))
+            ):
                 raise WeightSyncError(
                     f"the adapters of '{layer}' do not match a linear layer of this model; "
                     "learner and workers must start from the same model.path"
                 )
-            weights[f"{layer}.weight"] = base.float() + self._scale * (up.float() @ down.float())
+            weights[f"{layer}.weight"] = base_weight.float() + self._scale * (
+                up_weight.float() @ down_weight.float()
+            )
         return weights

@@ -3,7 +3,7 @@
     put   parallel parts of one multipart upload; the object appears when all parts have arrived
     get   parallel ranges of the object, read into one buffer
 
-obstore is the Rust `object_store` crate: it signs, splits, retries and streams without holding
+obstore is the Rust crate `object_store`. It signs, splits, retries and streams without holding
 Python's lock, and has no dependencies. It reads credentials from the environment or from the
 pod's identity; no credentials pass through this file.
 """
@@ -42,7 +42,7 @@ class BucketObjects:
         self._config = config
         endpoint = f" at {config.endpoint}" if config.endpoint else ""
         self.description = f"the bucket '{config.bucket}'{endpoint}, prefix '{config.prefix}'"
-        # Only a part of the total time, so that a server that hangs briefly is tried again.
+        # A stall may take only part of the total time, so that a request that hangs is retried.
         max_stall_s = min(_MAX_STALL_S, config.timeout_s / 4)
         self._store = S3Store(
             config.bucket,
@@ -75,7 +75,7 @@ class BucketObjects:
                     max_concurrency=_NUM_CONNECTIONS,
                 )
         except (BaseError, OSError) as error:
-            raise self._failure(error) from None
+            raise self._make_error(error) from None
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
@@ -88,22 +88,26 @@ class BucketObjects:
                     "check whether another program writes there"
                 )
             content = np.empty(num_bytes, dtype=np.uint8)
-            asyncio.run(self._load(location, content))
+            asyncio.run(self._load_ranges(location, content))
         except (BaseError, OSError) as error:
-            raise self._failure(error) from None
+            raise self._make_error(error) from None
         return [content]
 
-    async def _load(self, location: str, content: np.ndarray) -> None:
+    async def _load_ranges(self, location: str, content: np.ndarray) -> None:
         """Read the object into `content`."""
         connections = asyncio.Semaphore(_NUM_CONNECTIONS)
 
-        async def load(start: int) -> None:
+        async def load_range(start: int) -> None:
             end = min(start + _PART_BYTES, content.nbytes)
             async with connections:
-                part = await obstore.get_range_async(self._store, location, start=start, end=end)
-            content[start:end] = np.frombuffer(memoryview(part), dtype=np.uint8)
+                range_bytes = await obstore.get_range_async(
+                    self._store, location, start=start, end=end
+                )
+            content[start:end] = np.frombuffer(memoryview(range_bytes), dtype=np.uint8)
 
-        await asyncio.gather(*(load(start) for start in range(0, content.nbytes, _PART_BYTES)))
+        await asyncio.gather(
+            *(load_range(start) for start in range(0, content.nbytes, _PART_BYTES))
+        )
 
     def drop(self, location: str) -> None:
         """Delete the object, if it exists."""
@@ -112,14 +116,14 @@ class BucketObjects:
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
-            raise self._failure(error) from None
+            raise self._make_error(error) from None
 
     def list_locations(self) -> list[str]:
         """Return the keys of all stored versions."""
         try:
             keys = [entry["path"] for page in obstore.list(self._store) for entry in page]
         except (BaseError, OSError) as error:
-            raise self._failure(error) from None
+            raise self._make_error(error) from None
         return [key for key in keys if re.fullmatch(r"v\d{8,}-\w+(\.delta)?\.safetensors", key)]
 
     def check(self) -> None:
@@ -133,8 +137,8 @@ class BucketObjects:
         except WeightSyncError as error:
             raise ConfigError(f"weights.bucket = '{self._config.bucket}': {error}") from error
 
-    def _failure(self, error: Exception) -> WeightSyncError:
-        reason = f"{self.description}: {_first_line(error)}"
+    def _make_error(self, error: Exception) -> WeightSyncError:
+        reason = f"{self.description}: {_format_first_line(error)}"
         # obstore has error classes for some calls only, but a status for all.
         status = re.search(r"status code: (\d+)", reason)
         if status and status[1] in ("401", "403"):
@@ -147,9 +151,9 @@ class BucketObjects:
         return StoreUnavailableError(reason)
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of obstore's message, which may fill pages, with the error code."""
-    text = str(error)
-    first_line = text.partition("\n")[0].partition("<?xml")[0].rstrip(" :")
-    code = re.search(r"<Code>(\w+)</Code>", text)
-    return f"{first_line} ({code[1]})" if code else first_line
+def _format_first_line(error: Exception) -> str:
+    """Return the first line of obstore's message, which may be very long, and the error code."""
+    message = str(error)
+    first_line = message.partition("\n")[0].partition("<?xml")[0].rstrip(" :")
+    error_code = re.search(r"<Code>(\w+)</Code>", message)
+    return f"{first_line} ({error_code[1]})" if error_code else first_line

@@ -2,16 +2,17 @@
 
 Checksums prove that the bytes arrived. They do not prove that the engine uses them: an engine may
 silently keep a packed or fused copy of old weights. So the worker scores fixed completions with
-the weights that it would sample from now, and the log-probs must agree with those that the learner
-computed when it published.
+its current weights, and the log-probs must agree with the log-probs that the learner computed when
+it published the weights.
 
     learner  --log-probs, in the manifest-->  worker: own log-probs  -->  CanaryReport
                                                                               |
-    driver:  CanaryJudge, which knows the usual differences of this run  <----+
+    driver:  CanaryJudge, which records the usual differences of the run <----+
 
 In float32, two correct implementations agree to 1e-4 in every token. In bfloat16, single tokens of
 correct implementations may differ by 0.3 nats and more (vLLM issue 18352, TRL issue 6789), so the
-mean is compared. A jump above the usual difference fails as well as a large difference.
+mean is compared. The check fails for a large difference, and for one far above the usual
+difference.
 """
 
 from __future__ import annotations
@@ -50,21 +51,25 @@ def check_canary(
     config: CanaryConfig,
     dtype: str,
 ) -> CanaryReport:
-    """Compare a worker's log-probs of each canary prompt with those of the manifest.
+    """Compare a worker's log-probs of the canary prompts with the log-probs in the manifest.
 
     `dtype` is the type in which learner and engine compute.
     """
     errors = sorted(
-        abs(expected - actual)
-        for learner, worker in zip(manifest.canary_logprobs, worker_logprobs, strict=True)
-        for expected, actual in zip(learner, worker, strict=True)
+        abs(learner_logprob - worker_logprob)
+        for learner_logprobs_of_prompt, worker_logprobs_of_prompt in zip(
+            manifest.canary_logprobs, worker_logprobs, strict=True
+        )
+        for learner_logprob, worker_logprob in zip(
+            learner_logprobs_of_prompt, worker_logprobs_of_prompt, strict=True
+        )
     )
     is_exact = _REDUCED_TYPES.isdisjoint({dtype, *(entry.dtype for entry in manifest.tensors)})
-    error = _statistic(errors, config.quantile, is_exact=is_exact)
+    error = _compute_statistic(errors, config.quantile, is_exact=is_exact)
     return CanaryReport(manifest.version, manifest.content_hash, error, is_exact)
 
 
-def _statistic(errors: Sequence[float], quantile: float | None, *, is_exact: bool) -> float:
+def _compute_statistic(errors: Sequence[float], quantile: float | None, *, is_exact: bool) -> float:
     if not all(map(math.isfinite, errors)):
         return math.nan
     if quantile is None and not is_exact:
@@ -74,29 +79,29 @@ def _statistic(errors: Sequence[float], quantile: float | None, *, is_exact: boo
 
 
 class CanaryJudge:
-    """The decision which reports of a run's workers pass."""
+    """A judge that decides which reports of a run's workers pass."""
 
     def __init__(self, config: CanaryConfig) -> None:
         self._config = config
         self._usual_errors: deque[float] = deque(maxlen=config.window)
         """The latest errors that passed."""
 
-    def max_error(self, report: CanaryReport) -> float:
+    def compute_max_error(self, report: CanaryReport) -> float:
         """Return the largest error with which the report passes."""
-        default = _EXACT_TOLERANCE if report.is_exact else _REDUCED_TOLERANCE
-        tolerance = self._config.tolerance or default
+        default_tolerance = _EXACT_TOLERANCE if report.is_exact else _REDUCED_TOLERANCE
+        tolerance = self._config.tolerance or default_tolerance
         if report.is_exact or not self._usual_errors:
             return tolerance
-        unusual = self._config.factor * median(self._usual_errors)
-        return min(tolerance, max(self._config.floor, unusual))
+        max_usual_error = self._config.factor * median(self._usual_errors)
+        return min(tolerance, max(self._config.floor, max_usual_error))
 
     def check(self, report: CanaryReport, worker: int) -> None:
         """Check and record the report of a worker.
 
         Raises:
-            CanaryError: the report does not pass, so the worker must get no traffic.
+            CanaryError: the report does not pass, so the worker must get no groups.
         """
-        max_error = self.max_error(report)
+        max_error = self.compute_max_error(report)
         # Comparisons with NaN are false, so NaN does not pass.
         if not report.error <= max_error:
             raise CanaryError(
@@ -118,4 +123,4 @@ class WorkerWeights:
     pause_s: float
     """Time without sampling, while the engine loaded the weights and scored the canary prompts."""
     num_bytes_fetched: int
-    """Number of fetched bytes; fewer than the tensors have if differences were fetched."""
+    """Number of fetched bytes, which is smaller than the tensors if differences were fetched."""

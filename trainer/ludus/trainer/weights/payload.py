@@ -1,7 +1,7 @@
 """One version of the weights: its manifest with checksums, and its bytes as a safetensors file.
 
-The manifest is sent through Ray, separately from the tensors. Its checksums are BLAKE3, so a
-program with write access to the folder or bucket still cannot give other weights to the workers.
+The manifest is sent through Ray, separately from the tensors. Its checksums are BLAKE3 hashes. So
+even a program with write access to the folder or bucket cannot make workers accept other weights.
 A checksum costs about as much as a copy of the tensor.
 
     8 bytes   length of the header, little-endian
@@ -22,8 +22,8 @@ and exponent unchanged, so their difference is zero there. Grouping the bytes by
 these zeros next to each other. A list of changed elements with their new values was measured to be
 larger (see `bench/weights.py`), and needs a second format.
 
-A bitwise difference reverts itself when it is applied twice, so it must be applied to the right
-version: `apply_delta` refuses any other.
+A bitwise difference reverts itself when it is applied twice. So `apply_delta` refuses any version
+but the one that the difference was computed from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _COMPRESSION_LEVEL = 1
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000
-_CODES = {
+_TYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -62,7 +62,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPE_BY_CODE = {code: dtype for dtype, code in _TYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Payload:
 
 
 def cast_floats(state: StateDict, dtype: str) -> dict[str, torch.Tensor]:
-    """Return the tensors to publish: floating-point ones in `dtype`, contiguous, on the CPU."""
-    target = getattr(torch, dtype)
+    """Return contiguous tensors on the CPU, with floating-point tensors converted to `dtype`."""
+    target_dtype = getattr(torch, dtype)
     return {
-        name: (tensor.to(target) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        name: (tensor.to(target_dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in state.items()
     }
 
@@ -94,21 +94,21 @@ def make_manifest(
     canary_logprobs: Sequence[Sequence[float]],
 ) -> WeightManifest:
     """Return the manifest of `state` as version `version`."""
-    entries = tuple(_entry(name, tensor) for name, tensor in sorted(state.items()))
+    entries = tuple(_make_entry(name, tensor) for name, tensor in sorted(state.items()))
     logprobs = tuple(map(tuple, canary_logprobs))
-    return WeightManifest(version, entries, _content_hash(entries), tuple(canary), logprobs)
+    return WeightManifest(version, entries, _hash_content(entries), tuple(canary), logprobs)
 
 
-def verify(
+def verify_tensors(
     manifest: WeightManifest,
     state: StateDict,
-    verified: Mapping[str, TensorEntry] | None = None,
-    changed: Collection[str] = (),
+    verified_entries: Mapping[str, TensorEntry] | None = None,
+    changed_names: Collection[str] = (),
 ) -> None:
     """Check that the tensors are those that were published.
 
-    `verified` has the entries of tensors that were already verified, and not written to since; only
-    those in `changed` are checked again. By default all tensors are checked.
+    `verified_entries` has the entries of tensors that were already verified and not changed since.
+    Only the tensors in `changed_names` are checked again. By default, all tensors are checked.
 
     Raises:
         WeightSyncError: a tensor is missing, unknown, of another shape, or changed.
@@ -121,8 +121,12 @@ def verify(
             f"arrived; they differ in {sorted(published_entries.keys() ^ state.keys())[:5]}"
         )
     for name, tensor in state.items():
-        entry = None if verified is None or name in changed else verified.get(name)
-        if (entry or _entry(name, tensor)) != published_entries[name]:
+        entry = (
+            None
+            if verified_entries is None or name in changed_names
+            else verified_entries.get(name)
+        )
+        if (entry or _make_entry(name, tensor)) != published_entries[name]:
             raise WeightSyncError(
                 f"weights version {manifest.version}: tensor '{name}' arrived altered (checksum "
                 f"or shape {tuple(tensor.shape)} differs); check the weight store"
@@ -143,7 +147,7 @@ def encode_payload(payload: Payload) -> list[np.ndarray]:
         tensor = payload.parts[name]
         start, end = end, end + part.nbytes
         header[name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": _TYPE_CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -154,18 +158,18 @@ def encode_payload(payload: Payload) -> list[np.ndarray]:
 
 
 def decode_payload(buffers: Sequence[np.ndarray]) -> Payload:
-    """Return the payload that `encode_payload` converted; its tensors are views of the buffers.
+    """Return the payload that was encoded; its tensors are views of the buffers.
 
-    The buffers are those of `encode_payload`, or a single buffer with the whole file.
+    The buffers are the result of `encode_payload`, or a single buffer with the whole file.
 
     Raises:
         WeightSyncError: the file is truncated, or not a file of this format.
     """
     try:
-        return _parse(buffers)
+        return _parse_buffers(buffers)
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise WeightSyncError(
-            f"{sum(b.nbytes for b in buffers)} bytes are not a complete safetensors file "
+            f"{sum(buffer.nbytes for buffer in buffers)} bytes are not a complete safetensors file "
             f"({type(error).__name__}: {error}); check the weight store"
         ) from error
 
@@ -181,10 +185,10 @@ def encode_delta(old: StateDict, new: StateDict, names: Sequence[str]) -> dict[s
 
 
 def encode_difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return uint8 [n] the compressed difference of tensors of the same type and shape."""
+    """Return the compressed difference, uint8 [n], of tensors of the same type and shape."""
     difference = view_bytes(old) ^ view_bytes(new)
-    grouped = np.ascontiguousarray(difference.reshape(-1, new.itemsize).T)
-    frame = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(grouped.data)
+    grouped_bytes = np.ascontiguousarray(difference.reshape(-1, new.itemsize).T)
+    frame = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(grouped_bytes.data)
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8)
 
 
@@ -195,13 +199,15 @@ def decode_difference(old: torch.Tensor, frame: torch.Tensor) -> torch.Tensor:
         ValueError: the difference is of a tensor of another size, or damaged.
     """
     num_bytes = old.numel() * old.itemsize
-    compressed = view_bytes(frame).data
-    # The frame states its size, which decides how much memory is allocated, so check it first.
-    frame_bytes = zstandard.frame_content_size(compressed)
+    compressed_bytes = view_bytes(frame).data
+    # The frame contains the size that will be allocated, so this size is checked first.
+    frame_bytes = zstandard.frame_content_size(compressed_bytes)
     if frame_bytes != num_bytes:
         raise ValueError(f"the difference has {frame_bytes} bytes, the tensor has {num_bytes}")
-    grouped = np.frombuffer(zstandard.ZstdDecompressor().decompress(compressed), dtype=np.uint8)
-    difference = np.ascontiguousarray(grouped.reshape(old.itemsize, -1).T).reshape(-1)
+    grouped_bytes = np.frombuffer(
+        zstandard.ZstdDecompressor().decompress(compressed_bytes), dtype=np.uint8
+    )
+    difference = np.ascontiguousarray(grouped_bytes.reshape(old.itemsize, -1).T).reshape(-1)
     return restore_tensor(difference ^ view_bytes(old), old.dtype, old.shape)
 
 
@@ -232,24 +238,24 @@ def apply_delta(state: StateDict, state_hash: str, delta: Payload) -> dict[str, 
 
 
 def view_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return uint8 [bytes] the elements in row-major order; a view if the tensor is contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy()
+    """Return the elements as uint8 [num_bytes], row-major; a view if the tensor is contiguous."""
+    flat_tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat_tensor.numpy()
 
 
 def restore_tensor(
-    raw: np.ndarray, dtype: torch.dtype, shape: Sequence[int] | torch.Size
+    tensor_bytes: np.ndarray, dtype: torch.dtype, shape: Sequence[int] | torch.Size
 ) -> torch.Tensor:
-    """Return the tensor from which `view_bytes` made these bytes; a view of them."""
-    if raw.nbytes == 0:
+    """Return the tensor that `view_bytes` converted to these bytes, as a view of them."""
+    if tensor_bytes.nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
         # Ray's shared memory is read-only, and fetched weights are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(raw).view(dtype).reshape(shape)
+        return torch.from_numpy(tensor_bytes).view(dtype).reshape(shape)
 
 
-def _parse(buffers: Sequence[np.ndarray]) -> Payload:
+def _parse_buffers(buffers: Sequence[np.ndarray]) -> Payload:
     first_buffer = buffers[0]
     header_bytes = int.from_bytes(first_buffer[:_LENGTH_BYTES].tobytes(), "little")
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, first_buffer.nbytes - _LENGTH_BYTES):
@@ -259,34 +265,36 @@ def _parse(buffers: Sequence[np.ndarray]) -> Payload:
     metadata = header.pop("__metadata__")
     # A single buffer contains all parts. Otherwise, each buffer after the first is a part.
     part_buffers = dict(zip(header, buffers[1:], strict=True)) if len(buffers) > 1 else {}
-    data = first_buffer[data_start:]
+    payload_bytes = first_buffer[data_start:]
     parts: dict[str, torch.Tensor] = {}
     for name, entry in header.items():
         start, end = entry["data_offsets"]
-        if len(buffers) == 1 and not 0 <= start <= end <= data.nbytes:
-            raise ValueError(f"'{name}' would end at byte {end} of {data.nbytes}")
-        part = part_buffers.get(name, data[start:end])
-        parts[name] = _tensor(part, entry["dtype"], entry["shape"])
+        if len(buffers) == 1 and not 0 <= start <= end <= payload_bytes.nbytes:
+            raise ValueError(f"'{name}' would end at byte {end} of {payload_bytes.nbytes}")
+        part_buffer = part_buffers.get(name, payload_bytes[start:end])
+        parts[name] = _restore_part(part_buffer, entry["dtype"], entry["shape"])
     parent_hash = metadata.get("parent_hash")
     return Payload(int(metadata["version"]), metadata["content_hash"], parent_hash, parts)
 
 
-def _tensor(part: np.ndarray, code: str, shape: list[int]) -> torch.Tensor:
-    dtype = _DTYPES[code]
-    if part.nbytes != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{part.nbytes} bytes do not match type {code} and shape {shape}")
-    return restore_tensor(part, dtype, shape)
+def _restore_part(part_buffer: np.ndarray, type_code: str, shape: list[int]) -> torch.Tensor:
+    dtype = _DTYPE_BY_CODE[type_code]
+    if part_buffer.nbytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"{part_buffer.nbytes} bytes do not match type {type_code} and shape {shape}"
+        )
+    return restore_tensor(part_buffer, dtype, shape)
 
 
-def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    data = view_bytes(tensor)
-    digest = blake3(data.data, max_threads=torch.get_num_threads())
+def _make_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    tensor_bytes = view_bytes(tensor)
+    digest = blake3(tensor_bytes.data, max_threads=torch.get_num_threads())
     checksum = digest.hexdigest(length=_DIGEST_BYTES)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorEntry(name, dtype, tuple(tensor.shape), data.nbytes, checksum)
+    return TensorEntry(name, dtype, tuple(tensor.shape), tensor_bytes.nbytes, checksum)
 
 
-def _content_hash(entries: tuple[TensorEntry, ...]) -> str:
+def _hash_content(entries: tuple[TensorEntry, ...]) -> str:
     digest = blake3()
     for entry in entries:
         digest.update(f"{entry.name} {entry.dtype} {entry.shape} {entry.checksum}\n".encode())

@@ -7,15 +7,15 @@
        v                                                                ^
     payload  -->  files of a folder | objects of a bucket | objects of Ray
 
-A version is complete if its number is a multiple of `full_every`, or if there is no version to
-build on. So a worker that joins late fetches one complete version and at most `full_every - 1`
-differences. A published version lists its whole chain of payloads, so a worker needs only their
-bytes from the store.
+A version is complete if its number is a multiple of `full_every`, or if there is no previous
+version. So a worker that joins late fetches one complete version and at most `full_every - 1`
+differences. A published version lists its whole chain of payloads, so that a worker needs nothing
+else to find them.
 
-If differences are published, both ends keep the tensors of the last version in memory. Every
-operation ends with a result or a WeightSyncError, after `timeout_s` at the latest. Each call of a
-store runs in a separate thread, so a file system that hangs, or a server that never responds,
-blocks only that thread.
+If differences are published, learner and workers keep the tensors of the last version in memory.
+Every operation returns, or raises a WeightSyncError, within `timeout_s`. Each call of a storage
+backend runs in a separate thread, so that a file system that hangs, or a server that never
+responds, blocks only that thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ludus.trainer.weights.payload import (
     decode_payload,
     encode_delta,
     encode_payload,
-    verify,
+    verify_tensors,
 )
 
 ResultT = TypeVar("ResultT")
@@ -62,7 +62,7 @@ _MAX_PAUSE_S = 2.0
 
 
 class StorageBackend(Protocol):
-    """Storage of payloads: the only part in which stores differ.
+    """Storage of payloads, in a folder, in a bucket or in Ray.
 
     Every method may be called from any thread. It raises StoreUnavailableError for temporary
     failures, and another WeightSyncError for permanent ones.
@@ -108,22 +108,22 @@ class _StoredVersion:
 
 
 class VersionStore:
-    """A store of versions in a storage backend; one object either publishes or fetches."""
+    """A store of versions in a storage backend; an instance either publishes or fetches."""
 
     drop_timeout_s = 5.0
-    """Time limit for each call that deletes old versions; they stay until the next one."""
+    """Time limit for each deletion of an old version; after a failure, a later call retries."""
 
     def __init__(self, storage: StorageBackend, config: WeightStoreConfig) -> None:
         self._storage = storage
         self._config = config
-        self._last: _StoredVersion | None = None
+        self._last_version: _StoredVersion | None = None
         """The last version published or fetched; None if no difference will build on it."""
-        self._kept: deque[tuple[StoredPayload, ...]] = deque(maxlen=config.keep_versions)
+        self._kept_chains: deque[tuple[StoredPayload, ...]] = deque(maxlen=config.keep_versions)
         self._locations: list[StorageLocation] | None = None
-        """All locations that may be in use; None until the backend is asked."""
+        """All locations that may be in use; None until the backend has listed them."""
 
     def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
-        """Store a version, return how to fetch it, and delete versions that are not needed.
+        """Store a version, delete versions that are not needed, and return the stored version.
 
         Raises:
             WeightSyncError: the version was not stored within `timeout_s`.
@@ -139,38 +139,42 @@ class VersionStore:
         payload = StoredPayload(manifest.version, manifest.content_hash, num_bytes, location)
         chain = (*base.chain, payload) if base else (payload,)
         if self._config.full_every > 1:
-            self._last = _StoredVersion(manifest, _copy_state(manifest, state, self._last), chain)
-        self._kept.append(chain)
-        self._drop_unneeded(location)
+            self._last_version = _StoredVersion(
+                manifest, _copy_state(manifest, state, self._last_version), chain
+            )
+        self._kept_chains.append(chain)
+        self._delete_unneeded(location)
         return PublishedWeights(manifest, chain)
 
-    def fetch(self, published: PublishedWeights) -> FetchedWeights:
+    def fetch(self, published_weights: PublishedWeights) -> FetchedWeights:
         """Return the tensors as they were published; do not write to them.
 
         Raises:
             WeightSyncError: the version is missing, damaged, or unavailable for `timeout_s`.
         """
-        version = published.manifest.version
+        version = published_weights.manifest.version
         operation = f"fetching weights version {version} from {self._storage.description}"
         deadline = RetryDeadline(operation, self._config.timeout_s)
-        last_fetch = self._last
-        num_applied = _num_applied(last_fetch, published.location)
+        last_version = self._last_version
+        num_applied = _count_applied(last_version, published_weights.location)
         try:
-            fetched = self._fetch_chain(
-                published, last_fetch if num_applied else None, num_applied, deadline
+            fetched_weights = self._fetch_chain(
+                published_weights, last_version if num_applied else None, num_applied, deadline
             )
         except WeightSyncError as error:
             if not num_applied:
                 raise
             _log.warning("fetching weights version %d again from the start: %s", version, error)
-            fetched = self._fetch_chain(published, None, 0, deadline)
+            fetched_weights = self._fetch_chain(published_weights, None, 0, deadline)
         if self._config.full_every > 1:
-            self._last = _StoredVersion(published.manifest, fetched.state, published.location)
-        return fetched
+            self._last_version = _StoredVersion(
+                published_weights.manifest, fetched_weights.state, published_weights.location
+            )
+        return fetched_weights
 
     def _fetch_chain(
         self,
-        published: PublishedWeights,
+        published_weights: PublishedWeights,
         base: _StoredVersion | None,
         num_applied: int,
         deadline: RetryDeadline,
@@ -179,41 +183,51 @@ class VersionStore:
         state = dict(base.state) if base else {}
         content_hash = base.manifest.content_hash if base else None
         changed_names: set[str] = set()
-        chain: tuple[StoredPayload, ...] = published.location[num_applied:]
-        for stored_version in chain:
-            payload = decode_payload(deadline.call(partial(self._read, stored_version)))
+        chain: tuple[StoredPayload, ...] = published_weights.location[num_applied:]
+        for stored_payload in chain:
+            payload = decode_payload(deadline.call(partial(self._read_payload, stored_payload)))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
                 state = apply_delta(state, content_hash or "nothing", payload)
             content_hash = payload.content_hash
             changed_names.update(payload.parts)
-        verify(published.manifest, state, base.entries if base else None, changed_names)
-        num_bytes = sum(stored_version.num_bytes for stored_version in chain)
+        verify_tensors(
+            published_weights.manifest, state, base.entries if base else None, changed_names
+        )
+        num_bytes = sum(stored_payload.num_bytes for stored_payload in chain)
         return FetchedWeights(state, num_bytes, deadline.elapsed_s)
 
-    def _read(self, stored: StoredPayload) -> Sequence[np.ndarray]:
-        return self._storage.get(stored.location, stored.num_bytes)
+    def _read_payload(self, stored_payload: StoredPayload) -> Sequence[np.ndarray]:
+        return self._storage.get(stored_payload.location, stored_payload.num_bytes)
 
     def _find_base(self, manifest: WeightManifest) -> _StoredVersion | None:
-        """Return the version from which `manifest` may be published as a difference."""
-        last_fetch = self._last
-        if last_fetch is None or manifest.version % self._config.full_every == 0:
+        """Return the version from which `manifest` may be published as a difference, or None."""
+        last_version = self._last_version
+        if last_version is None or manifest.version % self._config.full_every == 0:
             return None
-        if manifest.version != last_fetch.manifest.version + 1:
+        if manifest.version != last_version.manifest.version + 1:
             return None
-        return last_fetch if _layout(last_fetch.manifest) == _layout(manifest) else None
+        return (
+            last_version if _list_shapes(last_version.manifest) == _list_shapes(manifest) else None
+        )
 
-    def _drop_unneeded(self, newest: StorageLocation) -> None:
-        """Delete payloads that no kept version needs; failures are retried after the next one."""
-        needed = [stored_version.location for chain in self._kept for stored_version in chain]
+    def _delete_unneeded(self, newest_location: StorageLocation) -> None:
+        """Delete payloads that no kept version needs; retry failed deletions at the next call."""
+        needed_locations = [
+            stored_payload.location for chain in self._kept_chains for stored_payload in chain
+        ]
         try:
             if self._locations is None:
                 locations = call_with_limit(self._storage.list_locations, self.drop_timeout_s)
                 self._locations = list(locations)
-            if newest not in self._locations:
-                self._locations.append(newest)
-            for location in [each for each in self._locations if each not in needed]:
+            if newest_location not in self._locations:
+                self._locations.append(newest_location)
+            for location in [
+                stored_location
+                for stored_location in self._locations
+                if stored_location not in needed_locations
+            ]:
                 call_with_limit(partial(self._storage.drop, location), self.drop_timeout_s)
                 self._locations.remove(location)
         except (WeightSyncError, OSError) as error:
@@ -232,28 +246,28 @@ def _make_payload(
 
 
 def _copy_state(
-    manifest: WeightManifest, state: StateDict, last: _StoredVersion | None
+    manifest: WeightManifest, state: StateDict, last_version: _StoredVersion | None
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors, which the optimizer may write to; unchanged ones are shared."""
-    last_entries = last.entries if last else {}
+    """Copy the tensors that have changed, because the optimizer may write to them; share others."""
+    last_entries = last_version.entries if last_version else {}
     return {
-        entry.name: last.state[entry.name]
-        if last and last_entries.get(entry.name) == entry
+        entry.name: last_version.state[entry.name]
+        if last_version and last_entries.get(entry.name) == entry
         else state[entry.name].detach().clone()
         for entry in manifest.tensors
     }
 
 
-def _num_applied(last: _StoredVersion | None, chain: tuple[StoredPayload, ...]) -> int:
-    """Return the number of payloads of the chain that `last` includes; 0 if not a part."""
-    if last is None:
+def _count_applied(last_version: _StoredVersion | None, chain: tuple[StoredPayload, ...]) -> int:
+    """Return the number of payloads of the chain that `last_version` includes; 0 if it has none."""
+    if last_version is None:
         return 0
-    hashes = [stored_version.content_hash for stored_version in chain]
-    last_hash = last.manifest.content_hash
+    hashes = [stored_payload.content_hash for stored_payload in chain]
+    last_hash = last_version.manifest.content_hash
     return len(hashes) - hashes[::-1].index(last_hash) if last_hash in hashes else 0
 
 
-def _layout(manifest: WeightManifest) -> list[tuple[str, str, tuple[int, ...]]]:
+def _list_shapes(manifest: WeightManifest) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
 
 
@@ -271,8 +285,8 @@ class RetryDeadline:
         """Seconds since the start."""
         return time.monotonic() - self._start_s
 
-    def call(self, attempt: Callable[[], ResultT]) -> ResultT:
-        """Return the result of `attempt`; retry while the store is unavailable.
+    def call(self, operation: Callable[[], ResultT]) -> ResultT:
+        """Return the result of `operation`; retry while the store is unavailable.
 
         Raises:
             WeightSyncError: the time limit has passed, or a retry cannot help.
@@ -282,10 +296,10 @@ class RetryDeadline:
         while True:
             num_attempts += 1
             try:
-                return call_with_limit(attempt, self._timeout_s - self.elapsed_s)
+                return call_with_limit(operation, self._timeout_s - self.elapsed_s)
             except StoreUnavailableError as error:
                 reason = error
-            # Jitter, so that the workers that wait for a store do not all return at once.
+            # Random pauses prevent all waiting workers from retrying at the same time.
             pause_s = next(pauses_s) * random.uniform(0.5, 1.0)
             if self.elapsed_s + pause_s >= self._timeout_s:
                 raise WeightSyncError(
@@ -296,24 +310,24 @@ class RetryDeadline:
             time.sleep(pause_s)
 
 
-def call_with_limit(attempt: Callable[[], ResultT], timeout_s: float) -> ResultT:
-    """Return the result of `attempt`; its thread is abandoned if it does not finish in time.
+def call_with_limit(function: Callable[[], ResultT], timeout_s: float) -> ResultT:
+    """Return the result of `function`; abandon its thread if it does not finish in time.
 
     Raises:
         StoreUnavailableError: it did not finish in time.
     """
-    outcome: Future[ResultT] = Future()
+    future: Future[ResultT] = Future()
 
-    def run() -> None:
+    def run_function() -> None:
         try:
-            outcome.set_result(attempt())
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised to the caller
-            outcome.set_exception(error)
+            future.set_exception(error)
 
-    threading.Thread(target=run, name="weight-store", daemon=True).start()
+    threading.Thread(target=run_function, name="weight-store", daemon=True).start()
     try:
-        return outcome.result(timeout=max(timeout_s, 0.0))
+        return future.result(timeout=max(timeout_s, 0.0))
     except TimeoutError:
-        if outcome.done():  # The attempt raised TimeoutError, or finished just at the deadline.
-            return outcome.result()
+        if future.done():  # The function raised TimeoutError, or finished just at the deadline.
+            return future.result()
         raise StoreUnavailableError(f"no response within {timeout_s:.1f} s") from None

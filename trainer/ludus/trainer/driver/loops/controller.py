@@ -77,9 +77,9 @@ from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     RunState,
     check_complete,
-    checkpoint_step,
     learner_folder,
     model_folder,
+    parse_checkpoint_step,
     read_state,
 )
 from ludus.trainer.run.metrics_writer import MetricsWriter
@@ -425,10 +425,10 @@ class Controller:
         except Exception as failure:  # noqa: BLE001 - the run must raise its first error
             reason = str(getattr(failure, "cause", None) or failure) or type(failure).__name__
             _log.warning("no checkpoint of step %d can be written: %s", self.state.step, reason)
-        checkpoints = self.components.checkpoints.newest_first()
+        checkpoints = self.components.checkpoints.list_newest_first()
         if not checkpoints:
             return "there is no checkpoint to continue from"
-        return f"continue with --resume from step {checkpoint_step(checkpoints[0])}"
+        return f"continue with --resume from step {parse_checkpoint_step(checkpoints[0])}"
 
     async def _finish_step(self) -> None:
         """Wait until the learner has finished its current step, and record the step."""
@@ -446,7 +446,7 @@ class Controller:
     def _count_learner_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; fail if it may not restart again."""
         max_restarts = self.components.run.training.max_learner_restarts
-        # The text of an error that crossed a Ray actor contains its traceback.
+        # Ray adds the traceback to the message of an error from an actor, but not to its cause.
         reason = getattr(error, "cause", None) or error
         if self.state.learner_restarts >= max_restarts:
             raise LearnerLostError(
@@ -484,7 +484,7 @@ class Controller:
             CheckpointError: there are checkpoints, but none is readable.
         """
         learners, failure = self.components.learners, None
-        for checkpoint in self.components.checkpoints.newest_first():
+        for checkpoint in self.components.checkpoints.list_newest_first():
             try:
                 check_complete(checkpoint)
                 state = read_state(checkpoint, RunState)

@@ -39,7 +39,7 @@ class StepGate:
         self.is_waiting = False
         """True while the training loop waits here."""
         self.has_reported_end = False
-        """True after the program was told how training ended."""
+        """True after the program was informed about the end of training."""
 
     def open(self) -> None:
         """Let the training loop pass without waiting from now on."""

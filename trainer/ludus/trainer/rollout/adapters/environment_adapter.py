@@ -20,7 +20,7 @@ from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import RolloutStatus
-from ludus.trainer.data.failures import describe
+from ludus.trainer.data.failures import describe_error
 from ludus.trainer.models.chat import ToolSpec, strip_reasoning
 
 NO_PICTURES = (
@@ -68,7 +68,7 @@ class ImportedRenderer:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            raise RendererError(f"{path} raised {describe(error)}") from error
+            raise RendererError(f"{path} raised {describe_error(error)}") from error
         if not _are_messages(messages):
             raise RendererError(
                 f"{path} must return a list of messages like {{'role': 'user', 'content': "
@@ -84,7 +84,8 @@ class ImportedRenderer:
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
             raise RendererError(
-                f"environment.parse = '{self._paths[1]}' raised {describe(error)}; for a text that "
+                f"environment.parse = '{self._paths[1]}' raised {describe_error(error)}; for a "
+                "text that "
                 f"is no action it must raise ActionParseError, and the text was {text[:100]!r}"
             ) from error
 

@@ -34,7 +34,7 @@ from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
 from ludus.trainer.core.functions import import_object
-from ludus.trainer.data.failures import describe
+from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
 
 _NUM_THREADS = 256
@@ -228,7 +228,7 @@ async def _call_function(
         returned = await loop.run_in_executor(threads, function, task, access)
         return await returned if inspect.isawaitable(returned) else returned
     except (Exception, SystemExit) as error:  # the run's custom code
-        raise AgentError(f"agent.function = '{path}' raised {describe(error)}") from error
+        raise AgentError(f"agent.function = '{path}' raised {describe_error(error)}") from error
 
 
 def _readable_paths(config: CommandAgent, program: str, folder: str) -> list[str]:

@@ -36,7 +36,7 @@ from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_
 from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
-from ludus.trainer.data.failures import describe
+from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.rewards.reward_models import Columns, QueuedRewardModel, RewardModels
 
 ENVIRONMENT_TERM = RewardTerm()
@@ -114,7 +114,9 @@ class RewardFunction:
         except (UserError, RewardFunctionError):
             raise
         except (Exception, SystemExit) as error:  # the run's custom code
-            raise RewardFunctionError(f"{self.description} raised {describe(error)}") from error
+            raise RewardFunctionError(
+                f"{self.description} raised {describe_error(error)}"
+            ) from error
         return self._check_values(returned, num_episodes)
 
     async def _call(self, arguments: Columns) -> Any:
@@ -231,7 +233,7 @@ class Reward:
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - the run's custom code
-            failure = describe(error)
+            failure = describe_error(error)
             if limit.expired():
                 failure = (
                     f"RewardFunctionError: {scorer.description} did not return within "

@@ -142,8 +142,8 @@ def read_problems(path: Path) -> list[NumberProblem]:
 
 def _iterate_problems(path: Path) -> Iterator[NumberProblem]:
     for row in read_rows(path):
-        question = _column(row.values, _QUESTION_COLUMNS, row.location)
-        answer = str(_column(row.values, _SOLUTION_COLUMNS, row.location))
+        question = _column(row.columns, _QUESTION_COLUMNS, row.location)
+        answer = str(_column(row.columns, _SOLUTION_COLUMNS, row.location))
         solution = parse_number(answer.rpartition(_SOLUTION_MARK)[2].strip())
         if solution is None:
             raise ConfigError(f"{row.location}: the answer must be a number, got {answer!r:.80}")

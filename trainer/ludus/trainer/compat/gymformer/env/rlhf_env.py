@@ -159,10 +159,10 @@ def _read_prompts(path: str) -> tuple[str, ...]:
 
 def _iterate_prompts(path: str) -> Iterator[str]:
     for row in read_rows(Path(path)):
-        prompt = next((row.values[name] for name in _PROMPT_COLUMNS if name in row.values), None)
+        prompt = next((row.columns[name] for name in _PROMPT_COLUMNS if name in row.columns), None)
         if not isinstance(prompt, str):
             raise ConfigError(
                 f"{row.location}: column {' or '.join(_PROMPT_COLUMNS)} must contain a string, got "
-                f"columns {', '.join(row.values)}"
+                f"columns {', '.join(row.columns)}"
             )
         yield prompt

@@ -95,7 +95,7 @@ def _check_checkpoint(config: RewardModelRun, checkpoint: str | None) -> Resume:
 
 
 def _report(progress: RewardModelProgress) -> None:
-    epoch = progress.is_finished
+    epoch = progress.finished
     if epoch is None:
         return
     text = f"epoch {epoch.epoch}/{progress.num_epochs}: loss {epoch.train_loss:.4f}"

@@ -50,7 +50,7 @@ from ludus.trainer.core.types import (
     TokenSequence,
     TurnSpan,
 )
-from ludus.trainer.data.failures import describe
+from ludus.trainer.data.failures import describe_error
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.rollout.episode import (
@@ -228,7 +228,7 @@ class BatchFunctionRunner:
                     f"rollout.group_timeout_s = {timeout_s:g} s; make it faster or raise the limit"
                 ) from None
             raise RolloutFunctionError(
-                f"rollout function '{self._path}' raised {describe(error)}"
+                f"rollout function '{self._path}' raised {describe_error(error)}"
             ) from error
 
     def _bind(
