@@ -50,14 +50,14 @@ def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["first_prompt", "encode_next_prompt"])
+@pytest.mark.parametrize("method", ["encode_first_prompt", "encode_next_prompt"])
 def test_long_prompts_are_kept_up_to_a_bound(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(ChatTokenizer, "cache_bytes", MEGABYTE)
     chat = ChatTokenizer(tokenizer)
     ask: Callable[[list[Message]], list[int]] = {
-        "first_prompt": chat.encode_first_prompt,
+        "encode_first_prompt": chat.encode_first_prompt,
         "encode_next_prompt": lambda messages: chat.encode_next_prompt(messages, ended=True),
     }[method]
 
